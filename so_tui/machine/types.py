@@ -1,0 +1,105 @@
+"""One host as the program sees it: a frozen snapshot, written by ``inspect --json`` and read back by ``--machine FILE``.
+
+Sizes are bytes, cores are logical CPU numbers of the kernel. ``None`` means unknown, never zero.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+SCHEMA = 1
+
+NodeKind = Literal["cpu", "gpu-memory", "empty"]
+
+
+class NumaNode(Struct, frozen=True, kw_only=True):
+    id: int
+    kind: NodeKind
+    cpus: tuple[int, ...]
+    memory_total_bytes: int
+    memory_free_bytes: int | None = None
+    file_cache_bytes: int | None = None
+    distances: tuple[int, ...] = ()
+
+
+class Gpu(Struct, frozen=True, kw_only=True):
+    index: int
+    name: str
+    pci_bus_id: str
+    """Domain:bus:device.function as sysfs writes it, lower case: ``0009:01:00.0``."""
+    numa_node: int | None = None
+    """The CPU node this GPU hangs off."""
+    memory_node: int | None = None
+    """The NUMA node of the GPU's own memory, where the driver exposes one."""
+    cpus: tuple[int, ...] = ()
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    compute_mode: str | None = None
+    uuid: str | None = None
+    c2c: bool | None = None
+    """Whether the GPU is attached by NVLink-C2C; None where the driver does not say."""
+    mig: bool | None = None
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+
+
+class Mpam(Struct, frozen=True, kw_only=True):
+    """How far memory bandwidth partitioning (MPAM) gets on this host, by what an unprivileged user can see."""
+
+    state: Literal["off", "kernel", "firmware", "mounted", "unknown"]
+    evidence: str
+
+
+class Software(Struct, frozen=True, kw_only=True):
+    """Installed versions, found without importing anything; None where absent."""
+
+    python: str | None = None
+    torch: str | None = None
+    torch_cuda: str | None = None
+    """CUDA version torch was built for; None for a CPU build."""
+    deepspeed: str | None = None
+    transformers: str | None = None
+    datasets: str | None = None
+    flash_attn: str | None = None
+    numactl: str | None = None
+    numactl_works: bool | None = None
+    """Whether a trial ``numactl -m NODE -C CPUS true`` succeeded here."""
+    nvidia_driver: str | None = None
+    compiler: str | None = None
+    ninja: str | None = None
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    schema: int = SCHEMA
+    hostname: str
+    cpu_name: str
+    architecture: str
+    page_size_bytes: int | None
+    online_cpus: tuple[int, ...]
+    allowed_cpus: tuple[int, ...]
+    host_memory_bytes: int
+    """Sum over the cpu nodes (MemTotal would include GPU memory on Grace)."""
+    shm_total_bytes: int | None
+    shm_free_bytes: int | None = None
+    mpam: Mpam
+    software: Software
+    numa_nodes: tuple[NumaNode, ...]
+    gpus: tuple[Gpu, ...]
+    memory_limit_bytes: int | None = None
+    """The cgroup's limit where it is below the host's memory."""
+    live: bool = True
+    """False for a snapshot of another tree (``--sysroot``): nothing live was asked."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the figures must know (memory that grows, a driver that did not answer)."""
+
+    @property
+    def cpu_nodes(self) -> tuple[NumaNode, ...]:
+        return tuple(node for node in self.numa_nodes if node.kind == "cpu")
+
+    def node(self, node_id: int) -> NumaNode:
+        """The node with this id. Raises KeyError when there is none."""
+        for node in self.numa_nodes:
+            if node.id == node_id:
+                return node
+        raise KeyError(node_id)

@@ -1,0 +1,102 @@
+"""Results of planning: frozen, JSON-ready, the same for the table, the Configure screen, the dry run and the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from so_tui.spec.types import RunSpec
+
+Verdict = Literal["fits", "tight", "does not fit"]
+Place = Literal["gpu", "node", "shm", "disk"]
+Confidence = Literal["exact", "calibrated", "estimate"]
+
+
+class MemoryPolicy(Struct, frozen=True, kw_only=True):
+    """Where a rank's host memory may come from, in set_mempolicy(2) terms."""
+
+    mode: Literal["bind", "preferred", "default"]
+    nodes: tuple[int, ...] = ()
+
+
+class DeepSpeedBinding(Struct, frozen=True, kw_only=True):
+    """What DeepSpeed's launcher would do for this rank by itself, with the core list we hand it."""
+
+    cpus: tuple[int, ...]
+    numactl: tuple[str, ...]
+    """The numactl prefix; empty where the launcher is started without ``--bind_cores_to_rank``."""
+    omp_num_threads: int
+    matches: bool
+    """Whether that is already what the plan wants."""
+
+
+class RankBinding(Struct, frozen=True, kw_only=True):
+    rank: int
+    gpu: int | None
+    numa_node: int | None
+    cpus: tuple[int, ...]
+    main_cpus: tuple[int, ...]
+    """Cores of the training process; part of ``cpus``."""
+    adam_cpus: tuple[int, ...]
+    """Cores of the Adam worker (superoffload); empty in the other modes, where ``main_cpus`` is all of ``cpus``."""
+    memory_policy: MemoryPolicy
+    deepspeed: DeepSpeedBinding
+
+
+class MemoryTerm(Struct, frozen=True, kw_only=True):
+    """One term of the arithmetic. ``gpu`` and ``node`` terms are per rank; ``shm`` and ``disk`` for the whole host."""
+
+    name: str
+    place: Place
+    bytes: int
+    confidence: Confidence
+    formula: str
+    """The arithmetic in words and numbers, for people."""
+
+
+class StepTime(Struct, frozen=True, kw_only=True):
+    """Predicted seconds of one optimizer step."""
+
+    forward_s: float
+    backward_s: float
+    exposed_optimizer_s: float
+    data_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.exposed_optimizer_s + self.data_s
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A RunSpec on a Machine."""
+
+    preset: str
+    gpus: int
+    mode: Literal["superoffload", "zerooffload", "gpu"]
+    ratio: float
+    fits: bool
+    verdict: Verdict
+    recommended: bool = False
+    reasons: tuple[str, ...]
+    """Why the verdict is what it is, most important first; with numbers, and the remedy where it does not fit."""
+    warnings: tuple[str, ...]
+    gpu_bytes: int
+    """Peak per GPU (0 on a machine without GPUs)."""
+    gpu_capacity_bytes: int | None
+    host_bytes_per_node: dict[int, int]
+    host_capacity_bytes_per_node: dict[int, int]
+    shm_bytes: int
+    disk_bytes: int
+    """One checkpoint."""
+    breakdown: tuple[MemoryTerm, ...]
+    step: StepTime | None
+    """None where nothing is known of this machine's speed."""
+    step_s: float | None
+    tokens_per_step: int
+    """Sequence positions of one optimizer step, all ranks."""
+    useful_tokens_per_s_total: float | None
+    model_tflops_per_gpu: float | None
+    binding: tuple[RankBinding, ...]
+    spec: RunSpec
+    """The spec as it will run: mode resolved, the host's indices filled in."""
