@@ -1,0 +1,48 @@
+"""``inspect`` and ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from so_tui.commands.common import chosen_machine, print_json, print_rich
+from so_tui.spec import InputError, Problem
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Print the machine, for people or as the JSON that ``--machine`` reads back."""
+    from so_tui.machine import inspect_machine, machine_json
+
+    sysroot = Path(arguments.sysroot) if arguments.sysroot else None
+    if sysroot is not None and not (sysroot / "sys").is_dir():
+        remedy = "Give a folder that holds copies of /sys and /proc"
+        raise InputError([Problem(field="--sysroot", value=str(sysroot), message="has no folder named sys", remedy=remedy)])
+    machine = inspect_machine(sysroot)
+    if arguments.json:
+        print_json(machine_json(machine))
+    else:
+        from so_tui.machine.show import render
+
+        print_rich(render(machine))
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print the findings, worst first; 3 when one of them blocks a launch."""
+    import msgspec
+
+    from so_tui.machine.doctor import findings
+    from so_tui.machine.show import render_findings
+
+    if arguments.fix:
+        from so_tui.launch.helpers import call_tool
+
+        answer = call_tool("build_ops", {})
+        print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)")
+    machine = chosen_machine(arguments)
+    found = findings(machine)
+    if arguments.json:
+        print_json(msgspec.json.encode({"findings": found}))
+    else:
+        print_rich(render_findings(found))
+    return 3 if any(finding.severity == "blocks" for finding in found) else 0

@@ -1,0 +1,32 @@
+"""``so-tui`` without a command: the screen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from so_tui.commands.common import usable_terminal
+from so_tui.runs import RunDirectory
+
+NO_TERMINAL = """\
+so-tui: there is no terminal to draw a screen on (stdin or stdout is not one, or TERM is dumb). The plain commands:
+  so-tui inspect              what this machine has        so-tui run PRESET --plain   train, printing progress lines
+  so-tui plan [PRESET]        what fits here, how fast     so-tui watch RUN --plain    follow a run
+  so-tui presets              what can be trained          so-tui runs                 every run
+`so-tui --help` names them all."""
+
+
+def open_screen(arguments: argparse.Namespace) -> int:
+    """Open the screen on the presets."""
+    if not usable_terminal():
+        print(NO_TERMINAL, file=sys.stderr)
+        return 2
+    show_screen(arguments.runs_dir)
+    return 0
+
+
+def show_screen(runs_dir: str | None, open_run: RunDirectory | None = None) -> None:
+    """Run the Textual application until the user leaves it."""
+    from so_tui.ui.app import SoTuiApp
+
+    SoTuiApp(runs_dir=runs_dir, open_run=open_run).run()
