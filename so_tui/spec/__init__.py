@@ -1,0 +1,54 @@
+"""What a user asks for: specs and presets, their checks and their files. Cheap to import; knows no machine."""
+
+from so_tui.spec.catalog import Catalog, find_preset, load_catalog, resolve_source, save_preset, user_folder
+from so_tui.spec.check import check_tree, problems_in
+from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
+from so_tui.spec.fields import FieldInfo, field_index, fields
+from so_tui.spec.tree import complete_tree, differences, parse_value, spec_tree, with_values
+from so_tui.spec.types import (
+    BenchmarkSpec,
+    CheckpointSpec,
+    DataSource,
+    DataSpec,
+    ModelSpec,
+    OffloadSpec,
+    ParameterBlock,
+    Preset,
+    RunSpec,
+    Tensor,
+    TrainSpec,
+)
+
+__all__ = [
+    "BenchmarkSpec",
+    "Catalog",
+    "CheckpointSpec",
+    "DataSource",
+    "DataSpec",
+    "FieldInfo",
+    "InputError",
+    "ModelSpec",
+    "OffloadSpec",
+    "ParameterBlock",
+    "Preset",
+    "Problem",
+    "Refused",
+    "RunSpec",
+    "SoTuiError",
+    "Tensor",
+    "TrainSpec",
+    "check_tree",
+    "complete_tree",
+    "differences",
+    "field_index",
+    "fields",
+    "find_preset",
+    "load_catalog",
+    "parse_value",
+    "problems_in",
+    "resolve_source",
+    "save_preset",
+    "spec_tree",
+    "user_folder",
+    "with_values",
+]

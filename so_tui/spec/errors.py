@@ -40,7 +40,7 @@ class InputError(SoTuiError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-class Refused(SoTuiError):
+class Refused(SoTuiError):  # noqa: N818 - the word of the contract
     """The run does not fit or cannot run here: exit code 3. ``forceable`` where that is not certain to fail."""
 
     exit_code = 3

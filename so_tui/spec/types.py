@@ -6,6 +6,7 @@ Configure screen all read them from here. The host plays no part: a RunSpec mean
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -29,12 +30,13 @@ class Tensor(Struct, frozen=True, array_like=True):
     decay: bool
     """Whether weight decay applies (not to norms and biases)."""
     kind: TensorKind
-    """``linear``: multiplied with every token; ``expert``: stacked experts, of which a token meets some; ``embedding``: looked up; ``other``: norms, biases, sinks."""
+    """``linear``: multiplied with every token; ``expert``: stacked experts, of which a token meets some; ``embedding``: looked up;
+    ``other``: norms, biases, sinks."""
     tied: str = ""
     """The name of the tensor this one shares storage with; a tied tensor has no states of its own."""
 
 
-class ParameterBlock(Spec):
+class ParameterBlock(Spec, frozen=True):
     """A run of tensors that occurs ``repeat`` times in a row (the layers of the model)."""
 
     repeat: Annotated[int, Meta(ge=1)] = 1
@@ -42,7 +44,7 @@ class ParameterBlock(Spec):
     tensors: tuple[Tensor, ...] = ()
 
 
-class ModelSpec(Spec):
+class ModelSpec(Spec, frozen=True):
     id: Annotated[str, Meta(min_length=1, description="Hub id or local folder of the model.")]
     revision: Annotated[str, Meta(description="Branch, tag or commit on the hub.")] = "main"
     weights: Annotated[
@@ -70,13 +72,18 @@ class ModelSpec(Spec):
         tuple[ParameterBlock, ...], Meta(description="Generated table of the ordered parameter list; do not edit by hand.")
     ] = ()
 
+    @property
+    def parameter_count(self) -> int:
+        """Parameters with storage of their own, by the table; 0 without a table."""
+        return sum(block.repeat * sum(prod(tensor.shape) for tensor in block.tensors if not tensor.tied) for block in self.parameters)
 
-class DataSource(Spec):
+
+class DataSource(Spec, frozen=True):
     source: Annotated[str, Meta(min_length=1, description="Hub id, file or folder.")]
     weight: Annotated[float, Meta(gt=0, description="Relative share of this source in the mixture.")] = 1.0
 
 
-class DataSpec(Spec):
+class DataSpec(Spec, frozen=True):
     source: Annotated[
         str | tuple[DataSource, ...],
         Meta(description="Hub id, file (JSON, JSONL, Parquet, CSV) or folder; or a list of `{source, weight}`."),
@@ -91,7 +98,7 @@ class DataSpec(Spec):
     packing: Annotated[bool, Meta(description="Fill each sequence with several rows that do not see each other.")] = True
 
 
-class TrainSpec(Spec):
+class TrainSpec(Spec, frozen=True):
     micro_batch: Annotated[int, Meta(ge=1, le=4096, description="Sequences per rank and micro-step.", extra={"unit": "sequences"})] = 4
     gradient_accumulation: Annotated[
         int, Meta(ge=1, le=65536, description="Micro-steps per optimizer step.", extra={"unit": "micro-steps"})
@@ -119,11 +126,12 @@ class TrainSpec(Spec):
     deterministic: Annotated[bool, Meta(description="Use deterministic kernels only; slower.")] = False
 
 
-class OffloadSpec(Spec):
+class OffloadSpec(Spec, frozen=True):
     mode: Annotated[
         OffloadMode,
         Meta(
-            description="Where the optimizer works: `superoffload` and `zerooffload` on the CPU, `gpu` on the GPU; `auto` lets the planner choose."
+            description="Where the optimizer works: `superoffload` and `zerooffload` on the CPU, `gpu` on the GPU; "
+            "`auto` lets the planner choose."
         ),
     ] = "auto"
     engine: Annotated[Literal["so-tui", "deepspeed"], Meta(description="Whose SuperOffload optimizer runs in `superoffload` mode.")] = (
@@ -143,7 +151,7 @@ class OffloadSpec(Spec):
     )
 
 
-class CheckpointSpec(Spec):
+class CheckpointSpec(Spec, frozen=True):
     every_steps: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 saves at the end and on stop only.", extra={"unit": "optimizer steps"})
     ] = 0
@@ -153,14 +161,14 @@ class CheckpointSpec(Spec):
     export: Annotated[bool, Meta(description="Also write a Hugging Face folder at the end.")] = False
 
 
-class BenchmarkSpec(Spec):
+class BenchmarkSpec(Spec, frozen=True):
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps left out of the summary.", extra={"unit": "optimizer steps"})] = 0
     measured_steps: Annotated[
         int, Meta(ge=0, description="Steps summarised, after which the run ends; 0 is a normal run.", extra={"unit": "optimizer steps"})
     ] = 0
 
 
-class RunSpec(Spec, kw_only=True):
+class RunSpec(Spec, frozen=True, kw_only=True):
     """What is trained and how, independent of the host."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64, description="Short name; run names start with it.")]

@@ -1,0 +1,220 @@
+"""Presets on disk: the built-in ones, the user's, and single files."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.spec.check import check_tree, nearest, shown
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
+from so_tui.spec.types import Preset, RunSpec
+
+BUILTIN = "builtin:"
+"""Prefix of models, tokenizers and data that come with the program: ``builtin:tiny/rows.jsonl``."""
+
+Origin = Literal["built-in", "user", "file"]
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+class Catalog(Struct, frozen=True):
+    """The presets by name, in the order to show them (``tiny`` last), and what is wrong with those that could not be read."""
+
+    presets: dict[str, Preset]
+    problems: tuple[Problem, ...] = ()
+
+
+def builtin_folder() -> Path:
+    """Folder of the built-in presets: ``so_tui/presets`` in an installed wheel, ``presets`` beside the package in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "presets"
+    return installed if installed.is_dir() else package.parent / "presets"
+
+
+def user_folder() -> Path:
+    """Folder of the user's presets, by the XDG rules."""
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(config) if config.startswith("/") else Path.home() / ".config") / "so-tui" / "presets"
+
+
+def resolve_source(text: str) -> str:
+    """A ``builtin:`` name as the path it stands for; every other text as it is. Raises InputError when there is no such built-in."""
+    if not text.startswith(BUILTIN):
+        return text
+    folder = builtin_folder()
+    path = (folder / text.removeprefix(BUILTIN)).resolve()
+    if not path.is_relative_to(folder.resolve()) or not path.exists():
+        names = ", ".join(sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir()))
+        raise InputError([Problem(field="source", value=shown(text), message="is not a built-in", remedy=f"Built-in: {names}.")])
+    return str(path)
+
+
+def load_catalog(user_dir: Path | None = None) -> Catalog:
+    """All presets. A user preset that is wrong is reported in ``problems`` and never stops the others."""
+    trees: dict[str, _Source] = {}
+    problems: list[Problem] = []
+    folders: tuple[tuple[Path, Origin], ...] = ((builtin_folder(), "built-in"), (user_dir or user_folder(), "user"))
+    for folder, origin in folders:
+        for path in sorted(folder.glob("*.toml")):
+            try:
+                source = _read(path, origin)
+                if source.name in trees:
+                    raise InputError([_taken(source, trees[source.name])])
+                trees[source.name] = source
+            except InputError as error:
+                problems += error.problems
+    presets: dict[str, Preset] = {}
+    for source in trees.values():
+        try:
+            presets[source.name] = _preset(source, trees)
+        except InputError as error:
+            problems += error.problems
+    return Catalog(presets=dict(sorted(presets.items(), key=lambda item: _order(item[1]))), problems=tuple(problems))
+
+
+def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
+    """A preset by name, or a file by path (anything with a ``/`` or ending in ``.toml``).
+
+    Raises InputError: unknown name (with the nearest one), file missing or malformed, or what is wrong with that preset.
+    """
+    if "/" in name_or_path or name_or_path.endswith(".toml"):
+        source = _read(Path(name_or_path).expanduser(), "file")
+        known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
+        return _preset(
+            source, {name: _Source(name, preset.path, preset.origin, complete_tree(preset.spec)) for name, preset in known.items()}
+        )
+    catalog = catalog or load_catalog()
+    if name_or_path in catalog.presets:
+        return catalog.presets[name_or_path]
+    broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
+    if broken:
+        raise InputError(broken)
+    raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
+
+
+def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None) -> Path:
+    """Write a user preset that holds only what differs from ``base``, and return its path. An older one of that name is replaced.
+
+    Raises InputError for a bad name, the name of a built-in preset, an unknown base or a folder that cannot be written.
+    """
+    if not _NAME.fullmatch(name):
+        remedy = "Use up to 64 small letters, digits, '.', '_' and '-', starting with a letter or digit."
+        raise InputError([Problem(field="name", value=shown(name), message="is not a valid name", remedy=remedy)])
+    folder = user_dir or user_folder()
+    presets = load_catalog(folder).presets
+    if name in presets and presets[name].origin == "built-in":
+        raise InputError([Problem(field="name", value=shown(name), message="is a built-in preset", remedy="Choose another name.")])
+    spec = msgspec.structs.replace(spec, name=name)
+    if base == name:  # saved over itself: keep what it extended
+        base = _read(Path(presets[name].path), "user").tree.get("extends") if name in presets else None
+    if base is None:
+        return _write(folder / f"{name}.toml", spec_tree(spec))
+    if base not in presets:
+        raise InputError([_unknown_preset("extends", base, tuple(presets))])
+    below = complete_tree(presets[base].spec)
+    changes = differences(complete_tree(spec), below)
+    if check_tree(merged(below, changes)) != spec:  # a key was taken away, which a difference cannot say
+        return _write(folder / f"{name}.toml", spec_tree(spec))
+    return _write(folder / f"{name}.toml", {"extends": base, **changes})
+
+
+class _Source(Struct, frozen=True):
+    """A preset file as read: not yet checked."""
+
+    name: str
+    path: str
+    origin: Origin
+    tree: Tree
+
+
+def _read(path: Path, origin: Origin) -> _Source:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _unreadable(path, "there is no such file", "`so-tui presets` lists the presets by name.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, f"cannot be read ({error})", "Check the path, and that the file is UTF-8 text you may read.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise _unreadable(path, f"is not TOML: {error}", "Mend that line; text needs quotes, and a key stands once.") from None
+    tree.setdefault("name", path.stem)
+    return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
+
+
+def _unreadable(path: Path, message: str, remedy: str) -> InputError:
+    return InputError([Problem(field="preset", value="", message=message, remedy=remedy, file=str(path))])
+
+
+def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
+    spec = check_tree(_extended(source, sources, (source.name,)), source.path)
+    return Preset(spec=spec, origin=source.origin, path=source.path)
+
+
+def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, ...]) -> Tree:
+    """The file's tree over that of the preset it extends, and so on down. Raises InputError for an unknown base or a circle."""
+    tree = {key: value for key, value in source.tree.items() if key != "extends"}
+    if "extends" not in source.tree:
+        return tree
+    base = str(source.tree["extends"])
+    if base not in sources:
+        raise InputError([_unknown_preset("extends", base, tuple(sources), source.path)])
+    if base in seen:
+        chain = " -> ".join((*seen, base))
+        remedy = "Extend a preset that does not itself extend this one."
+        raise InputError(
+            [Problem(field="extends", value=shown(base), message=f"goes in a circle ({chain})", remedy=remedy, file=source.path)]
+        )
+    return merged(_extended(sources[base], sources, (*seen, base)), tree)
+
+
+def _order(preset: Preset) -> tuple[object, ...]:
+    """Built-in models by size, then the user's, then shapes for benchmarks; ``tiny`` last."""
+    spec = preset.spec
+    return (
+        spec.name == "tiny",
+        spec.model.weights == "random",
+        preset.origin != "built-in",
+        spec.ranks,
+        spec.model.parameter_count,
+        spec.name,
+    )
+
+
+def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
+    remedy = f"{nearest(name, known)}Presets: {', '.join(known)}."
+    return Problem(field=field, value=shown(name), message="there is no such preset", remedy=remedy, file=file)
+
+
+def _taken(source: _Source, other: _Source) -> Problem:
+    return Problem(
+        field="name",
+        value=shown(source.name),
+        message=f"is already the name of {other.path}",
+        remedy="Give this preset another name.",
+        file=source.path,
+    )
+
+
+def _write(path: Path, tree: Tree) -> Path:
+    """Write TOML so that a reader sees the old file or the new one, never half of it."""
+    import tomli_w
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(tomli_w.dumps(tree), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        remedy = "Free space, or set XDG_CONFIG_HOME to a folder you may write to."
+        raise InputError(
+            [Problem(field="preset", value=str(path), message=f"cannot be written: {error.strerror}", remedy=remedy)]
+        ) from None
+    return path

@@ -1,0 +1,188 @@
+"""From a plain tree (parsed TOML) to a RunSpec, or to everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.fields import FieldInfo, field_index
+from so_tui.spec.types import RunSpec
+
+LENGTHS = ("steps", "epochs", "tokens")
+"""The keys of ``[train]`` of which one gives the length of the run."""
+
+_MISSING_REMEDIES = {
+    "name": "Give a short name of small letters, digits, '.', '_' and '-'.",
+    "model": 'Add a section [model] with at least `id`, or extend a preset: extends = "qwen3-14b".',
+    "data": 'Add a section [data] with at least `source`, or extend a preset: extends = "qwen3-14b".',
+    "model.id": 'Give a hub id such as "Qwen/Qwen3-14B", or a folder.',
+    "data.source": 'Give a hub id such as "tatsu-lab/alpaca", a file or a folder.',
+}
+
+
+def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
+    """The RunSpec of a plain tree. Raises InputError with all problems, each naming ``file`` where one is given."""
+    problems = problems_in(tree)
+    if problems:
+        raise InputError([msgspec.structs.replace(problem, file=file) for problem in problems])
+    return msgspec.convert(tree, RunSpec)
+
+
+def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
+    """Everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of the key."""
+    problems = tuple(_section_problems(tree, RunSpec, ""))
+    wrong = {problem.field for problem in problems}
+    return problems + tuple(problem for problem in _cross_problems(tree) if problem.field not in wrong)
+
+
+def nearest(word: str, known: tuple[str, ...]) -> str:
+    """``Did you mean ...? `` for a misspelt word, or nothing when no known word is near."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return f"Did you mean `{found[0]}`? " if found else ""
+
+
+def shown(value: Any) -> str:
+    """A value as it would be written in TOML, shortened to one line."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, str):
+        text = f'"{value}"'
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(value) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@cache
+def _keys(struct: type[Struct]) -> dict[str, Any]:
+    """Key -> annotated type; ranges stand in the annotations."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {name: hints[name] for name in struct.__struct_fields__}
+
+
+def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Iterator[Problem]:
+    keys = _keys(struct)
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in keys:
+            yield _unknown(path, value, tuple(keys), prefix)
+        elif isinstance(keys[key], type) and issubclass(keys[key], Struct):
+            if isinstance(value, dict):
+                yield from _section_problems(value, keys[key], f"{path}.")
+            else:
+                yield Problem(
+                    field=path, value=shown(value), message="is a section, not a value", remedy=f"Write [{path}] and its keys below it."
+                )
+        else:
+            yield from _value_problems(path, value, keys[key])
+    required = [field.name for field in msgspec.structs.fields(struct) if field.required]
+    for key in required:
+        if key not in tree:
+            path = f"{prefix}{key}"
+            yield Problem(field=path, value="", message="is missing", remedy=_MISSING_REMEDIES[path])
+
+
+def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Problem:
+    key = path.removeprefix(prefix)
+    where = f"[{prefix[:-1]}]" if prefix else "the top level"
+    hint = nearest(key, known)
+    if not hint:
+        elsewhere = tuple(full for full in field_index() if full.endswith(f".{key}"))
+        hint = f"Did you mean `{elsewhere[0]}`? " if elsewhere else ""
+    return Problem(field=path, value=shown(value), message="is not a known key", remedy=f"{hint}Keys of {where}: {', '.join(known)}.")
+
+
+def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
+    info = field_index().get(path)
+    if isinstance(value, float) and not math.isfinite(value):
+        yield Problem(field=path, value=shown(value), message="is not finite", remedy=_remedy(info, value))
+        return
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        yield Problem(field=path, value=shown(value), message=_message(info, value, str(error)), remedy=_remedy(info, value))
+
+
+def _message(info: FieldInfo | None, value: Any, error: str) -> str:
+    if info is None or (isinstance(value, list | dict) and (info.takes_list or info.type_name == "table")):
+        return f"is wrong inside: {error[0].lower()}{error[1:]}"
+    if info.choices:
+        return "is not one of the choices"
+    if not error.partition(" - at")[0].count(", got"):
+        if info.path == "name":
+            return "is not a valid name"
+        return "is out of range" if info.range_text else "must not be empty"
+    return f"is not {info.expected}"
+
+
+def _remedy(info: FieldInfo | None, value: Any) -> str:
+    if info is None:
+        return "Generate the table again: python -m so_tui_trainer.tools.presets FILE."
+    if info.path in _MISSING_REMEDIES and info.path != "data.source":
+        return _MISSING_REMEDIES[info.path]
+    hint = nearest(value, info.choices) if isinstance(value, str) else ""
+    default = "" if info.required or info.default in (None, "", (), {}) else f" The default is {shown(info.default)}."
+    return f"{hint}Give {info.expected}.{default}"
+
+
+def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
+    """What no single key shows. Reads defensively: the keys themselves may be wrong."""
+    model, train, offload, benchmark = (_section(tree, name) for name in ("model", "train", "offload", "benchmark"))
+    yield from _length_problems(train, benchmark)
+    if model.get("weights") == "random" and not _section(model, "config").get("model_type"):
+        yield Problem(
+            field="model.config",
+            value="",
+            message='weights = "random" needs the shape of the model',
+            remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
+        )
+    if offload.get("parameters") == "cpu":
+        yield Problem(
+            field="offload.parameters",
+            value='"cpu"',
+            message="is refused: SuperOffload and this program's own engine keep the bf16 weights on the GPU",
+            remedy='Use "none". If the weights do not fit, train on more GPUs: each holds its share of them.',
+        )
+    gpus = tree.get("gpus")
+    if isinstance(gpus, list | tuple):
+        if not gpus:
+            yield Problem(
+                field="gpus", value="[]", message="names no GPU", remedy="Give a count (gpus = 1) or a list of indices (gpus = [0, 1])."
+            )
+        elif len(set(map(str, gpus))) < len(gpus):
+            yield Problem(field="gpus", value=shown(gpus), message="names a GPU twice", remedy="Give each index once.")
+    if _section(tree, "data").get("source") in ([], ()):
+        yield Problem(field="data.source", value="[]", message="names no data", remedy=_MISSING_REMEDIES["data.source"])
+
+
+def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:
+    given = [key for key in LENGTHS if isinstance(train.get(key), int | float) and train[key]]
+    if len(given) > 1:
+        values = ", ".join(f"{key} = {shown(train[key])}" for key in given)
+        yield Problem(
+            field=f"train.{given[-1]}",
+            value=shown(train[given[-1]]),
+            message=f"is one of several lengths of the run ({values})",
+            remedy="Keep one of train.steps, train.epochs and train.tokens and set the others to 0.",
+        )
+    elif not any(train.get(key) for key in LENGTHS) and not benchmark.get("measured_steps"):
+        yield Problem(
+            field="train.steps",
+            value="",
+            message="the run has no length",
+            remedy="Give one of train.steps, train.epochs and train.tokens (or benchmark.measured_steps) a value above 0.",
+        )
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}

@@ -1,0 +1,175 @@
+"""Every key of a preset, with documentation, unit, range and default, read from the types: nothing is said twice."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Struct, inspect
+
+from so_tui.spec.types import RunSpec
+
+FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
+
+GENERATED = "model.parameters"
+
+_NOUNS: dict[FieldType, str] = {
+    "integer": "a whole number",
+    "number": "a number",
+    "text": "text",
+    "boolean": "true or false",
+    "list": "a list",
+    "table": "a table",
+    "choice": "one of",
+}
+
+
+class FieldInfo(Struct, frozen=True, kw_only=True):
+    """One key of a preset."""
+
+    path: str
+    """Dotted name, as ``--set`` takes it."""
+    type_name: FieldType
+    """What an editor offers; for a field that takes several types, the plainest of them."""
+    description: str
+    unit: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    excludes_minimum: bool = False
+    excludes_maximum: bool = False
+    choices: tuple[str, ...] = ()
+    takes_list: bool = False
+    """Whether a list is taken as well (``gpus``, ``data.source``)."""
+    default: Any = None
+    required: bool = False
+
+    @property
+    def range_text(self) -> str:
+        """The range in words, with its unit; empty where there is none."""
+        unit = f" {self.unit}" if self.unit else ""
+        low = None if self.minimum is None else f"{self.minimum:g}" if self.type_name == "number" else f"{int(self.minimum):_}"
+        high = None if self.maximum is None else f"{self.maximum:g}" if self.type_name == "number" else f"{int(self.maximum):_}"
+        if low is None and high is None:
+            return ""
+        if high is None:
+            return f"{'above' if self.excludes_minimum else 'at least'} {low}{unit}"
+        if low is None:
+            return f"{'below' if self.excludes_maximum else 'at most'} {high}{unit}"
+        if not self.excludes_minimum and not self.excludes_maximum:
+            return f"from {low} to {high}{unit}"
+        return (
+            f"{'above' if self.excludes_minimum else 'at least'} {low} and {'below' if self.excludes_maximum else 'at most'} {high}{unit}"
+        )
+
+    @property
+    def expected(self) -> str:
+        """What the field takes, in words: ``a number from 0 to 1``."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        text = _NOUNS[self.type_name]
+        if self.range_text:
+            text += f" of {self.range_text}" if self.range_text.startswith("at ") else f" {self.range_text}"
+        elif self.unit:
+            text += f" ({self.unit})"
+        return f"{text}, or a list" if self.takes_list and self.type_name != "list" else text
+
+
+@cache
+def fields() -> tuple[FieldInfo, ...]:
+    """All keys in the order of the types, sections flattened (``train.micro_batch``). The generated parameter table is left out."""
+    return tuple(info for info in _walk(RunSpec, "") if info.path != GENERATED)
+
+
+@cache
+def field_index() -> dict[str, FieldInfo]:
+    """``fields()`` by path."""
+    return {info.path: info for info in fields()}
+
+
+@cache
+def section_names() -> tuple[str, ...]:
+    """Names of the sections of a preset: ``model``, ``data``, ..."""
+    return tuple(field.name for field in inspect.type_info(RunSpec).fields if isinstance(_bare(field.type), inspect.StructType))  # type: ignore[attr-defined]
+
+
+def _walk(struct: type[Struct], prefix: str) -> list[FieldInfo]:
+    found: list[FieldInfo] = []
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    for field in info.fields:
+        bare = _bare(field.type)
+        if isinstance(bare, inspect.StructType):
+            found += _walk(bare.cls, f"{prefix}{field.name}.")
+        else:
+            found.append(_field_info(f"{prefix}{field.name}", struct, field))
+    return found
+
+
+def _field_info(path: str, struct: type[Struct], field: inspect.Field) -> FieldInfo:
+    meta = field.type if isinstance(field.type, inspect.Metadata) else None
+    schema = (meta.extra_json_schema or {}) if meta else {}
+    extra = (meta.extra or {}) if meta else {}
+    options = _options(_bare(field.type))
+    plain = options[0]
+    minimum, low_open = _bound(plain, "ge", "gt")
+    maximum, high_open = _bound(plain, "le", "lt")
+    if field.default is not msgspec.NODEFAULT:
+        default = field.default
+    else:
+        default = None if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return FieldInfo(
+        path=path,
+        type_name=_type_name(plain),
+        description=schema.get("description", ""),
+        unit=extra.get("unit", ""),
+        minimum=minimum,
+        maximum=maximum,
+        excludes_minimum=low_open,
+        excludes_maximum=high_open,
+        choices=_choices(struct, field.name) if isinstance(plain, inspect.LiteralType) else (),
+        takes_list=any(_type_name(option) == "list" for option in options),
+        default=default,
+        required=field.required,
+    )
+
+
+def _choices(struct: type[Struct], name: str) -> tuple[str, ...]:
+    """The choices in the order of the types (msgspec sorts them)."""
+    return get_args(get_type_hints(struct)[name])
+
+
+def _bare(kind: inspect.Type) -> inspect.Type:
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    return kind
+
+
+def _options(kind: inspect.Type) -> list[inspect.Type]:
+    """Alternatives of a union, lists last."""
+    options = [_bare(option) for option in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+    return sorted(options, key=lambda option: _type_name(option) == "list")
+
+
+def _type_name(kind: inspect.Type) -> FieldType:
+    match kind:
+        case inspect.BoolType():
+            return "boolean"
+        case inspect.IntType():
+            return "integer"
+        case inspect.FloatType():
+            return "number"
+        case inspect.StrType():
+            return "text"
+        case inspect.LiteralType():
+            return "choice"
+        case inspect.ListType() | inspect.VarTupleType() | inspect.TupleType():
+            return "list"
+        case inspect.DictType():
+            return "table"
+    raise TypeError(f"the reference has no word for {kind}")
+
+
+def _bound(kind: inspect.Type, closed: str, opened: str) -> tuple[float | None, bool]:
+    inclusive, exclusive = getattr(kind, closed, None), getattr(kind, opened, None)
+    return (exclusive, True) if exclusive is not None else (inclusive, False)

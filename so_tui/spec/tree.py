@@ -1,0 +1,149 @@
+"""Plain trees and how they combine: a preset over its base, ``--set`` over a spec, a spec as what differs from its base."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from so_tui.spec.check import LENGTHS, check_tree, nearest, shown
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.fields import FieldInfo, field_index, section_names
+from so_tui.spec.types import RunSpec
+
+Tree = dict[str, Any]
+
+_FREE_TABLE = "model.config."
+"""Keys below this are those of a Hugging Face config.json, not ours."""
+
+
+def spec_tree(spec: RunSpec, *, full: bool = True) -> Tree:
+    """The spec as plain values with the defaults left out: what ``check_tree`` takes back.
+
+    ``full=False`` also leaves out the model's shape (``model.config`` and ``model.parameters``), for people to read.
+    """
+    tree = differences(complete_tree(spec), _defaults())
+    if not full:
+        for key in ("config", "parameters"):
+            tree["model"].pop(key, None)
+    return tree
+
+
+def complete_tree(spec: RunSpec) -> Tree:
+    """The spec as plain values, defaults written out."""
+    tree: Tree = msgspec.to_builtins(spec)
+    return tree
+
+
+def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
+    """The spec with dotted keys changed (``--set``). Values are TOML; what is not TOML is taken as text, ``0,1`` as a list.
+
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; changing the shape drops the parameter table
+    that was generated for the old one. Raises InputError with all problems.
+    """
+    changes: Tree = {}
+    problems = []
+    for path, text in values.items():
+        if path not in field_index() and not path.startswith(_FREE_TABLE):
+            problems.append(_unknown_path(path, text))
+            continue
+        *sections, key = path.split(".")
+        section = changes
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = parse_value(text, field_index().get(path))
+    if problems:
+        raise InputError(problems)
+    return check_tree(merged(complete_tree(spec), changes))
+
+
+def parse_value(text: str, info: FieldInfo | None = None) -> Any:
+    """A typed value from what was typed into ``--set`` or a form field."""
+    if info is not None and info.type_name in ("text", "choice") and not (info.takes_list and text.lstrip().startswith("[")):
+        return _unquoted(text)
+    value = _toml_value(text)
+    if isinstance(value, str) and info is not None and info.takes_list and "," in value:
+        return [_toml_value(part.strip()) for part in value.split(",")]
+    if isinstance(value, float) and info is not None and info.type_name == "integer" and value.is_integer():
+        return int(value)
+    return value
+
+
+def merged(base: Tree, changes: Tree) -> Tree:
+    """``changes`` over ``base``, section by section; lists and values are replaced whole."""
+    tree = _overlaid(base, changes)
+    length = {key for key in LENGTHS if _section(changes, "train").get(key)}
+    if len(length) == 1:
+        for key in set(LENGTHS) - set(_section(changes, "train")):
+            tree["train"].pop(key, None)
+    reshaped = "config" in _section(changes, "model") and "parameters" not in _section(changes, "model")
+    if reshaped and _section(tree, "model").get("config") != _section(base, "model").get("config"):
+        tree["model"].pop("parameters", None)
+    return tree
+
+
+def differences(tree: Tree, base: Tree) -> Tree:
+    """What of ``tree`` is not the same in ``base``; sections without a difference are left out."""
+    found: Tree = {}
+    for key, value in tree.items():
+        if key in base and base[key] == value:
+            continue
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            value = differences(value, base[key])
+        found[key] = value
+    return found
+
+
+def _overlaid(base: Tree, changes: Tree) -> Tree:
+    tree = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
+    for key, value in changes.items():
+        below = tree.get(key)
+        tree[key] = _overlaid(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return tree
+
+
+def _defaults() -> Tree:
+    """The defaults of every section; what is required is absent."""
+    tree: Tree = {name: {} for name in section_names()}
+    for info in field_index().values():
+        if not info.required:
+            *sections, key = info.path.split(".")
+            target = tree[sections[0]] if sections else tree
+            target[key] = msgspec.to_builtins(info.default)
+    tree["model"]["parameters"] = []
+    return tree
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _unquoted(text: str) -> str:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        value = _toml_value(text)
+        return value if isinstance(value, str) else text
+    return text
+
+
+def _unknown_path(path: str, text: str) -> Problem:
+    known = tuple(field_index())
+    same_key = [full for full in known if full.rpartition(".")[2] == path.rpartition(".")[2]]
+    hint = f"Did you mean `{same_key[0]}`? " if same_key else nearest(path, known)
+    if path in section_names():
+        hint = f"`{path}` is a section: name one of its keys, such as `{next(full for full in known if full.startswith(path + '.'))}`. "
+    return Problem(
+        field=path,
+        value=shown(text),
+        message="is not a known key",
+        remedy=f"{hint}`docs/presets.md` lists all keys, with ranges and units.",
+    )
+
+
+def _section(tree: Tree, name: str) -> Tree:
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}
