@@ -17,7 +17,9 @@ def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
     for change in arguments.set:
         key, equals, value = change.partition("=")
         if not equals:
-            raise InputError([Problem(field="--set", value=change, message="has no `=`", remedy="Write it as a.b=value, e.g. offload.ratio=0.5")])
+            raise InputError(
+                [Problem(field="--set", value=change, message="has no `=`", remedy="Write it as a.b=value, e.g. offload.ratio=0.5")]
+            )
         changes[key.strip()] = value.strip()
     if arguments.gpus is not None:
         changes["gpus"] = f"[{arguments.gpus}]" if "," in arguments.gpus else arguments.gpus

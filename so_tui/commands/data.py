@@ -25,7 +25,11 @@ def data(arguments: argparse.Namespace) -> int:
         if name in answer:
             counts.add_row(name.replace("_", " "), f"{answer[name]:,}")
     counts.add_row("packing efficiency", f"{100 * answer['packing_efficiency']:.1f} %")
-    print_rich(counts, "", Text("rows as the model sees them: ").append("trained tokens", style="bold green").append(" and ").append("context", style="dim"))
+    print_rich(
+        counts,
+        "",
+        Text("rows as the model sees them: ").append("trained tokens", style="bold green").append(" and ").append("context", style="dim"),
+    )
     for number, sample in enumerate(answer["samples"], start=1):
         print_rich(Text(f"── row {number} ", style="dim"), _coloured(sample))
     return 0

@@ -45,7 +45,14 @@ def presets(arguments: argparse.Namespace) -> int:
     catalog = load_catalog()
     if arguments.json:
         listed = [
-            {"name": name, "title": preset.spec.label, "gpus": preset.spec.ranks, "model": preset.spec.model.id, "origin": preset.origin, "path": preset.path}
+            {
+                "name": name,
+                "title": preset.spec.label,
+                "gpus": preset.spec.ranks,
+                "model": preset.spec.model.id,
+                "origin": preset.origin,
+                "path": preset.path,
+            }
             for name, preset in catalog.presets.items()
         ]
         print_json({"presets": listed, "problems": [str(problem) for problem in catalog.problems]})

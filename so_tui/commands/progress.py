@@ -1,0 +1,165 @@
+"""Following a run without a screen: one line for each thing that happens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime
+
+from so_tui.runs import RunDirectory, RunReader, control, state_with_truth
+from so_tui.runs.records import (
+    FINAL_STATES,
+    BindingRecord,
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    MetricRecord,
+    PhaseRecord,
+    ResumedRecord,
+    RunState,
+    StartRecord,
+    StepRecord,
+    WarningRecord,
+)
+
+POLL_S = 0.5
+# Steps come several a second on small models; a terminal or a log file wants no more than this.
+STEP_LINE_S = 2.0
+EXIT_CODES = {"finished": 0, "stopped": 4, "failed": 1, "lost": 1}
+
+
+def exit_code_of(run: RunDirectory) -> int | None:
+    """The contract's exit code of an ended run; None while it lives."""
+    return EXIT_CODES.get(state_with_truth(run).state)
+
+
+def follow(run: RunDirectory, *, owner: bool) -> int:
+    """Print progress until the run ends and return its exit code.
+
+    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise.
+    """
+    from so_tui.launch import ensure_supervised
+
+    print(f"run {run.name} in {run.path}", flush=True)
+    reader = RunReader(run)
+    printer = _Printer()
+    stopping = False
+    checked = time.monotonic()
+    while True:
+        try:
+            update = reader.poll()
+            for record in update.records:
+                printer.show(record)
+            if update.state is not None and update.state.state in FINAL_STATES and not update.records:
+                return printer.finish(run, update.state)
+            # Whoever looks keeps a run supervised: its supervisor may have been killed.
+            if time.monotonic() - checked > 5:
+                checked = time.monotonic()
+                ensure_supervised(run)
+            time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            if not owner:
+                return 130
+            if stopping:
+                print(f"\nleft; {run.name} stops by itself after its step", flush=True)
+                return 4
+            stopping = True
+            control.request(run, "stop")
+            print("\nstopping after this step, with a checkpoint (interrupt again to leave it to itself)", flush=True)
+
+
+class _Printer:
+    """Turns records into lines, thinning steps out."""
+
+    def __init__(self) -> None:
+        self._total_steps = 0
+        self._last_step_line = 0.0
+        self._step_times: list[float] = []
+        self._pending: StepRecord | None = None
+
+    def show(self, record: MetricRecord) -> None:
+        match record:
+            case StartRecord():
+                self._total_steps = record.total_steps
+                size = f"{record.parameters / 1e9:.3g} B parameters"
+                self._line(
+                    record.time, f"{record.model}: {size}, {record.mode}, {_count(record.ranks, 'rank')}, {record.total_steps} steps"
+                )
+            case PhaseRecord():
+                self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
+            case BindingRecord():
+                for rank in record.ranks:
+                    where = f"GPU {rank.gpu}" if rank.gpu is not None else "CPU"
+                    state = "corrected" if rank.corrected else "bound"
+                    self._line(
+                        record.time,
+                        f"rank {rank.rank} on {where}: {_cores(rank.cpus)}, memory {rank.memory_policy} ({rank.problem or state})",
+                    )
+            case StepRecord():
+                self._step(record)
+            case CheckpointRecord():
+                self._line(
+                    record.time, f"checkpoint of step {record.step}: {record.bytes / 1e9:.3g} GB in {record.seconds:.1f} s, {record.path}"
+                )
+            case EvaluationRecord():
+                self._line(record.time, f"evaluation at step {record.step}: loss {record.loss:.4f}")
+            case WarningRecord():
+                self._line(record.time, f"warning: {record.message}{'. ' + record.suggestion if record.suggestion else ''}")
+            case ResumedRecord():
+                self._line(record.time, f"resumed from step {record.step}")
+            case EndRecord():
+                self._flush()
+                for name, value in record.summary.items():
+                    self._line(record.time, f"{name}: {value:.6g}")
+
+    def _step(self, record: StepRecord) -> None:
+        self._step_times = [*self._step_times[-19:], record.step_s]
+        self._pending = record
+        if record.time - self._last_step_line >= STEP_LINE_S or record.step in (1, self._total_steps):
+            self._flush()
+
+    def _flush(self) -> None:
+        record = self._pending
+        if record is None:
+            return
+        self._pending = None
+        self._last_step_line = record.time
+        mean_s = sum(self._step_times) / len(self._step_times)
+        left = f"  left {_duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
+        self._line(
+            record.time,
+            f"step {record.step}/{self._total_steps}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {record.step_s:.3g} s"
+            f"  {record.useful_tokens_per_s_total:,.0f} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{left}",
+        )
+
+    def finish(self, run: RunDirectory, state: RunState) -> int:
+        self._flush()
+        words = f"{state.state} at step {state.step}"
+        if state.saved_step is not None:
+            words += f", saved step {state.saved_step}"
+        print(words + (f": {state.reason}" if state.reason else ""), flush=True)
+        if state.suggestion:
+            print(f"next: {state.suggestion}", flush=True)
+        if state.state in ("failed", "lost"):
+            print(f"`so-tui logs {run.name}` shows what its processes wrote", file=sys.stderr)
+        return EXIT_CODES[state.state]
+
+    @staticmethod
+    def _line(when: float, text: str) -> None:
+        print(f"{datetime.fromtimestamp(when):%H:%M:%S} {text}", flush=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _cores(cpus: tuple[int, ...]) -> str:
+    from so_tui.plan.binding import cpu_ranges
+
+    return f"{_count(len(cpus), 'core')} ({cpu_ranges(cpus)})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} m" if hours else f"{minutes} m {rest:02} s" if minutes else f"{rest} s"

@@ -1,0 +1,87 @@
+"""``run``, ``resume``, ``watch`` and ``supervise``: starting runs and following them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
+from so_tui.runs import RunDirectory, find_run
+from so_tui.spec import InputError, Problem
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start a run and show it; the exit code is the run's."""
+    from so_tui.launch import launch_json, preflight, prepare, start
+
+    spec = chosen_spec(arguments)
+    if arguments.machine and not arguments.dry_run:
+        remedy = "Add --dry-run, or start it on that machine"
+        raise InputError([Problem(field="--machine", value=arguments.machine, message="a run starts on this machine", remedy=remedy)])
+    machine = chosen_machine(arguments)
+    if arguments.dry_run:
+        launch = prepare(spec, machine, force=arguments.force)
+        if arguments.json:
+            print_json(launch_json(launch))
+        else:
+            from so_tui.launch.show import render_launch
+
+            print_rich(render_launch(launch, machine))
+        return 0
+    if not arguments.no_preflight:
+        _report_warnings(preflight(spec, machine))
+    started = start(spec, machine, runs_dir=arguments.runs_dir, force=arguments.force)
+    return _show(started, arguments, owner=True)
+
+
+def _report_warnings(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        print(f"so-tui: warning: {warning}", file=sys.stderr)
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Start another attempt of a run from its last checkpoint."""
+    from so_tui.launch import resume as resume_run
+    from so_tui.machine import inspect_machine
+
+    target = find_run(arguments.run, arguments.runs_dir)
+    resume_run(target, inspect_machine())
+    return _show(target, arguments, owner=True)
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """Show a run, live or past. Leaving does not touch it."""
+    from so_tui.launch import ensure_supervised
+
+    target = find_run(arguments.run, arguments.runs_dir)
+    ensure_supervised(target)
+    return _show(target, arguments, owner=False)
+
+
+def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -> int:
+    """The dashboard, progress lines, or just the name; the run's exit code where it has one."""
+    if getattr(arguments, "detach", False):
+        if getattr(arguments, "json", False):
+            print_json({"name": target.name, "path": str(target.path)})
+        else:
+            print(target.name)
+        return 0
+    from so_tui.commands.progress import exit_code_of, follow
+
+    if arguments.plain or not usable_terminal():
+        return follow(target, owner=owner)
+    from so_tui.commands.screen import show_screen
+
+    show_screen(arguments.runs_dir, target)
+    code = exit_code_of(target)
+    if code is None:
+        print(f"{target.name} goes on training. `so-tui watch {target.name}` shows it again, `so-tui stop {target.name}` stops it.")
+        return 0
+    return code
+
+
+def supervise(arguments: argparse.Namespace) -> int:
+    """The body of the supervisor's process."""
+    from so_tui.launch import supervise as supervise_run
+
+    return supervise_run(RunDirectory(arguments.run), arguments.attempt)

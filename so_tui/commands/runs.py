@@ -1,0 +1,106 @@
+"""``runs``, ``stop``, ``logs`` and ``export``: what can be done with runs that exist."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import datetime
+
+from so_tui.commands.common import print_json, print_rich
+from so_tui.runs import find_run, list_runs, state_with_truth
+from so_tui.runs.records import FINAL_STATES, RunState
+
+
+def runs(arguments: argparse.Namespace) -> int:
+    """Every known run, newest first."""
+    from so_tui.launch import ensure_supervised
+
+    listed = []
+    for run in list_runs(arguments.runs_dir):
+        ensure_supervised(run)
+        listed.append((run, state_with_truth(run)))
+    if arguments.json:
+        print_json({"runs": [{"name": run.name, "path": str(run.path), **_summary(state)} for run, state in listed]})
+        return 0
+    if not listed:
+        print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
+        return 0
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading, side in (
+        ("name", "left"),
+        ("state", "left"),
+        ("step", "right"),
+        ("loss", "right"),
+        ("started", "left"),
+        ("reason", "left"),
+    ):
+        table.add_column(heading, justify=side, header_style="bold", no_wrap=heading != "reason")  # type: ignore[arg-type]
+    for run, state in listed:
+        started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
+        loss = "" if state.loss is None else f"{state.loss:.4f}"
+        table.add_row(run.name, state.state, f"{state.step}/{state.total_steps}", loss, started, state.reason)
+    print_rich(table)
+    return 0
+
+
+def _summary(state: RunState) -> dict[str, object]:
+    return {
+        "state": state.state,
+        "step": state.step,
+        "total_steps": state.total_steps,
+        "loss": state.loss,
+        "started": state.started,
+        "attempts": state.attempt,
+        "reason": state.reason,
+    }
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Ask a run to stop, wait for its checkpoint, and say what was saved."""
+    from so_tui.launch import stop as stop_run
+
+    run = find_run(arguments.run, arguments.runs_dir)
+    state = state_with_truth(run)
+    if state.state in FINAL_STATES:
+        print(f"{run.name} has already ended: {state.state}")
+        return 0
+    print(f"{run.name} stops after its step and saves; waiting", flush=True)
+    state = stop_run(run, grace_s=arguments.grace)
+    saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
+    print(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}")
+    return 0
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    """Print the end of a run's log, progress bars collapsed; with ``--follow`` until the run ends."""
+    from so_tui.runs import log_readers
+
+    run = find_run(arguments.run, arguments.runs_dir)
+    readers = log_readers(run)
+    for reader in readers:
+        for line in reader.tail(arguments.lines):
+            print(line)
+    while arguments.follow:
+        ended = state_with_truth(run).state in FINAL_STATES
+        for reader in readers:
+            for line in reader.poll():
+                print(line, flush=True)
+        if ended:
+            break
+        time.sleep(0.5)
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
+    from so_tui.launch.helpers import stream_tool
+
+    run = find_run(arguments.run, arguments.runs_dir)
+    target = arguments.to or str(run.path / "export")
+    for event in stream_tool("export", {"run": str(run.path), "to": target}):
+        if message := event.get("message"):
+            print(message, flush=True)
+    print(f"wrote {target}")
+    return 0

@@ -1,0 +1,56 @@
+"""What is imported when: the screen must be quick, and the core must run where torch is not installed."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ["torch", "deepspeed", "transformers", "datasets", "numpy", "pandas"]
+SCREEN = ["textual", "rich"]
+CORE = ["so_tui.spec", "so_tui.machine", "so_tui.plan", "so_tui.runs", "so_tui.launch", "so_tui.cli", "so_tui.commands.runs", "so_tui.commands.run"]
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_loads_no_framework_and_no_screen(module: str) -> None:
+    assert not modules_loaded_by(f"import {module}") & {*HEAVY, *SCREEN}
+
+
+def test_the_screen_loads_no_framework() -> None:
+    assert not modules_loaded_by("import so_tui.ui.app") & set(HEAVY)
+
+
+def test_help_is_quick() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    runs = 5
+    for _ in range(runs):
+        subprocess.run([sys.executable, "-m", "so_tui", "--help"], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process_s = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs
+    assert process_s < 0.2
+
+
+def test_the_wheel_works_from_any_directory(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=root, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
+    code = "import so_tui, so_tui_trainer, sys; from so_tui.cli import main; print(so_tui.__file__); sys.exit(main(['presets', '--json']))"
+    # -P and a foreign folder: nothing of the checkout may be found, but for the dependencies that this environment holds.
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    first, _, listing = done.stdout.partition("\n")
+    assert first.startswith(str(site))
+    names = [preset["name"] for preset in json.loads(listing)["presets"]]
+    assert "tiny" in names
+    assert "llama-3.3-70b" in names
