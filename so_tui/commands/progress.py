@@ -81,9 +81,9 @@ class _Printer:
         match record:
             case StartRecord():
                 self._total_steps = record.total_steps
-                size = f"{record.parameters / 1e9:.3g} B parameters"
+                size = f"{record.parameters / 1e9:.3g} B parameters on {_count(record.ranks, 'rank')}"
                 self._line(
-                    record.time, f"{record.model}: {size}, {record.mode}, {_count(record.ranks, 'rank')}, {record.total_steps} steps"
+                    record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps"
                 )
             case PhaseRecord():
                 self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
