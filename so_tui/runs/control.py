@@ -1,0 +1,57 @@
+"""What users ask of a run: small files in ``control/`` that rank 0 looks for between steps."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import time
+from typing import Literal, get_args
+
+import msgspec
+
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.state import write_atomic
+
+Action = Literal["stop", "checkpoint"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asked, when and why."""
+
+    by: str
+    time: float
+    reason: str = ""
+
+
+def request(run: RunDirectory, action: Action, *, reason: str = "") -> None:
+    """Asks the run to stop (with a checkpoint) or to save a checkpoint. Raises OSError when the folder cannot be written."""
+    run.control_dir.mkdir(exist_ok=True)
+    asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason)
+    write_atomic(run.control_dir / action, msgspec.json.encode(asked))
+
+
+def pending(run: RunDirectory) -> frozenset[Action]:
+    """What is asked and not yet cleared. Cheap: rank 0 calls it after every step."""
+    return frozenset(action for action in ACTIONS if (run.control_dir / action).exists())
+
+
+def details(run: RunDirectory, action: Action) -> Request | None:
+    """Who asked for it; None when no one did or the file cannot be read."""
+    try:
+        return msgspec.json.decode((run.control_dir / action).read_bytes(), type=Request)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def clear(run: RunDirectory, action: Action) -> None:
+    """Takes the request back: it was carried out, or a new attempt starts. Raises OSError when the folder cannot be written."""
+    (run.control_dir / action).unlink(missing_ok=True)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose uid has no name
+        return str(os.getuid())

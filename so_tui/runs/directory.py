@@ -1,0 +1,107 @@
+"""Where everything of a run lies. A RunDirectory knows paths and nothing else; it may be made for a folder that does not exist yet.
+
+RUN/ spec.json  state.json
+     attempts/001/ machine.<host>.json plan.json ds_config.json command.json output.<host>.log
+     metrics/  samples.<host>/  control/  checkpoints/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_SAMPLES = "samples."
+_OUTPUT = "output."
+_LOG = ".log"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def spec_path(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def state_path(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def supervisor_lock_path(self) -> Path:
+        """Held (flock) by the supervisor, so that there is one."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def metrics_dir(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def control_dir(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """The default place of checkpoints; ``spec.checkpoint.folder`` overrides it."""
+        return self.path / "checkpoints"
+
+    @property
+    def attempts_dir(self) -> Path:
+        return self.path / "attempts"
+
+    def samples_dir(self, host: str) -> Path:
+        return self.path / f"{_SAMPLES}{host}"
+
+    def attempt_dir(self, attempt: int) -> Path:
+        return self.attempts_dir / f"{attempt:03d}"
+
+    def plan_path(self, attempt: int) -> Path:
+        return self.attempt_dir(attempt) / "plan.json"
+
+    def ds_config_path(self, attempt: int) -> Path:
+        return self.attempt_dir(attempt) / "ds_config.json"
+
+    def command_path(self, attempt: int) -> Path:
+        return self.attempt_dir(attempt) / "command.json"
+
+    def machine_path(self, attempt: int, host: str) -> Path:
+        return self.attempt_dir(attempt) / f"machine.{host}.json"
+
+    def log_path(self, attempt: int, host: str) -> Path:
+        return self.attempt_dir(attempt) / f"{_OUTPUT}{host}{_LOG}"
+
+    def attempts(self) -> tuple[int, ...]:
+        """Numbers of the attempts there are, ascending."""
+        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isdigit()))
+
+    def logs(self, attempt: int) -> dict[str, Path]:
+        """The attempt's logs by host."""
+        names = (name for name in _names(self.attempt_dir(attempt)) if name.startswith(_OUTPUT) and name.endswith(_LOG))
+        return {name.removeprefix(_OUTPUT).removesuffix(_LOG): self.attempt_dir(attempt) / name for name in names}
+
+    def sample_hosts(self) -> tuple[str, ...]:
+        """Hosts that wrote samples."""
+        return tuple(name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES))
+
+
+def new_attempt(run: RunDirectory) -> int:
+    """Makes the folder of the next attempt, which no one else gets. Raises OSError when it cannot be made."""
+    attempt = max(run.attempts(), default=0) + 1
+    run.attempts_dir.mkdir(exist_ok=True)
+    while True:
+        try:
+            run.attempt_dir(attempt).mkdir()
+            return attempt
+        except FileExistsError:
+            attempt += 1
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

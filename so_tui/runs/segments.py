@@ -1,0 +1,99 @@
+"""Numbered files of lines: written by one process, immutable once a higher number exists, read by (number, offset)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+MEBIBYTE = 1 << 20
+_SUFFIX = ".jsonl"
+
+
+def segments(folder: Path, stem: str = "") -> dict[int, Path]:
+    """The segments ``<stem>000001.jsonl`` of a folder, ascending; none when the folder is missing."""
+    found = {}
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - polled once a second: names alone, without a Path for each
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    for name in names:
+        number = name[len(stem) : -len(_SUFFIX)]
+        if name.startswith(stem) and name.endswith(_SUFFIX) and number.isdigit():
+            found[int(number)] = folder / name
+    return dict(sorted(found.items()))
+
+
+def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+    """The complete lines from ``offset`` on, without newlines, and the offset after them; a torn last line waits for its rest.
+
+    Reads about ``limit_bytes``, more where one line is longer. A file that is gone reads as empty.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            block = file.read(limit_bytes)
+            while b"\n" not in block and (more := file.read(limit_bytes)):
+                block += more
+    except FileNotFoundError:
+        return [], offset
+    end = block.rfind(b"\n") + 1
+    return block[:end].split(b"\n")[:-1], offset + end
+
+
+class SegmentWriter:
+    """Appends lines to the newest segment and starts the next one when it is full.
+
+    Each line is one write, so a reader never sees two lines mixed, and a crash tears the last line at most. A writer never touches a
+    segment it did not create: a restarted one goes on with the next number. For one thread.
+    """
+
+    def __init__(
+        self, folder: Path, stem: str = "", *, limit_bytes: int = 4 * MEBIBYTE, on_closed: Callable[[Path], None] | None = None
+    ) -> None:
+        """Makes the folder. Raises OSError."""
+        self._folder = folder
+        self._stem = stem
+        self._limit_bytes = limit_bytes
+        self._on_closed = on_closed
+        self._path: Path | None = None
+        self._fd = -1
+        self._size = 0
+        self._torn = False
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def append(self, line: bytes) -> None:
+        """Writes a line that ends in a newline. Raises OSError (disk full); the next line then starts on a fresh line."""
+        if self._path is not None and self._size + len(line) > self._limit_bytes:
+            self.close()
+        if self._path is None:
+            self._open_next()
+        data = b"\n" + line if self._torn else line
+        self._torn = True
+        while data:
+            written = os.write(self._fd, data)  # short only when the disk fills up
+            self._size += written
+            data = data[written:]
+        self._torn = False
+
+    def close(self) -> None:
+        """Closes the current segment for good."""
+        if self._path is None:
+            return
+        os.close(self._fd)
+        closed, self._path, self._size, self._torn = self._path, None, 0, False
+        if self._on_closed is not None:
+            self._on_closed(closed)
+
+    def _open_next(self) -> None:
+        number = max(segments(self._folder, self._stem), default=0) + 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        while True:
+            path = self._folder / f"{self._stem}{number:06d}{_SUFFIX}"
+            try:
+                self._fd = os.open(path, flags, 0o644)
+            except FileExistsError:
+                number += 1
+                continue
+            self._path = path
+            return

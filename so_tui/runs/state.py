@@ -1,0 +1,61 @@
+"""``state.json`` and ``spec.json``: whole files, replaced atomically, so that a reader sees the old one or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.records import RunState
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.types import RunSpec
+
+T = TypeVar("T")
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replaces the file as a whole. Raises OSError and leaves the old file and no other when that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_state(run: RunDirectory, state: RunState) -> None:
+    """Replaces ``state.json``. Raises OSError (disk full, folder gone)."""
+    write_atomic(run.state_path, msgspec.json.encode(state))
+
+
+def read_state(run: RunDirectory) -> RunState:
+    """The state as recorded (see liveness for the truth). Raises InputError when there is none or it cannot be read."""
+    return _read(run.state_path, RunState, "is this the folder of a run?")
+
+
+def write_spec(run: RunDirectory, spec: RunSpec) -> None:
+    """Replaces ``spec.json``. Raises OSError."""
+    write_atomic(run.spec_path, msgspec.json.format(msgspec.json.encode(spec), indent=1))
+
+
+def read_spec(run: RunDirectory) -> RunSpec:
+    """What the run trains. Raises InputError when ``spec.json`` is missing or malformed."""
+    return _read(run.spec_path, RunSpec, "the run was written by another version of so-tui, or its folder is damaged")
+
+
+def _read(path: Path, kind: type[T], hint: str) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        problem = Problem(field="run", value=str(path.parent), message=f"{path.name} cannot be read: {reason}", remedy=hint)
+        raise InputError([problem]) from error
