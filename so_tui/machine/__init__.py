@@ -1,0 +1,19 @@
+"""/sys, /proc and NVML turned into one frozen Machine, and what is wrong with it."""
+
+from so_tui.machine.cpulist import cpu_ranges, parse_cpus
+from so_tui.machine.inspect import inspect_machine
+from so_tui.machine.store import load_machine, machine_json
+from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+
+__all__ = [
+    "Gpu",
+    "Machine",
+    "Mpam",
+    "NumaNode",
+    "Software",
+    "cpu_ranges",
+    "inspect_machine",
+    "load_machine",
+    "machine_json",
+    "parse_cpus",
+]

@@ -1,0 +1,39 @@
+"""Lists of CPU numbers, as the kernel, numactl and DeepSpeed write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """The kernel's list format (``0-3,8``) as ascending numbers. Raises ValueError on anything else."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cpus))
+
+
+def cpu_ranges(cpus: Iterable[int]) -> str:
+    """The opposite of :func:`parse_cpus`: ``(0, 1, 2, 8)`` is ``0-2,8``."""
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in contiguous_runs(cpus))
+
+
+def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Maximal runs of consecutive numbers, ascending."""
+    runs: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return tuple(tuple(run) for run in runs)
+
+
+def cpus_or_empty(text: str | None) -> tuple[int, ...]:
+    """A cpulist file's CPUs; none where the file is absent, empty or not a list."""
+    try:
+        return parse_cpus(text or "")
+    except ValueError:
+        return ()

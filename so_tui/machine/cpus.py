@@ -1,0 +1,109 @@
+"""What the processor is called, and which CPUs this process may use."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from so_tui.machine import cgroup
+from so_tui.machine.cpulist import cpu_ranges, cpus_or_empty
+from so_tui.machine.tree import Tree
+
+_ARM_IMPLEMENTER = 0x41
+_NEOVERSE_V2_PART = 0xD4F
+GRACE = "NVIDIA Grace (Neoverse V2)"
+
+
+class Processor(NamedTuple):
+    name: str
+    architecture: str
+    virtual: bool
+    """Whether the CPU says that it runs under a hypervisor."""
+
+
+def online_cpus(tree: Tree) -> tuple[int, ...]:
+    return (
+        cpus_or_empty(tree.text("/sys/devices/system/cpu/online"))
+        or _cpuinfo_processors(tree)
+        or (tuple(range(os.cpu_count() or 1)) if tree.live else ())
+    )
+
+
+def allowed_cpus(tree: Tree, online: tuple[int, ...]) -> tuple[int, ...]:
+    """CPUs this process may run on: its affinity within its cgroup's cpuset. All online ones for another machine's tree."""
+    if not tree.live:
+        return online
+    allowed = set(os.sched_getaffinity(0))
+    return tuple(sorted(allowed & (cgroup.cpuset(tree) or allowed)))
+
+
+def allowance_notes(tree: Tree, online: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[str, ...]:
+    """Why fewer CPUs than there are may be used, as far as it can be told."""
+    if not tree.live:
+        return ()
+    notes = []
+    if set(allowed) < set(online):
+        notes.append(f"This process may use {len(allowed)} of {len(online)} CPUs ({cpu_ranges(allowed)}).")
+    quota = cgroup.cpu_quota(tree)
+    if quota is not None and quota < len(allowed):
+        notes.append(
+            f"The cgroup grants the time of {quota:g} CPUs to the {len(allowed)} that may be used: bound threads will be throttled."
+        )
+    if job := os.environ.get("SLURM_JOB_ID"):
+        given = [
+            f"{name}={os.environ[name]}" for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS") if name in os.environ
+        ]
+        notes.append(" ".join([f"Inside Slurm job {job}.", *given]))
+    return tuple(notes)
+
+
+def processor(tree: Tree) -> Processor:
+    """Name and architecture from /proc/cpuinfo, or from the identification register in sysfs; py-cpuinfo (slow) as the last resort."""
+    text = tree.text("/proc/cpuinfo") or ""
+    fields = _cpuinfo_fields(text)
+    architecture = os.uname().machine if tree.live else _architecture(fields, tree)
+    return Processor(
+        name=_arm_name(fields, tree) or fields.get("model name") or _slow_name(tree) or "unknown",
+        architecture=architecture,
+        virtual="hypervisor" in fields.get("flags", "").split(),
+    )
+
+
+def _cpuinfo_fields(text: str) -> dict[str, str]:
+    """The fields of the first processor."""
+    pairs = (line.partition(":") for line in text.split("\n\n", 1)[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _cpuinfo_processors(tree: Tree) -> tuple[int, ...]:
+    lines = (tree.text("/proc/cpuinfo") or "").splitlines()
+    return tuple(int(line.partition(":")[2]) for line in lines if line.startswith("processor") and line.partition(":")[2].strip().isdigit())
+
+
+def _arm_name(fields: dict[str, str], tree: Tree) -> str | None:
+    """Arm kernels write no model name: the implementer and part numbers say what the core is."""
+    try:
+        implementer, part = int(fields["CPU implementer"], 16), int(fields["CPU part"], 16)
+    except (KeyError, ValueError):
+        midr = tree.integer("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1")
+        if midr is None:
+            return None
+        implementer, part = midr >> 24 & 0xFF, midr >> 4 & 0xFFF
+    if (implementer, part) == (_ARM_IMPLEMENTER, _NEOVERSE_V2_PART):
+        return GRACE
+    return None if tree.live else f"Arm implementer {implementer:#x} part {part:#x}"
+
+
+def _architecture(fields: dict[str, str], tree: Tree) -> str:
+    if "CPU implementer" in fields or tree.exists("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"):
+        return "aarch64"
+    return "x86_64" if "vendor_id" in fields else "unknown"
+
+
+def _slow_name(tree: Tree) -> str | None:
+    if not tree.live:
+        return None
+    import cpuinfo
+
+    name = cpuinfo.get_cpu_info().get("brand_raw")
+    return str(name) if name else None

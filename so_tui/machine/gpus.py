@@ -1,0 +1,198 @@
+"""GPUs, from NVML or the PCI devices in sysfs: which CPU node each hangs off, and which NUMA node is its own memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from so_tui.machine.cpulist import cpus_or_empty
+from so_tui.machine.numa import distance
+from so_tui.machine.nvml import NvmlGpu, query_nvml
+from so_tui.machine.tree import Tree
+from so_tui.machine.types import Gpu, NumaNode
+
+_PCI = "/sys/bus/pci/devices"
+_NVIDIA, _AMD = 0x10DE, 0x1002
+_DISPLAY_CLASSES = {0x0300, 0x0302}
+_AMD_COMPUTE_CLASSES = {0x0302, 0x0380, 0x1200}
+_NAMES = {
+    # Product names by PCI device id (pci.ids), for when neither NVML nor the driver's /proc tells.
+    0x20B2: "NVIDIA A100-SXM4-80GB",
+    0x2330: "NVIDIA H100 80GB HBM3",
+    0x2335: "NVIDIA H200",
+    0x2342: "NVIDIA GH200",
+    0x2345: "NVIDIA GH200",
+    0x2348: "NVIDIA GH200 144G HBM3e",
+    0x2901: "NVIDIA B200",
+    0x2941: "NVIDIA GB200",
+    0x31C2: "NVIDIA GB300",
+}
+
+
+class PciGpu(NamedTuple):
+    """A GPU on the PCI bus, whether or not a driver is there for it."""
+
+    bus_id: str
+    vendor: Literal["nvidia", "amd"]
+    name: str
+    numa_node: int | None
+    cpus: tuple[int, ...]
+
+
+def pci_gpus(tree: Tree) -> tuple[PciGpu, ...]:
+    """All GPUs on the PCI bus, in bus order."""
+    found = (_pci_gpu(tree, bus_id) for bus_id in tree.names(_PCI))
+    return tuple(gpu for gpu in found if gpu is not None)
+
+
+def read_gpus(tree: Tree, nodes: tuple[NumaNode, ...], *, coherent: bool) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """The GPUs of this machine with their nodes, and what must be known about the list.
+
+    ``coherent``: whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may be taken for it.
+    """
+    on_bus = pci_gpus(tree)
+    notes: list[str] = []
+    if tree.live:
+        answer = query_nvml()
+        notes += answer.notes
+        gpus = tuple(_from_nvml(gpu, on_bus, tree) for gpu in answer.gpus)
+        if not gpus:
+            usable = tuple(gpu for gpu in on_bus if _driver_loaded(tree, gpu.vendor))
+            if len(usable) < len(on_bus):
+                notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver here and are left out.")
+            gpus = _from_pci(usable)
+    else:
+        gpus = _from_pci(on_bus)
+    gpus = _with_nodes(gpus, nodes, coherent=coherent)
+    if tree.live and "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus, hidden = _visible(gpus, os.environ["CUDA_VISIBLE_DEVICES"])
+        if hidden:
+            notes.append(f"CUDA_VISIBLE_DEVICES hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
+    return gpus, tuple(notes)
+
+
+def normal_bus_id(bus_id: str) -> str:
+    """NVML's eight-digit domain as sysfs writes it: ``00000009:01:00.0`` is ``0009:01:00.0``."""
+    domain, rest = bus_id.split(":", 1)
+    return f"{int(domain, 16):04x}:{rest.lower()}"
+
+
+def _pci_gpu(tree: Tree, bus_id: str) -> PciGpu | None:
+    folder = f"{_PCI}/{bus_id}"
+    vendor, device_class = tree.integer(f"{folder}/vendor"), (tree.integer(f"{folder}/class") or 0) >> 8
+    if device_class not in {_NVIDIA: _DISPLAY_CLASSES, _AMD: _AMD_COMPUTE_CLASSES}.get(vendor or 0, ()):
+        return None
+    node = tree.integer(f"{folder}/numa_node")
+    device = tree.integer(f"{folder}/device") or 0
+    name = _driver_name(tree, bus_id) or _NAMES.get(device) if vendor == _NVIDIA else None
+    return PciGpu(
+        bus_id=bus_id.lower(),
+        vendor="nvidia" if vendor == _NVIDIA else "amd",
+        name=name or f"{'NVIDIA' if vendor == _NVIDIA else 'AMD'} GPU [{device:04x}]",
+        numa_node=node if node is not None and node >= 0 else None,
+        cpus=cpus_or_empty(tree.text(f"{folder}/local_cpulist")),
+    )
+
+
+def _driver_name(tree: Tree, bus_id: str) -> str | None:
+    for line in (tree.text(f"/proc/driver/nvidia/gpus/{bus_id}/information") or "").splitlines():
+        if line.startswith("Model:"):
+            return line.partition(":")[2].strip()
+    return None
+
+
+def _driver_loaded(tree: Tree, vendor: str) -> bool:
+    return tree.exists("/proc/driver/nvidia/version" if vendor == "nvidia" else "/dev/kfd")
+
+
+def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
+    return tuple(
+        Gpu(index=index, name=gpu.name, pci_bus_id=gpu.bus_id, numa_node=gpu.numa_node, cpus=gpu.cpus, vendor=gpu.vendor)
+        for index, gpu in enumerate(found)
+    )
+
+
+def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...], tree: Tree) -> Gpu:
+    bus_id = normal_bus_id(gpu.bus_id)
+    place = next((other for other in on_bus if other.bus_id == bus_id), None)
+    return Gpu(
+        index=gpu.index,
+        name=gpu.name if gpu.name.startswith("NVIDIA") else f"NVIDIA {gpu.name}",
+        pci_bus_id=bus_id,
+        numa_node=place.numa_node if place else None,
+        memory_node=gpu.memory_node,
+        cpus=place.cpus if place else (),
+        memory_total_bytes=gpu.memory_total_bytes,
+        memory_used_bytes=gpu.memory_used_bytes,
+        compute_mode=gpu.compute_mode,
+        uuid=gpu.uuid,
+        c2c=gpu.c2c,
+        mig=gpu.mig,
+    )
+
+
+def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool) -> tuple[Gpu, ...]:
+    """Fill in what the bus does not tell: the only CPU node there is, the node's CPUs, the GPU's own memory node and its size."""
+    cpu_nodes = {node.id: node for node in nodes if node.kind == "cpu"}
+    only_node = next(iter(cpu_nodes)) if len(cpu_nodes) == 1 else None
+    placed = tuple(
+        msgspec.structs.replace(gpu, numa_node=home, cpus=gpu.cpus or (cpu_nodes[home].cpus if home is not None else ()))
+        for gpu in gpus
+        for home in [gpu.numa_node if gpu.numa_node in cpu_nodes else only_node]
+    )
+    owned = _memory_nodes(placed, nodes) if coherent else {}
+    sizes = {node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"}
+    return tuple(
+        msgspec.structs.replace(
+            gpu, memory_node=own, memory_total_bytes=gpu.memory_total_bytes or (sizes.get(own) if own is not None else None)
+        )
+        for gpu in placed
+        for own in [gpu.memory_node if gpu.memory_node is not None else owned.get(gpu.pci_bus_id)]
+    )
+
+
+def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:
+    """Which gpu-memory node belongs to which GPU, by bus id.
+
+    The nodes nearest to a CPU node belong to the GPUs hanging off it, in PCI order. Where that does not come out even (memory that was
+    not onlined, say) nothing is guessed.
+    """
+    hbm = [node for node in nodes if node.kind == "gpu-memory"]
+    in_bus_order = sorted(gpus, key=lambda gpu: gpu.pci_bus_id)
+    nearest = {node.id: _nearest_cpu_node(node, nodes) for node in hbm}
+    if any(home is None for home in nearest.values()):
+        return {gpu.pci_bus_id: node.id for gpu, node in zip(in_bus_order, hbm, strict=True)} if len(hbm) == len(gpus) else {}
+    owned: dict[str, int] = {}
+    for home in set(nearest.values()):
+        here = [gpu for gpu in in_bus_order if gpu.numa_node == home]
+        memories = [node.id for node in hbm if nearest[node.id] == home]
+        if len(here) == len(memories):
+            owned |= {gpu.pci_bus_id: memory for gpu, memory in zip(here, memories, strict=True)}
+    return owned
+
+
+def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None:
+    """The CPU node at the smallest distance; None where two are equally near or the distance is not known."""
+    known = [(far, other.id) for other in nodes if other.kind == "cpu" and (far := distance(nodes, node, other.id)) is not None]
+    ranked = sorted(known)
+    if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
+        return None
+    return ranked[0][1]
+
+
+def _visible(gpus: tuple[Gpu, ...], variable: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves, and those it hides. As in CUDA, the list ends at the first entry that names no GPU."""
+    shown: set[int] = set()
+    for entry in variable.split(","):
+        match = next((gpu.index for gpu in gpus if _names(entry.strip(), gpu)), None)
+        if match is None:
+            break
+        shown.add(match)
+    return tuple(gpu for gpu in gpus if gpu.index in shown), tuple(gpu for gpu in gpus if gpu.index not in shown)
+
+
+def _names(entry: str, gpu: Gpu) -> bool:
+    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid is not None and gpu.uuid.startswith(entry))

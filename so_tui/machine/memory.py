@@ -1,0 +1,87 @@
+"""Host memory: how much there really is for a run, and what to know about the figure."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import msgspec
+
+from so_tui.machine import cgroup
+from so_tui.machine.tree import Tree, meminfo
+from so_tui.machine.types import NumaNode
+
+GIB = 1 << 30
+_DIFFERENCE = 0.05
+
+
+class SharedMemory(NamedTuple):
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+class HostMemory(NamedTuple):
+    nodes: tuple[NumaNode, ...]
+    total_bytes: int
+    """Sum over the CPU nodes."""
+    limit_bytes: int | None
+    notes: tuple[str, ...]
+
+
+def shared_memory(tree: Tree) -> SharedMemory:
+    """/dev/shm of this machine."""
+    if not tree.live:
+        return SharedMemory(None, None)
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return SharedMemory(None, None)
+    return SharedMemory(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
+
+
+def page_size_bytes(tree: Tree) -> int | None:
+    return os.sysconf("SC_PAGE_SIZE") if tree.live else None
+
+
+def host_memory(tree: Tree, nodes: tuple[NumaNode, ...], *, virtual: bool) -> HostMemory:
+    """Memory of the CPU nodes, corrected where the kernel's node accounting lags behind memory that is still being added."""
+    whole = meminfo(tree.text("/proc/meminfo"))
+    nodes = _caught_up(nodes, whole)
+    total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
+    limit = cgroup.memory_limit_bytes(tree) if tree.live else None
+    notes = [*_gpu_memory_note(nodes, whole.get("MemTotal"), total)]
+    if tree.live and _grows(tree, virtual):
+        notes.append(f"Memory of this virtual machine may start small and grow on demand; {total / GIB:.1f} GiB is what it has now.")
+    if limit is not None and limit < total:
+        notes.append(f"The cgroup allows {limit / GIB:.1f} GiB of the host's {total / GIB:.1f} GiB.")
+    return HostMemory(nodes, total, limit if limit is not None and limit < total else None, tuple(notes))
+
+
+def _caught_up(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
+    """Where all memory is one node's, /proc/meminfo is about that node too, and newer than the node's own file."""
+    with_memory = [node for node in nodes if node.memory_total_bytes > 0]
+    newer = whole.get("MemTotal", 0)
+    if len(with_memory) != 1 or with_memory[0].kind != "cpu" or newer <= with_memory[0].memory_total_bytes:
+        return nodes
+    corrected = msgspec.structs.replace(with_memory[0], memory_total_bytes=newer, memory_free_bytes=whole.get("MemFree"))
+    return tuple(corrected if node.id == corrected.id else node for node in nodes)
+
+
+def _gpu_memory_note(nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_bytes: int) -> list[str]:
+    if whole_bytes is None or whole_bytes <= host_bytes * (1 + _DIFFERENCE):
+        return []
+    reason = ", which includes GPU memory" if any(node.kind == "gpu-memory" for node in nodes) else ""
+    return [
+        f"MemTotal is {whole_bytes / GIB:.1f} GiB{reason}; the CPU nodes have {host_bytes / GIB:.1f} GiB, and that is what counts here."
+    ]
+
+
+def _grows(tree: Tree, virtual: bool) -> bool:
+    """A virtual machine whose host can add or return memory: a memory or balloon device is bound, or DMI names Firecracker."""
+    if not virtual:
+        return False
+    devices = [name for driver in ("virtio_mem", "virtio_balloon") for name in tree.names(f"/sys/bus/virtio/drivers/{driver}")]
+    firecracker = (
+        "firecracker" in " ".join(tree.text(f"/sys/class/dmi/id/{field}") or "" for field in ("sys_vendor", "product_name")).lower()
+    )
+    return firecracker or any(name.startswith("virtio") and name[6:].isdigit() for name in devices)
