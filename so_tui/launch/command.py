@@ -1,0 +1,53 @@
+"""The command that starts the training processes: an argument list, never a shell line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from so_tui.machine.types import Machine
+from so_tui.plan.binding import core_list
+from so_tui.plan.types import Plan
+
+TRAINER_MODULE = "so_tui_trainer"
+DEFAULT_PORT = 29500
+"""DeepSpeed's own default, shown in dry runs; a run takes a free port instead."""
+
+
+def argv(
+    plan: Plan,
+    machine: Machine,
+    *,
+    run: str,
+    attempt: int,
+    port: int = DEFAULT_PORT,
+    python: str = sys.executable,
+    module: str = TRAINER_MODULE,
+) -> tuple[str, ...]:
+    """DeepSpeed's launcher with the trainer, for this plan on this machine."""
+    return (
+        python,
+        "-m",
+        "deepspeed.launcher.runner",
+        # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a run over ssh.
+        *("--hostfile", "/dev/null"),
+        *_devices(plan),
+        *_binding(plan, machine),
+        *("--master_addr", "127.0.0.1", "--master_port", str(port)),
+        *("--module", module, "--run", run, "--attempt", str(attempt)),
+    )
+
+
+def _devices(plan: Plan) -> Sequence[str]:
+    gpus = [rank.gpu for rank in plan.binding if rank.gpu is not None]
+    if not gpus:
+        return ("--num_gpus", str(len(plan.binding)))
+    return ("--include", "localhost:" + ",".join(map(str, gpus)))
+
+
+def _binding(plan: Plan, machine: Machine) -> Sequence[str]:
+    # Without a numactl that works here, or with fewer cores than ranks, the launcher dies at once; the trainer binds itself in any case.
+    cores = {cpu for rank in plan.binding for cpu in rank.cpus}
+    if not machine.software.numactl_works or len(cores) < len(plan.binding):
+        return ()
+    return ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))

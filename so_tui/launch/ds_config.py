@@ -1,0 +1,56 @@
+"""The DeepSpeed configuration of a plan, as plain JSON values. The trainer builds the optimizer itself, so there is no optimizer block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from so_tui.plan.types import Plan
+
+
+def ds_config(plan: Plan) -> dict[str, Any]:
+    """What goes into ``ds_config.json`` for this plan.
+
+    ``gradient_clipping`` is always there: DeepSpeed takes 1.0 for a missing key (since 0.19.8), which silently
+    costs SuperOffload its overlap.
+    Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction
+    completes one sub-group.
+    """
+    spec = plan.spec
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": spec.train.micro_batch,
+        "gradient_accumulation_steps": spec.train.gradient_accumulation,
+        "gradient_clipping": spec.train.gradient_clipping,
+        "bf16": {"enabled": True},
+        "zero_optimization": _zero_section(plan),
+        "wall_clock_breakdown": False,
+    }
+    if spec.train.gradient_accumulation > 1:
+        # bf16 has 8 bits of mantissa: sums over many micro-batches would lose the small gradients.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if plan.mode != "gpu":
+        # DeepSpeed otherwise refuses any optimizer that is not exactly its own DeepSpeedCPUAdam.
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def _zero_section(plan: Plan) -> dict[str, Any]:
+    sub_group_size = plan.spec.offload.sub_group_size
+    section: dict[str, Any] = {
+        "stage": 3,
+        "sub_group_size": sub_group_size,
+        "reduce_bucket_size": sub_group_size,
+        "overlap_comm": plan.mode == "gpu",
+        "contiguous_gradients": True,
+    }
+    if plan.mode != "gpu":
+        section["offload_optimizer"] = _offload_section(plan)
+    return section
+
+
+def _offload_section(plan: Plan) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": "cpu", "pin_memory": True, "ratio": plan.ratio}
+    if plan.mode == "superoffload":
+        section["super_offload"] = True
+        if plan.spec.offload.engine == "deepspeed":
+            section["cpuadam_cores_perc"] = plan.spec.offload.cpu_adam_cores_fraction
+    return section

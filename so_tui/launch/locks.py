@@ -1,0 +1,146 @@
+"""What a run owns on its host while it lives: GPUs and a rendezvous port. Locks are flock(2) on small files, gone with their holder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import socket
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import Struct, json
+
+from so_tui.machine.types import Gpu
+
+PORTS = range(20_000, 30_000)
+"""Below every usual ephemeral range, so that no outgoing connection takes the port between our look and the rendezvous."""
+
+
+class Holder(Struct, frozen=True):
+    """Who holds a lock, as written in its file."""
+
+    run: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A held lock: it lives as long as a process has this descriptor (or a copy of it) open."""
+
+    name: str
+    descriptor: int
+
+    def release(self) -> None:
+        os.close(self.descriptor)
+
+
+class LockTakenError(Exception):
+    """Someone else holds the lock."""
+
+    def __init__(self, name: str, holder: Holder | None) -> None:
+        self.name = name
+        self.holder = holder
+        super().__init__(f"{name} is used by " + (f"run {Path(holder.run).name} (pid {holder.pid})" if holder else "another run"))
+
+
+def lock_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """This user's folder for locks, on this host: made when missing.
+
+    Raises PermissionError when the folder under /tmp belongs to someone else, who could then block or trick us.
+    """
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    folder = (
+        Path(runtime) / "so-tui"
+        if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK)
+        else Path(f"/tmp/so-tui-{os.getuid()}")
+    )
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def take(folder: Path, name: str, holder: Holder) -> Lock:
+    """Take a lock without waiting. Raises LockTakenError."""
+    path = folder / f"{name}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        current = _read_holder(descriptor)
+        os.close(descriptor)
+        raise LockTakenError(name, current) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.encode(holder), 0)
+    return Lock(name, descriptor)
+
+
+def take_all(folder: Path, names: Iterable[str], holder: Holder) -> tuple[Lock, ...]:
+    """Take all of the locks or none. Raises LockTakenError for the first that is held."""
+    with contextlib.ExitStack() as undo:
+        locks = []
+        for name in names:
+            lock = take(folder, name, holder)
+            undo.callback(lock.release)
+            locks.append(lock)
+        undo.pop_all()
+    return tuple(locks)
+
+
+def gpu_lock_name(gpu: Gpu) -> str:
+    """A name that means the same device however it is numbered: by UUID, else by PCI address."""
+    return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
+
+
+def take_port(folder: Path, holder: Holder) -> tuple[int, Lock]:
+    """A rendezvous port that is free now and that no other run of this user will choose. Raises OSError when none of a thousand is free."""
+    for port in random.sample(PORTS, 1000):
+        if not _is_free(port):
+            continue
+        with contextlib.suppress(LockTakenError):
+            return port, take(folder, f"port-{port}", holder)
+    raise OSError("no free port for the rendezvous of the ranks between 20000 and 29999")
+
+
+def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
+    """Pids of the processes that already use each of these GPUs, by GPU index, where NVML tells. Empty without NVML."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    users: dict[int, tuple[int, ...]] = {}
+    try:
+        for gpu in gpus:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
+                pids = tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+            except pynvml.NVMLError:
+                continue  # not permitted or not supported here: nothing is known about this GPU
+            if pids:
+                users[gpu.index] = pids
+    finally:
+        pynvml.nvmlShutdown()
+    return users
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    try:
+        return json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+    except ValueError:
+        return None  # the holder has locked the file and not written its name yet

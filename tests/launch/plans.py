@@ -1,0 +1,104 @@
+"""Small machines and plans for the tests of this folder: the launcher's own inputs, without the planner."""
+
+from __future__ import annotations
+
+import msgspec
+
+from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
+from so_tui.spec.types import DataSpec, ModelSpec, RunSpec, TrainSpec
+
+GIB = 2**30
+SOFTWARE = Software(
+    python="3.12", torch="2.13.0", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0", numactl="2.0.18", numactl_works=True
+)
+
+
+def quad_gh200(**changes: object) -> Machine:
+    """Four Grace Hopper superchips, 72 cores each."""
+    nodes = [NumaNode(id=i, kind="cpu", cpus=tuple(range(72 * i, 72 * i + 72)), memory_total_bytes=117 * GIB) for i in range(4)]
+    gpus = [
+        Gpu(
+            index=i,
+            name="NVIDIA GH200 120GB",
+            pci_bus_id=f"00{i}9:01:00.0",
+            numa_node=i,
+            memory_node=4 + 8 * i,
+            cpus=nodes[i].cpus,
+            memory_total_bytes=95 * GIB,
+            uuid=f"GPU-0000000{i}-aaaa",
+        )
+        for i in range(4)
+    ]
+    machine = Machine(
+        hostname="quad",
+        cpu_name="Neoverse-V2",
+        architecture="aarch64",
+        page_size_bytes=65536,
+        online_cpus=tuple(range(288)),
+        allowed_cpus=tuple(range(288)),
+        host_memory_bytes=4 * 117 * GIB,
+        shm_total_bytes=234 * GIB,
+        mpam=Mpam(state="off", evidence=""),
+        software=SOFTWARE,
+        numa_nodes=tuple(nodes),
+        gpus=tuple(gpus),
+    )
+    return msgspec.structs.replace(machine, **changes)
+
+
+def cpu_machine(**changes: object) -> Machine:
+    """Two cores, one node, no GPU."""
+    node = NumaNode(id=0, kind="cpu", cpus=(0, 1), memory_total_bytes=16 * GIB)
+    machine = quad_gh200(hostname="box", architecture="x86_64", online_cpus=(0, 1), allowed_cpus=(0, 1), numa_nodes=(node,), gpus=())
+    return msgspec.structs.replace(machine, **changes)
+
+
+def spec_of(**changes: object) -> RunSpec:
+    spec = RunSpec(
+        name="trial", model=ModelSpec(id="builtin:tiny"), data=DataSpec(source="builtin:tiny/data.jsonl"), train=TrainSpec(steps=20)
+    )
+    return msgspec.structs.replace(spec, **changes)
+
+
+def plan_of(spec: RunSpec, *, mode: str = "superoffload", cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)), gpus: bool = False) -> Plan:
+    """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam in superoffload mode."""
+    binding = []
+    for rank, cores in enumerate(cpus):
+        main = cores if mode != "superoffload" or len(cores) < 2 else cores[: max(1, len(cores) // 10)]
+        binding.append(
+            RankBinding(
+                rank=rank,
+                gpu=rank if gpus else None,
+                numa_node=rank if gpus else 0,
+                cpus=cores,
+                main_cpus=main,
+                adam_cpus=cores[len(main) :],
+                memory_policy=MemoryPolicy(mode="default"),
+                deepspeed=DeepSpeedBinding(cpus=cores, numactl=(), omp_num_threads=len(cores), matches=True),
+            )
+        )
+    return Plan(
+        preset=spec.name,
+        gpus=len(cpus),
+        mode=mode,  # type: ignore[arg-type]
+        ratio=spec.offload.ratio,
+        fits=True,
+        verdict="fits",
+        reasons=(),
+        warnings=(),
+        gpu_bytes=0,
+        gpu_capacity_bytes=None,
+        host_bytes_per_node={},
+        host_capacity_bytes_per_node={},
+        shm_bytes=0,
+        disk_bytes=0,
+        breakdown=(),
+        step=None,
+        step_s=None,
+        tokens_per_step=0,
+        useful_tokens_per_s_total=None,
+        model_tflops_per_gpu=None,
+        binding=tuple(binding),
+        spec=spec,
+    )

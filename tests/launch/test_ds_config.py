@@ -1,0 +1,48 @@
+import json
+
+import msgspec
+import pytest
+
+from so_tui.launch.ds_config import ds_config
+from so_tui.spec.types import OffloadSpec, TrainSpec
+from tests.launch.plans import plan_of, spec_of
+
+
+def test_superoffload_with_our_engine() -> None:
+    config = ds_config(plan_of(spec_of(offload=OffloadSpec(ratio=0.7, sub_group_size=1_000_000))))
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 1_000_000
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.7, "super_offload": True}
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert config["bf16"] == {"enabled": True}
+    assert "optimizer" not in config
+    json.dumps(config)
+
+
+def test_only_deepspeeds_engine_is_told_its_core_share() -> None:
+    offload = OffloadSpec(engine="deepspeed", cpu_adam_cores_fraction=0.8)
+    section = ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["offload_optimizer"]
+    assert section["cpuadam_cores_perc"] == 0.8
+    zero_offload = ds_config(plan_of(spec_of(offload=offload), mode="zerooffload"))["zero_optimization"]["offload_optimizer"]
+    assert zero_offload == {"device": "cpu", "pin_memory": True, "ratio": 0.9}
+
+
+def test_gpu_mode_offloads_nothing() -> None:
+    config = ds_config(plan_of(spec_of(), mode="gpu"))
+    assert "offload_optimizer" not in config["zero_optimization"]
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0, 0.25])
+@pytest.mark.parametrize("mode", ["superoffload", "zerooffload", "gpu"])
+def test_gradient_clipping_is_always_written(clipping: float, mode: str) -> None:
+    assert ds_config(plan_of(spec_of(train=TrainSpec(gradient_clipping=clipping)), mode=mode))["gradient_clipping"] == clipping
+
+
+def test_gradients_accumulate_in_fp32() -> None:
+    train = TrainSpec(micro_batch=2, gradient_accumulation=8)
+    config = ds_config(plan_of(spec_of(train=train)))
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 8)
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    single = ds_config(plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1))))
+    assert "data_types" not in single

@@ -1,0 +1,123 @@
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import environment
+from so_tui.machine.types import Machine, Software
+from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec
+from tests.launch.plans import cpu_machine, plan_of, quad_gh200, spec_of
+
+ALLOCATOR_2_13 = "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+NODE = tuple(range(72))
+
+
+def changes(machine: Machine, inherited: dict[str, str], spec: RunSpec | None = None) -> dict[str, str | None]:
+    plan = plan_of(spec or spec_of(), cpus=(NODE,), gpus=bool(machine.gpus))
+    return environment.shown(environment.variables(plan, machine, inherited, run="/runs/a", attempt=3))
+
+
+def test_threads_are_the_adam_share_of_the_rank() -> None:
+    shown = changes(quad_gh200(), {"OMP_NUM_THREADS": "1"})
+    assert shown["OMP_NUM_THREADS"] == shown["MKL_NUM_THREADS"] == "65"
+    assert environment.rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
+
+
+def test_marker_attempt_and_safe_path() -> None:
+    shown = changes(cpu_machine(), {})
+    assert shown["SO_TUI_RUN"] == "/runs/a"
+    assert shown["SO_TUI_ATTEMPT"] == "3"
+    assert shown["PYTHONSAFEPATH"] == "1"
+    assert shown["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_interpreters_tools_are_found() -> None:
+    folder = str(Path(sys.executable).parent)
+    assert str(changes(cpu_machine(), {"PATH": "/bin"})["PATH"]).startswith(f"{folder}:/bin")
+    assert "PATH" not in changes(cpu_machine(), {"PATH": f"/bin:{folder}"})
+
+
+def test_affinity_settings_that_fight_the_binding_are_removed_only_where_set() -> None:
+    shown = changes(quad_gh200(), {"KMP_AFFINITY": "compact", "PATH": "/bin"})
+    assert shown["KMP_AFFINITY"] is None
+    assert "GOMP_CPU_AFFINITY" not in shown
+    plan = plan_of(spec_of())
+    variables = environment.variables(plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}, run="r", attempt=1)
+    applied = environment.apply(variables, {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
+    assert "KMP_AFFINITY" not in applied
+    assert applied["NCCL_DEBUG"] == "INFO"
+
+
+def test_accelerator_of_a_machine_without_gpus() -> None:
+    assert changes(cpu_machine(), {})["DS_ACCELERATOR"] == "cpu"
+    assert "PYTORCH_ALLOC_CONF" not in changes(cpu_machine(), {})
+    assert "DS_ACCELERATOR" not in changes(quad_gh200(), {})
+
+
+def test_gpus_are_numbered_as_in_the_plan() -> None:
+    shown = changes(quad_gh200(), {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert shown["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert shown["CUDA_VISIBLE_DEVICES"] is None
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in shown
+
+
+@pytest.mark.parametrize(
+    ("torch", "deepspeed", "own", "expected"),
+    [
+        ("2.13.0+cu130", "0.19.8", True, ("PYTORCH_ALLOC_CONF", ALLOCATOR_2_13)),
+        ("2.12.1", "0.19.8", True, ("PYTORCH_ALLOC_CONF", "expandable_segments:True")),
+        ("2.11.0a0+git1234", "0.19.8", True, ("PYTORCH_ALLOC_CONF", "expandable_segments:True")),
+        ("2.9.1", "0.19.8", True, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
+        ("2.9.1", "0.18.0", True, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
+        ("2.9.1", "0.18.0", False, None),
+        ("2.13.0", "0.18.0", False, ("PYTORCH_ALLOC_CONF", ALLOCATOR_2_13.removeprefix("expandable_segments:True,"))),
+    ],
+)
+def test_allocator_setting_by_version(torch: str, deepspeed: str, own: bool, expected: tuple[str, str] | None) -> None:
+    variable = environment.allocator_variable(Software(torch=torch, deepspeed=deepspeed), deepspeed_engine=not own)
+    assert (variable and (variable.name, variable.value)) == expected
+
+
+def test_users_allocator_setting_stands() -> None:
+    shown = changes(quad_gh200(), {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & shown.keys()
+
+
+def test_engine_decides_about_expandable_segments() -> None:
+    old = quad_gh200(software=msgspec.structs.replace(quad_gh200().software, torch="2.9.0", deepspeed="0.18.0"))
+    assert changes(old, {})["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in changes(old, {}, spec_of(offload=OffloadSpec(engine="deepspeed")))
+
+
+@pytest.mark.parametrize(
+    ("given", "valid"),
+    [("9.0a", "9.0"), ("8.0;9.0a+PTX", "8.0;9.0+PTX"), ("9.0 9.0a", "9.0"), ("10.0f;9.0", "10.0;9.0"), ("Hopper", "Hopper")],
+)
+def test_arch_list(given: str, valid: str) -> None:
+    assert environment.valid_arch_list(given) == valid
+
+
+def test_arch_list_is_touched_only_when_invalid() -> None:
+    assert changes(quad_gh200(), {"TORCH_CUDA_ARCH_LIST": "9.0a"})["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert "TORCH_CUDA_ARCH_LIST" not in changes(quad_gh200(), {"TORCH_CUDA_ARCH_LIST": "9.0"})
+
+
+def test_embedded_runs_never_ask_the_hub() -> None:
+    assert changes(cpu_machine(), {})["HF_HUB_OFFLINE"] == "1"
+    hub = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/data.jsonl"))
+    assert "HF_HUB_OFFLINE" not in changes(cpu_machine(), {}, hub)
+
+
+def test_secrets_are_never_recorded() -> None:
+    recorded = environment.inherited_of_interest(
+        {"HF_TOKEN": "hf_abc", "HF_HOME": "/scratch/hf", "NCCL_DEBUG": "INFO", "AWS_SECRET": "x", "EDITOR": "vi"}
+    )
+    assert recorded == {"HF_HOME": "/scratch/hf", "HF_TOKEN": "(redacted)", "NCCL_DEBUG": "INFO"}
+    assert environment.redacted("WANDB_API_KEY", "abc") == "(redacted)"
+    assert environment.redacted("TOKENIZERS_PARALLELISM", "false") == "false"
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("0.18", (0, 18)), (None, ()), ("unknown", ())])
+def test_version(text: str | None, numbers: tuple[int, ...]) -> None:
+    assert environment.version(text) == numbers
