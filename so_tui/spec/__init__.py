@@ -17,6 +17,7 @@ from so_tui.spec.types import (
     RunSpec,
     Tensor,
     TrainSpec,
+    decays,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "TrainSpec",
     "check_tree",
     "complete_tree",
+    "decays",
     "differences",
     "field_index",
     "fields",

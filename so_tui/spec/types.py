@@ -21,6 +21,11 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every section: immutable, and an unknown key is an error."""
 
 
+def decays(name: str, dimensions: int) -> bool:
+    """Whether weight decay applies to a parameter: to matrices and embeddings; not to norms and sinks (one dimension) and biases (also stacked)."""
+    return dimensions > 1 and not name.endswith("bias")
+
+
 class Tensor(Struct, frozen=True, array_like=True):
     """One row of the generated parameter table; in TOML an array ``[name, shape, decay, kind, tied]``."""
 
