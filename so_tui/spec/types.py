@@ -22,7 +22,7 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decays(name: str, dimensions: int) -> bool:
-    """Whether weight decay applies to a parameter: to matrices and embeddings; not to norms and sinks (one dimension) and biases (also stacked)."""
+    """Whether weight decay applies to a parameter: to matrices and embeddings; not to norms and sinks (one dimension) and biases."""
     return dimensions > 1 and not name.endswith("bias")
 
 

@@ -43,7 +43,7 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model without any memory behind its parameters."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     return model
 
 
