@@ -1,0 +1,163 @@
+"""A small model and a one-rank DeepSpeed engine around it, in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
+from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec, TrainSpec
+from so_tui_trainer import offload
+
+WIDTH = 24
+LAYERS = 6
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(torch.nn.Module):
+    """An embedding tied to the head, and a parameter that is frozen."""
+
+    def __init__(self, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
+        self.frozen = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.head = torch.nn.Linear(WIDTH, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x * self.frozen)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without, as the trainer makes them."""
+    parameters = list(model.parameters())
+    shape = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
+    return [
+        {"params": [p for p, s in zip(parameters, shape, strict=True) if len(s) >= 2], "weight_decay": 0.05},
+        {"params": [p for p, s in zip(parameters, shape, strict=True) if len(s) < 2], "weight_decay": 0.0},
+    ]
+
+
+def spec(
+    mode: str, ratio: float = 1.0, *, clipping: float = 0.0, accumulation: int = 1, sub_group_size: int = 2000, **train: Any
+) -> RunSpec:
+    return RunSpec(
+        name="small",
+        model=ModelSpec(id="small"),
+        data=DataSpec(source="none"),
+        train=TrainSpec(
+            micro_batch=2,
+            gradient_accumulation=accumulation,
+            steps=20,
+            gradient_clipping=clipping,
+            **{"learning_rate": 1e-2, "beta2": 0.95, **train},
+        ),
+        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size),
+    )
+
+
+def binding(rank: int = 0) -> RankBinding:
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    return RankBinding(
+        rank=rank,
+        gpu=None,
+        numa_node=None,
+        cpus=cpus,
+        main_cpus=cpus[:1],
+        adam_cpus=cpus[1:] or cpus,
+        memory_policy=MemoryPolicy(mode="default"),
+        deepspeed=DeepSpeedBinding(cpus=cpus, numactl=(), omp_num_threads=1, matches=True),
+    )
+
+
+def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, ranks: int = 1) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "sub_group_size": run.offload.sub_group_size,
+        "reduce_bucket_size": 3000,
+        "stage3_param_persistence_threshold": 100,
+    }
+    if run.offload.mode != "gpu":
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": run.offload.ratio, "pin_memory": False}
+    return {
+        "train_micro_batch_size_per_gpu": run.train.micro_batch,
+        "gradient_accumulation_steps": run.train.gradient_accumulation,
+        "gradient_clipping": run.train.gradient_clipping,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+
+
+def ensure_process_group() -> None:
+    """One rank, over gloo, in this process; started once."""
+    import deepspeed
+
+    if torch.distributed.is_initialized():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+@contextmanager
+def engine(run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None) -> Iterator[Any]:
+    """An initialised engine, closed at the end whatever happens."""
+    ensure_process_group()
+    if model is None:
+        torch.manual_seed(run.train.seed)
+        model = Model()
+    model = model.to(dtype)
+    made = offload.initialize(model, parameter_groups(model), ds_config(run, dtype), run, binding())
+    try:
+        yield made
+    finally:
+        offload.close(made)
+
+
+def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (2, 16), generator=generator) for _ in range(count)]
+
+
+def train(made: Any, data: list[torch.Tensor]) -> list[float]:
+    """One micro-step per batch; the losses."""
+    losses = []
+    for tokens in data:
+        loss = made(tokens)
+        made.backward(loss)
+        made.step()
+        losses.append(loss.item())
+    return losses
+
+
+def states(made: Any, folder: Path) -> bytes:
+    """What ``save_state`` writes, as bytes: equal bytes are equal states."""
+    offload.save_state(made, folder)
+    return (folder / "rank_00000.states").read_bytes()

@@ -1,0 +1,147 @@
+"""The one module that reads DeepSpeed's insides. Written for 0.19.8 and for no other version.
+
+``check_version`` is called before anything else here; another version ends the run with a clear message instead of a wrong update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import deepspeed
+import torch
+
+from so_tui_trainer.offload.errors import OffloadError
+
+VERSION = "0.19.8"
+
+Engine = Any
+"""A ``deepspeed.DeepSpeedEngine``; DeepSpeed has no type information."""
+
+
+@dataclass(frozen=True)
+class SubGroupState:
+    """One sub-group of one rank: flat tensors of equal length, padding included."""
+
+    device: str
+    weights: torch.Tensor
+    """What the model computes with (bf16, on the GPU); a cast of ``master``."""
+    master: torch.Tensor
+    exp_avg: torch.Tensor | None
+    """None where DeepSpeed keeps the moments out of reach, in the process of its own SuperOffload worker."""
+    exp_avg_sq: torch.Tensor | None
+    step: int
+    set_step: Callable[[int], None]
+
+
+def check_version(found: str | None = None) -> None:
+    """Raises OffloadError unless this is the DeepSpeed that this module was written for."""
+    found = found or deepspeed.__version__
+    if found != VERSION:
+        raise OffloadError(
+            f"DeepSpeed {found} is installed, but the offload engine is written for {VERSION} exactly, because it builds on its internals. "
+            f"Install it with: pip install deepspeed=={VERSION}"
+        )
+
+
+def share_hyperparameters(engine: Engine) -> None:
+    """Lets the GPU half of a ratio below 1 follow the learning rate.
+
+    Stage 3 steps GPU-resident sub-groups with a second optimizer whose first parameter group is a copy made at start: no schedule ever
+    reaches it. Both optimizers get the same group dictionaries here.
+    """
+    optimizer = engine.optimizer
+    backup = getattr(optimizer, "backup_optimizer", None)
+    if backup is None:
+        return
+    for group, backup_group in zip(optimizer.optimizer.param_groups, backup.param_groups, strict=True):
+        for key, value in backup_group.items():
+            group.setdefault(key, value)
+        group["params"] = []
+    backup.param_groups = optimizer.optimizer.param_groups
+
+
+def parameter_names(engine: Engine) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each sub-group, in order."""
+    optimizer = engine.optimizer
+    return tuple(tuple(optimizer.param_names[parameter] for parameter in group) for group in optimizer.fp16_groups)
+
+
+def sub_group_states(engine: Engine) -> list[SubGroupState]:
+    """The optimizer state of every sub-group of this rank, for reading and for writing in place. Moments that do not exist yet are made."""
+    optimizer = engine.optimizer
+    own = getattr(optimizer, "sub_group_states", None)
+    if own is not None:
+        return cast(list[SubGroupState], own())
+    return [_stage3_state(optimizer, index) for index in range(len(optimizer.fp16_groups))]
+
+
+def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
+    master = optimizer.fp32_partitioned_groups_flat[index]
+    device = optimizer.subgroup_to_device[index] if optimizer.offload_optimizer else str(master.device.type)
+    weights = optimizer.fp16_partitioned_groups_flat[index]
+    # The master is a leaf that requires grad; what is read and written here is its storage.
+    flat = master.detach()
+    if device == "cpu" and hasattr(optimizer, "superoffload_cpu_optimizer"):
+        return SubGroupState(device, weights, flat, None, None, 0, lambda step: None)
+    on_backup = optimizer.offload_optimizer and device != "cpu"
+    inner = optimizer.backup_optimizer if on_backup else optimizer.optimizer
+    state = inner.state[master]
+    if not state:
+        state["step"] = _first_step(inner, master)
+        state["exp_avg"] = torch.zeros_like(flat)
+        state["exp_avg_sq"] = torch.zeros_like(flat)
+
+    def set_step(step: int) -> None:
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = step
+
+    return SubGroupState(device, weights, flat, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), set_step)
+
+
+def _first_step(inner: Any, master: torch.Tensor) -> int | torch.Tensor:
+    """Step 0 in the form the optimizer itself would give it on its first step."""
+    if not isinstance(inner, torch.optim.AdamW):
+        return 0
+    on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
+    return torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
+
+
+def publish_weights(engine: Engine) -> None:
+    """Casts every master into the weights, and brings the parameters that stay gathered on all ranks up to date."""
+    optimizer = engine.optimizer
+    states = sub_group_states(engine)
+    optimizer._partition_all_parameters()
+    for index, state in enumerate(states):
+        state.weights.copy_(state.master)
+        optimizer._unflatten_partitioned_parameters(index)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def replay_bias_correction(engine: Engine) -> None:
+    """Brings DeepSpeedCPUAdam's C++ object to where the loaded states are, to the last bit.
+
+    It keeps beta ** step as a product that grows by one factor a step, but starts anew from ``pow`` when the step jumps, as it does after
+    loading; the two differ in the last bits. So the steps are counted up again, on empty tensors.
+    """
+    inner = engine.optimizer.optimizer
+    library = getattr(inner, "ds_opt_adam", None)
+    steps = max((int(state["step"]) for state in inner.state.values()), default=0)
+    if library is None or steps == 0:
+        return
+    group = inner.param_groups[0]
+    beta1, beta2 = group["betas"]
+    empty = torch.empty(0)
+    # Other betas make it forget where it was.
+    for step, first, second in ((1, beta1 / 2, beta2 / 2), *((step, beta1, beta2) for step in range(1, steps + 1))):
+        library.adam_update(inner.opt_id, step, group["lr"], first, second, group["eps"], 0.0, True, empty, empty, empty, empty)
+
+
+def last_gradient_norm(engine: Engine) -> float | None:
+    """Global norm of the last step's gradients before clipping; None before the first step."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm)
