@@ -1,0 +1,66 @@
+"""What a check sees and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from so_tui.machine.tree import Tree
+from so_tui.machine.types import Gpu, Machine
+
+Severity = Literal["blocks", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")
+
+GIB = 1 << 30
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    severity: Severity
+    """``blocks``: a launch is refused; ``warning``: it costs speed, memory or a run; ``note``: good to know."""
+    title: str
+    evidence: str
+    """What was read, and where."""
+    cost: str
+    remedy: str
+
+
+class Needs(Protocol):
+    """The part of a plan that the checks read."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def shm_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a machine. ``tree`` is None where the machine is not this host: then only the Machine itself is judged."""
+
+    machine: Machine
+    plan: Needs | None = None
+    tree: Tree | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nvidia(self) -> tuple[Gpu, ...]:
+        return tuple(gpu for gpu in self.machine.gpus if gpu.vendor == "nvidia")
+
+    @property
+    def grace(self) -> bool:
+        return self.machine.architecture == "aarch64" and "Grace" in self.machine.cpu_name
+
+    def text(self, name: str) -> str:
+        """A live file's text; empty where it is absent or the machine is elsewhere."""
+        return (self.tree.text(name) if self.tree else None) or ""
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
+
+
+def indices(gpus: tuple[Gpu, ...]) -> str:
+    return ", ".join(str(gpu.index) for gpu in gpus)

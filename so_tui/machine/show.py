@@ -1,0 +1,143 @@
+"""A Machine and doctor's findings for people, as rich renderables that read well at 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree as RichTree
+
+from so_tui.machine.cpulist import cpu_ranges
+from so_tui.machine.doctor.finding import Finding, Severity
+from so_tui.machine.types import Gpu, Machine, NumaNode, Software
+
+_GIB = 1 << 30
+_SIGNS: dict[Severity, tuple[str, str, str]] = {
+    "blocks": ("✗", "blocks a launch", "bold red"),
+    "warning": ("~", "warning", "yellow"),
+    "note": ("·", "note", "cyan"),
+}
+"""Sign, word and style: never colour alone."""
+
+
+def render(machine: Machine) -> RenderableType:
+    """The tree as it hangs together (node, cores, memory, GPU, its own memory), then software and notes."""
+    parts: list[RenderableType] = [_tree(machine), Text()]
+    if machine.live:
+        parts += [_software(machine.software), Text()]
+    parts += [Text.assemble(("· ", "cyan"), note) for note in machine.notes]
+    return Group(*parts)
+
+
+def render_findings(findings: Sequence[Finding]) -> RenderableType:
+    """Each finding with what was read, what it costs and what to do; one line where there is none."""
+    if not findings:
+        return Text.assemble(("✓ ", "green"), "Nothing found that slows or stops a run.")
+    return Group(*(_finding(finding) for finding in findings))
+
+
+def _tree(machine: Machine) -> RichTree:
+    tree = RichTree(_title(machine), guide_style="dim")
+    own = {gpu.memory_node for gpu in machine.gpus}
+    for node in machine.cpu_nodes:
+        branch = tree.add(_node_line(node, machine))
+        for gpu in machine.gpus:
+            if gpu.numa_node == node.id:
+                _add_gpu(branch, gpu, machine)
+    for gpu in machine.gpus:
+        if gpu.numa_node is None:
+            _add_gpu(tree, gpu, machine)
+    for node in machine.numa_nodes:
+        if node.kind == "gpu-memory" and node.id not in own:
+            tree.add(Text.assemble((f"node {node.id}", "bold"), f"  memory without CPUs, {_size(node.memory_total_bytes)}"))
+    empty = [node.id for node in machine.numa_nodes if node.kind == "empty"]
+    if empty:
+        tree.add(Text(f"{len(empty)} empty nodes ({cpu_ranges(empty)}), kept for GPU partitions", style="dim"))
+    if not machine.gpus:
+        tree.add(Text("no GPU", style="dim"))
+    return tree
+
+
+def _title(machine: Machine) -> Text:
+    facts = [machine.cpu_name, machine.architecture, _cores(len(machine.online_cpus)), f"{_size(machine.host_memory_bytes)} of host memory"]
+    second = [f"MPAM {machine.mpam.state}"]
+    if machine.page_size_bytes:
+        second.insert(0, f"pages of {machine.page_size_bytes // 1024} KiB")
+    if machine.shm_total_bytes is not None:
+        second.append(f"/dev/shm {_size(machine.shm_total_bytes)}")
+    return Text.assemble((machine.hostname, "bold"), "  ", " · ".join(facts), "\n", (" · ".join(second), "dim"))
+
+
+def _node_line(node: NumaNode, machine: Machine) -> Text:
+    allowed = set(node.cpus) & set(machine.allowed_cpus)
+    line = Text.assemble((f"node {node.id}", "bold"), f"  {_cores(len(node.cpus))} {cpu_ranges(node.cpus)} · {_memory(node)}")
+    if len(allowed) < len(node.cpus):
+        line.append(f" · may use {cpu_ranges(allowed) or 'none'}", style="yellow")
+    return line
+
+
+def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
+    facts = [gpu.name, gpu.pci_bus_id]
+    if gpu.memory_total_bytes is not None:
+        facts.append(_size(gpu.memory_total_bytes))
+    facts += [text for text, shown in (("NVLink-C2C", gpu.c2c), ("MIG", gpu.mig)) if shown]
+    if gpu.compute_mode not in (None, "Default"):
+        facts.append(str(gpu.compute_mode))
+    leaf = branch.add(Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", " · ".join(facts)))
+    if gpu.memory_node is not None:
+        leaf.add(Text.assemble((f"node {gpu.memory_node}", "bold"), f"  its own memory, {_memory(machine.node(gpu.memory_node))}"))
+
+
+def _memory(node: NumaNode) -> str:
+    parts = [_size(node.memory_total_bytes)]
+    if node.memory_free_bytes is not None:
+        parts.append(f"{_size(node.memory_free_bytes)} free")
+    if node.file_cache_bytes is not None and node.file_cache_bytes >= _GIB:
+        parts.append(f"{_size(node.file_cache_bytes)} file cache")
+    return ", ".join(parts)
+
+
+def _software(software: Software) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, version in _versions(software):
+        table.add_row(name, version if version is not None else Text("not installed", style="dim"))
+    return table
+
+
+def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
+    cuda = f" (CUDA {software.torch_cuda})" if software.torch_cuda else " (CPU only)"
+    trial = {True: "", False: ", but fails here", None: ""}[software.numactl_works]
+    yield "python", software.python
+    yield "torch", software.torch and software.torch + cuda
+    yield "deepspeed", software.deepspeed
+    yield "transformers", software.transformers
+    yield "datasets", software.datasets
+    yield "flash-attn", software.flash_attn
+    yield "numactl", software.numactl and software.numactl + trial
+    yield "NVIDIA driver", software.nvidia_driver
+    yield "compiler", software.compiler
+    yield "ninja", software.ninja
+
+
+def _finding(finding: Finding) -> RenderableType:
+    sign, word, style = _SIGNS[finding.severity]
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(style="dim", width=5)
+    rows.add_column(overflow="fold")
+    for name, text in (("read", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
+        rows.add_row(name, text)
+    title = Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold"))
+    return Group(title, Padding(rows, (0, 0, 1, 2)))
+
+
+def _cores(count: int) -> str:
+    return f"{count} core" if count == 1 else f"{count} cores"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB" if size_bytes < 10 * _GIB else f"{size_bytes / _GIB:.0f} GiB"
