@@ -152,6 +152,10 @@ def _expanded(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
                 yield Tensor(tensor.name.replace("{i}", str(index)), tensor.shape, tensor.decay, tensor.kind, tensor.tied)
 
 
+Row = tuple[Group, tuple[str, ...], int]
+"""A sub-group before it has a place: parameter group, names, elements of one rank."""
+
+
 @lru_cache(maxsize=64)
 def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
     """What the optimizer gets, in its order: the group with weight decay, then the one without. Tied tensors have no states."""
@@ -159,10 +163,9 @@ def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
     return tuple([parameter for parameter in own if parameter.decay] + [parameter for parameter in own if not parameter.decay])
 
 
-@lru_cache(maxsize=256)
-def cut(parameters: tuple[Parameter, ...], ranks: int, sub_group_size: int) -> tuple[tuple[Group, tuple[str, ...], int], ...]:
-    """Sub-groups of one rank as (parameter group, names, elements); no sub-group spans the two parameter groups."""
-    rows: list[tuple[Group, tuple[str, ...], int]] = []
+def cut(parameters: Sequence[Parameter], ranks: int, sub_group_size: int) -> tuple[Row, ...]:
+    """The sub-groups of one rank, in the optimizer's order; none spans the two parameter groups."""
+    rows: list[Row] = []
     groups: tuple[tuple[Group, bool], ...] = (("decay", True), ("no-decay", False))
     for group, decay in groups:
         members = [parameter for parameter in parameters if parameter.decay == decay]
@@ -172,10 +175,17 @@ def cut(parameters: tuple[Parameter, ...], ranks: int, sub_group_size: int) -> t
     return tuple(rows)
 
 
-@lru_cache(maxsize=2048)
-def layout_of(parameters: tuple[Parameter, ...], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule) -> StateLayout:
-    """The layout of any ordered parameter list (decay group first); ``state_layout`` is this for a spec."""
-    rows = cut(parameters, ranks, sub_group_size)
+@lru_cache(maxsize=256)
+def _cut_table(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size: int) -> tuple[Row, ...]:
+    return cut(trainable(blocks), ranks, sub_group_size)
+
+
+def layout_of(parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule) -> StateLayout:
+    """The layout of any parameter list in the optimizer's order; ``state_layout`` is this for a spec."""
+    return _place(cut(parameters, ranks, sub_group_size), parameters, ranks, ratio, rule)
+
+
+def _place(rows: Sequence[Row], parameters: Sequence[Parameter], ranks: int, ratio: float, rule: DeviceRule) -> StateLayout:
     numels = [numel for _, _, numel in rows]
     if rule == "gpu":
         kept = len(rows)
@@ -196,6 +206,12 @@ def layout_of(parameters: tuple[Parameter, ...], ranks: int, sub_group_size: int
     )
 
 
+@lru_cache(maxsize=2048)
+def _table_layout(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule) -> StateLayout:
+    # Keyed on the run-length table, which is short: the planner asks for some hundred layouts of models with thousands of tensors.
+    return _place(_cut_table(blocks, ranks, sub_group_size), trainable(blocks), ranks, ratio, rule)
+
+
 def device_rule(mode: str, engine: str) -> DeviceRule:
     """Whose rule decides in this offload mode; ``auto`` counts as ``superoffload``, which is what it becomes where states are offloaded."""
     if mode == "gpu":
@@ -212,9 +228,9 @@ def state_layout(spec: RunSpec, ranks: int) -> StateLayout:
                     field="model.parameters",
                     value="",
                     message="the ordered parameter list of this model is not known",
-                    remedy="start from a preset (`extends = ...`), whose table is generated from the model's architecture",
+                    remedy="`python -m so_tui_trainer.tools.presets FILE` writes it from `[model.config]`; built-in presets have it",
                 )
             ]
         )
     rule = device_rule(spec.offload.mode, spec.offload.engine)
-    return layout_of(trainable(spec.model.parameters), ranks, spec.offload.sub_group_size, spec.offload.ratio, rule)
+    return _table_layout(spec.model.parameters, ranks, spec.offload.sub_group_size, spec.offload.ratio, rule)

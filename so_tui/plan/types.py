@@ -9,6 +9,8 @@ from msgspec import Struct
 from so_tui.spec.types import RunSpec
 
 Verdict = Literal["fits", "tight", "does not fit"]
+Mode = Literal["superoffload", "zerooffload", "gpu"]
+"""Offload modes once ``auto`` is decided."""
 Place = Literal["gpu", "node", "shm", "disk"]
 Confidence = Literal["exact", "calibrated", "estimate"]
 
@@ -53,6 +55,8 @@ class MemoryTerm(Struct, frozen=True, kw_only=True):
     confidence: Confidence
     formula: str
     """The arithmetic in words and numbers, for people."""
+    rank: int | None = None
+    """The only rank that has this term; None when every rank does."""
 
 
 class StepTime(Struct, frozen=True, kw_only=True):
@@ -73,10 +77,12 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     preset: str
     gpus: int
-    mode: Literal["superoffload", "zerooffload", "gpu"]
+    mode: Mode
     ratio: float
     fits: bool
     verdict: Verdict
+    possible: bool = True
+    """False when it cannot run here whatever the memory (no such GPU, a mode this machine has not): forcing it is no help."""
     recommended: bool = False
     reasons: tuple[str, ...]
     """Why the verdict is what it is, most important first; with numbers, and the remedy where it does not fit."""
@@ -97,6 +103,21 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Sequence positions of one optimizer step, all ranks."""
     useful_tokens_per_s_total: float | None
     model_tflops_per_gpu: float | None
+    speed_source: str = ""
+    """Where the constants behind the prediction come from; empty without one."""
     binding: tuple[RankBinding, ...]
     spec: RunSpec
     """The spec as it will run: mode resolved, the host's indices filled in."""
+
+
+class PlanRow(Struct, frozen=True, kw_only=True):
+    """One line of the models x GPU counts table."""
+
+    preset: str
+    title: str
+    parameters: int
+    active_parameters: int
+    """What a token meets; less than ``parameters`` in mixture-of-experts models."""
+    sequence_length: int
+    cells: dict[int, Plan]
+    """GPU count (ranks on a machine without GPUs) -> the best plan there; ``recommended`` marks at most one of them."""

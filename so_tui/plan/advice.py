@@ -1,0 +1,115 @@
+"""What to say about a plan: why it does not fit and what would, and what is worth knowing when it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from so_tui.machine.types import Machine
+from so_tui.plan.assess import Assessment, assess, best, smallest_ratio
+from so_tui.plan.site import Site, site_of
+from so_tui.plan.verdict import GPU_MARGIN, HOST_MARGIN, gb, usable
+from so_tui.spec.types import RunSpec
+
+LARGE_GRACE_BYTES = 480_000_000_000
+"""Host memory of the larger GH200 part."""
+MOST_HOSTS = 16
+
+_SLOW_LINK_BYTES_PER_S = 100e9
+_SLOW_ON_CPU = 1_000_000_000
+
+
+def impossible(spec: RunSpec, machine: Machine) -> Iterator[str]:
+    """Why ``spec`` can never run on this machine, whatever the memory; nothing when it can."""
+    offload = spec.offload
+    if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd"), None):
+        yield f"GPU {amd.index} ({amd.name}) is an AMD GPU; the optimizer is written for CUDA. Use a machine with NVIDIA GPUs"
+    if offload.parameters != "none":
+        yield "offload.parameters = cpu is not supported: the bf16 weights stay on the GPU. Use offload.parameters = none and more GPUs"
+    if not machine.gpus and offload.mode == "gpu":
+        yield f"offload.mode = gpu needs a GPU, and {machine.hostname} has none. Use offload.mode = auto"
+    if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":
+        yield "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use offload.engine = so-tui"
+
+
+def remedies(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
+    """What would make a plan fit that does not, least painful first. ``spec`` is as the user gave it."""
+    best_here = best(spec, site)
+    if best_here.verdict != "does not fit":
+        mode, ratio = best_here.spec.offload.mode, best_here.spec.offload.ratio
+        yield "offload.mode = gpu fits here" if mode == "gpu" else f"offload.mode = superoffload with offload.ratio = {ratio:.2f} fits here"
+        return
+    if any(shortage.place == "each GPU" for shortage in best_here.shortages) and spec.train.micro_batch > 1:
+        one = best(replace(spec, train=replace(spec.train, micro_batch=1)), site)
+        if one.verdict != "does not fit":
+            yield "train.micro_batch = 1 fits here"
+    more = _more_gpus(spec, site)
+    if more:
+        yield more
+        return
+    if site.has_gpu:
+        yield from _other_machines(spec, site)
+    else:
+        yield "use a machine with a GPU, a smaller model, or fewer ranks"
+
+
+def _more_gpus(spec: RunSpec, site: Site) -> str:
+    ranks = 2 * site.ranks
+    while ranks <= len(site.machine.gpus):
+        larger = site_of(site.machine, ranks, spec.offload.cpu_adam_cores_fraction)
+        if best(spec, larger).verdict != "does not fit":
+            return f"{ranks} GPUs of this machine hold it"
+        ranks *= 2
+    return ""
+
+
+def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:
+    whole = site_of(site.machine, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
+    for hosts in range(2, MOST_HOSTS + 1):
+        if best(spec, whole, ranks=hosts * whole.ranks).verdict != "does not fit":
+            yield f"{hosts} machines like this one ({hosts * whole.ranks} GPUs) would hold it"
+            break
+    node_needs = max(smallest_ratio(spec, whole, margin=GPU_MARGIN).demand.node_bytes.values(), default=0)
+    small_parts = any(size < LARGE_GRACE_BYTES / 2 for size in whole.supply.node_bytes.values())
+    if "GH200" in site.gpu_name and small_parts and node_needs <= (1 - HOST_MARGIN) * usable(LARGE_GRACE_BYTES):
+        yield f"{whole.ranks} x GH200 with 480 GB of host memory each would hold it ({gb(node_needs)} needed per node)"
+    elif whole.ranks > 0 and node_needs:
+        yield f"with {whole.ranks} GPUs each host node would need {gb(node_needs)}"
+
+
+def warnings(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
+    """What costs time or cannot be foreseen, in a plan that may run. ``found.spec`` has its mode decided."""
+    offload = found.spec.offload
+    if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
+        yield _clipping(found, site)
+    if offload.mode != "gpu" and site.has_gpu:
+        yield from _ratio(spec, site, found)
+        if site.speed is not None and site.speed.link_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+            yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
+    if site.has_gpu and site.supply.gpu_bytes is None:
+        yield "the GPU's memory size is not known: whether it fits there cannot be said"
+    if not site.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
+        yield f"{found.layout.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"
+    if not spec.data.packing:
+        yield "packing is off: padding is computed but counts for nothing"
+    yield from site.machine.notes
+
+
+def _clipping(found: Assessment, site: Site) -> str:
+    text = "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing overlaps with backward"
+    unclipped = assess(replace(found.spec, train=replace(found.spec.train, gradient_clipping=0.0)), site)
+    if found.step and unclipped.step:
+        text += f" (about {found.step.total_s - unclipped.step.total_s:.1f} s a step)"
+    return f"{text}. offload.engine = so-tui clips exactly"
+
+
+def _ratio(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
+    """A ratio larger than needed keeps work on the CPU that the GPU has room for."""
+    smaller = best(spec, site)
+    if found.verdict == "does not fit" or smaller.verdict != "fits" or not smaller.step or not found.step:
+        return
+    saved = found.step.total_s - smaller.step.total_s
+    if saved > 0.03 * found.step.total_s:
+        what = "offload.mode = gpu" if smaller.spec.offload.mode == "gpu" else f"offload.ratio = {smaller.spec.offload.ratio:.2f}"
+        yield f"{what} fits too and would take {smaller.step.total_s:.2f} s a step instead of {found.step.total_s:.2f} s"

@@ -1,0 +1,116 @@
+"""A transformer's shape in one vocabulary, whichever keys its ``config.json`` uses.
+
+Known model types: llama, qwen3, qwen3_moe, phi3, gpt_oss, seed_oss. Others with the same keys are read the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from so_tui.spec.errors import InputError, Problem
+
+# What transformers assumes where a config.json is silent; elsewhere it is hidden_size / num_attention_heads.
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gpt_oss": 64, "seed_oss": 128}
+
+
+class Architecture(Struct, frozen=True, kw_only=True):
+    model_type: str
+    layers: int
+    hidden: int
+    """Width of the residual stream."""
+    vocabulary: int
+    heads: int
+    """Query heads; ``heads * head_dim`` need not be ``hidden``."""
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of a dense feed-forward block, or of one expert."""
+    experts: int = 0
+    """Experts of a layer; 0 in a dense model."""
+    experts_per_token: int = 0
+    window: int | None = None
+    """Positions that a sliding-window layer sees; None when there are no such layers."""
+    windowed_layers: int = 0
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        """Keys, or values; both have this width."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def active_intermediate(self) -> int:
+        """Feed-forward width that one token meets."""
+        return self.intermediate * max(1, self.experts_per_token)
+
+    @property
+    def full_layers(self) -> int:
+        return self.layers - self.windowed_layers
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The shape behind ``[model.config]``. Raises InputError naming every key that is missing or not a positive whole number."""
+    problems: list[Problem] = []
+
+    def number(*keys: str) -> int:
+        for key in keys:
+            value = config.get(key)
+            if value is None:
+                continue
+            if isinstance(value, int) and value > 0:
+                return value
+            problems.append(_problem(key, repr(value), "must be a positive whole number"))
+            return 1
+        problems.append(_problem(keys[0], "", "is missing, so the model's shape is not known"))
+        return 1
+
+    model_type = str(config.get("model_type", ""))
+    hidden = number("hidden_size")
+    heads = number("num_attention_heads")
+    layers = number("num_hidden_layers")
+    experts = number("num_experts", "num_local_experts") if {"num_experts", "num_local_experts"} & config.keys() else 0
+    window, windowed_layers = _windows(config, model_type, layers)
+    found = Architecture(
+        model_type=model_type,
+        layers=layers,
+        hidden=hidden,
+        vocabulary=number("vocab_size"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads") if config.get("num_key_value_heads") else heads,
+        head_dim=number("head_dim") if config.get("head_dim") else _DEFAULT_HEAD_DIM.get(model_type, hidden // heads),
+        intermediate=number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size"),
+        experts=experts,
+        experts_per_token=number("num_experts_per_tok") if experts else 0,
+        window=window,
+        windowed_layers=windowed_layers,
+    )
+    if problems:
+        raise InputError(problems)
+    return found
+
+
+def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, int]:
+    """The sliding window and the number of layers that have one."""
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or (model_type.startswith("qwen") and not config.get("use_sliding_window")):
+        return None, 0
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        windowed = sum(kind == "sliding_attention" for kind in kinds)
+    elif model_type == "gpt_oss":
+        windowed = (layers + 1) // 2
+    else:
+        windowed = layers if model_type == "phi3" else 0
+    return (window, windowed) if windowed else (None, 0)
+
+
+def _problem(key: str, value: str, message: str) -> Problem:
+    return Problem(
+        field=f"model.config.{key}", value=value, message=message, remedy="copy the keys of the model's config.json, or extend a preset"
+    )

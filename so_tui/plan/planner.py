@@ -1,0 +1,174 @@
+"""A RunSpec on a Machine: whether it fits, how fast it will be, and which mode and ratio to take.
+
+Pure functions. They raise InputError for a model that is not described well enough (``model.config``, ``model.parameters``); everything
+that speaks against running a described model is a reason in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from so_tui.machine.types import Machine
+from so_tui.plan.advice import impossible, remedies, warnings
+from so_tui.plan.assess import Assessment, assess, best, in_mode
+from so_tui.plan.flops import flops_of, model_flops
+from so_tui.plan.site import Site, bindings, site_of
+from so_tui.plan.types import Mode, Plan, PlanRow
+from so_tui.plan.verdict import alike, gb
+from so_tui.spec.types import Preset, RunSpec
+
+
+def make_plan(spec: RunSpec, machine: Machine) -> Plan:
+    """The spec as given. Mode ``auto`` becomes ``gpu`` when that fits with a margin, else ``superoffload`` at the spec's ratio."""
+    site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    if spec.offload.mode != "auto":
+        return _plan(spec, site, assess(spec, site), ())
+    if not site.has_gpu:
+        return _plan(spec, site, assess(in_mode(spec, "superoffload"), site), ("auto is superoffload on a machine without GPUs",))
+    on_gpu = assess(in_mode(spec, "gpu"), site)
+    if on_gpu.verdict == "fits":
+        return _plan(spec, site, on_gpu, ("auto is gpu here: everything fits on the GPU, and offloading would only add time",))
+    offloaded = assess(in_mode(spec, "superoffload"), site)
+    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
+        return _plan(spec, site, on_gpu, (f"auto is gpu here: at ratio {spec.offload.ratio:.2f} {_first_shortage(offloaded)}",))
+    return _plan(spec, site, offloaded, (f"auto is superoffload here: without offload {_first_shortage(on_gpu)}",))
+
+
+def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
+    """The best mode and ratio for this model on this machine, on ``gpus`` GPUs or as many as the spec says; each choice has its reason."""
+    wanted = spec if gpus is None else replace(spec, gpus=gpus)
+    site = site_of(machine, wanted.gpus, wanted.offload.cpu_adam_cores_fraction)
+    chosen = best(wanted, site)
+    return replace(_plan(wanted, site, chosen, _choices(wanted, site, chosen)), recommended=True)
+
+
+def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (1, 2, 4)) -> tuple[PlanRow, ...]:
+    """The recommended plan of every preset on every GPU count. In each row the count with the most tokens/s per GPU is marked.
+
+    Presets without a parameter table are left out: nothing can be said about them.
+    """
+    return tuple(_row(preset.spec, machine, gpu_counts) for preset in presets if preset.spec.model.parameters)
+
+
+def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
+    """What ``plan --json`` prints: plain values, the spec left out (``presets`` and run directories have it)."""
+    rows = []
+    for plan in plans:
+        row = msgspec.to_builtins(plan, str_keys=True)
+        del row["spec"]
+        rows.append(row)
+    return {"plans": rows}
+
+
+def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
+    cells = {count: replace(recommend(spec, machine, count), recommended=False) for count in gpu_counts}
+    marked = _best_count(cells)
+    if marked is not None:
+        cells[marked] = replace(cells[marked], recommended=True)
+    return PlanRow(
+        preset=spec.name,
+        title=spec.label,
+        parameters=spec.model.parameter_count,
+        active_parameters=flops_of(spec.model).active_parameters,
+        sequence_length=spec.data.sequence_length,
+        cells=cells,
+    )
+
+
+def _best_count(cells: dict[int, Plan]) -> int | None:
+    """The GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest GPUs where speeds are not known or equal."""
+    candidates = [count for count, plan in cells.items() if plan.verdict == "fits"]
+    candidates = candidates or [count for count, plan in cells.items() if plan.fits]
+    return max(candidates, key=lambda count: ((cells[count].useful_tokens_per_s_total or 0.0) / count, -count), default=None)
+
+
+def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) -> Plan:
+    offload = found.spec.offload
+    blocked = (*impossible(spec, site.machine), *((site.problem,) if site.problem else ()))
+    fits = not blocked and found.verdict != "does not fit"
+    sequences = site.ranks * spec.train.micro_batch * spec.train.gradient_accumulation
+    tokens = sequences * spec.data.sequence_length
+    step = None if blocked else found.step
+    return Plan(
+        preset=spec.name,
+        gpus=site.ranks,
+        mode=cast(Mode, offload.mode),
+        ratio=offload.ratio,
+        fits=fits,
+        verdict=found.verdict if fits else "does not fit",
+        possible=not blocked,
+        reasons=(*blocked, *_verdict_reasons(spec, site, found, bool(blocked)), *(choices if fits else ())),
+        warnings=tuple(warnings(spec, site, found)),
+        gpu_bytes=found.demand.gpu_bytes,
+        gpu_capacity_bytes=site.supply.gpu_bytes,
+        host_bytes_per_node=found.demand.node_bytes,
+        host_capacity_bytes_per_node=site.supply.node_bytes,
+        shm_bytes=found.demand.shm_bytes,
+        disk_bytes=sum(term.bytes for term in found.terms if term.place == "disk"),
+        breakdown=found.terms,
+        step=step,
+        step_s=step.total_s if step else None,
+        tokens_per_step=tokens,
+        useful_tokens_per_s_total=tokens / step.total_s if step else None,
+        model_tflops_per_gpu=_tflops(spec, sequences, step.total_s, site.ranks) if step else None,
+        speed_source=site.speed.source if site.speed and step else "",
+        binding=() if site.problem else bindings(site.machine, site.gpus, offload.mode, offload.cpu_adam_cores_fraction),
+        spec=_resolved(found.spec, site),
+    )
+
+
+def _resolved(spec: RunSpec, site: Site) -> RunSpec:
+    """The spec as it will run: with host indices for a mere count of GPUs."""
+    if site.problem or not site.has_gpu or not isinstance(spec.gpus, int):
+        return spec
+    return replace(spec, gpus=tuple(gpu.index for gpu in site.machine.gpus[: spec.gpus]))
+
+
+def _tflops(spec: RunSpec, sequences: int, step_s: float, ranks: int) -> float:
+    length = spec.data.sequence_length
+    return model_flops(flops_of(spec.model), sequences * length, [length] * sequences) / step_s / ranks / 1e12
+
+
+def _verdict_reasons(spec: RunSpec, site: Site, found: Assessment, blocked: bool) -> tuple[str, ...]:
+    short = tuple(str(shortage) for shortage in found.shortages)
+    if found.verdict == "does not fit":
+        return short if blocked else (*short, *remedies(spec, site, found))
+    if blocked:
+        return ()
+    return (*short, _summary(found, site))
+
+
+def _summary(found: Assessment, site: Site) -> str:
+    parts = []
+    if found.demand.gpu_bytes:
+        of = f" of {gb(site.supply.gpu_bytes)}" if site.supply.gpu_bytes else ""
+        parts.append(f"each GPU {gb(found.demand.gpu_bytes)}{of}")
+    parts += [f"{nodes} {gb(needs)} of {gb(has)}" for nodes, needs, has in alike(found.demand, site.supply)]
+    return "needs " + ", ".join(parts)
+
+
+def _choices(spec: RunSpec, site: Site, chosen: Assessment) -> tuple[str, ...]:
+    offload = chosen.spec.offload
+    if not site.has_gpu:
+        return ("superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own",)
+    if offload.mode == "gpu":
+        return ("gpu: everything fits on the GPU, and offloading would only add time",)
+    text = f"ratio {offload.ratio:.2f} is the smallest that keeps a margin on each GPU"
+    if offload.ratio == spec.offload.ratio:
+        return (text,)
+    given = assess(in_mode(spec, "superoffload"), site)
+    if given.verdict == "does not fit":
+        return (f"{text}; the preset's {spec.offload.ratio:.2f} would not fit: {_first_shortage(given)}",)
+    if given.step and chosen.step:
+        text += (
+            f"; the preset's {spec.offload.ratio:.2f} would take {given.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
+        )
+    return (text,)
+
+
+def _first_shortage(found: Assessment) -> str:
+    return str(found.shortages[0]) if found.shortages else "it fits"

@@ -1,0 +1,92 @@
+"""The part of a machine that a run would use: which GPUs, which nodes, how much memory, how fast."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from msgspec import Struct
+
+from so_tui.machine.types import Gpu, Machine
+from so_tui.plan.binding import bind_ranks
+from so_tui.plan.speed import Speed, speed_of
+from so_tui.plan.types import RankBinding
+from so_tui.plan.verdict import Supply, supply_of
+from so_tui.spec.errors import InputError
+
+Gpus = int | tuple[int, ...]
+
+
+class Site(Struct, frozen=True, kw_only=True):
+    machine: Machine
+    gpus: Gpus
+    ranks: int
+    has_gpu: bool
+    """Whether the machine has GPUs at all; without them ranks run on the CPU."""
+    gpu_name: str
+    supply: Supply
+    nodes: tuple[int, ...]
+    """The CPU node of each rank; empty when there is a problem."""
+    cores: int
+    """Cores of the smallest rank."""
+    adam_cores: int
+    """Of these, those that run CPU Adam beside the training process."""
+    speed: Speed | None
+    problem: str
+    """Why the ranks cannot be placed on this machine; empty when they can."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share the fullest node."""
+        return max((self.nodes.count(node) for node in set(self.nodes)), default=1)
+
+
+@lru_cache(maxsize=256)
+def bindings(machine: Machine, gpus: Gpus, mode: str, cpu_adam_cores_fraction: float) -> tuple[RankBinding, ...]:
+    """``bind_ranks``, remembered: the planner asks for the same binding at many ratios."""
+    return bind_ranks(machine, gpus, mode=mode, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
+
+
+@lru_cache(maxsize=256)
+def site_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Site:
+    """The site of these GPUs (a count or indices; ranks where the machine has none). A site that cannot be had says why."""
+    ranks = gpus if isinstance(gpus, int) else len(gpus)
+    chosen = _chosen(machine, gpus)
+    problem = _missing(machine, gpus)
+    placed: tuple[RankBinding, ...] = ()
+    if not problem:
+        try:
+            placed = bindings(machine, gpus, "superoffload", cpu_adam_cores_fraction)
+        except InputError as error:
+            problem = "; ".join(f"{found.message}. {found.remedy}" for found in error.problems)
+    name = chosen[0].name if chosen else ""
+    fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
+    return Site(
+        machine=machine,
+        gpus=gpus,
+        ranks=ranks,
+        has_gpu=bool(machine.gpus),
+        gpu_name=name,
+        supply=supply_of(machine, chosen),
+        nodes=tuple(rank.numa_node if rank.numa_node is not None else fallback for rank in placed),
+        cores=min((len(rank.cpus) for rank in placed), default=1) or 1,
+        adam_cores=min((len(rank.adam_cpus) for rank in placed), default=1) or 1,
+        speed=speed_of(name),
+        problem=problem,
+    )
+
+
+def _chosen(machine: Machine, gpus: Gpus) -> tuple[Gpu, ...]:
+    if isinstance(gpus, int):
+        return machine.gpus[:gpus]
+    return tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
+
+
+def _missing(machine: Machine, gpus: Gpus) -> str:
+    if not machine.gpus:
+        return ""
+    there = len(machine.gpus)
+    has = f"{machine.hostname} has {there} GPU" + ("s" if there > 1 else "")
+    if isinstance(gpus, int):
+        return "" if gpus <= there else f"{gpus} GPUs asked for, {has}"
+    absent = [index for index in gpus if index not in {gpu.index for gpu in machine.gpus}]
+    return f"there is no GPU {absent[0]}: {has}" if absent else ""

@@ -1,0 +1,120 @@
+"""What a run needs on a host, what the host has, and what to say about it. Pure functions; the words for people are made here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from so_tui.machine.types import Gpu, Machine
+from so_tui.plan.types import MemoryTerm, Verdict
+
+GPU_MARGIN = 0.08
+"""Share of a GPU's memory that stays free in a plan that ``fits``."""
+HOST_MARGIN = 0.06
+"""The same for host memory, beyond what the operating system keeps."""
+TIGHT_MARGIN = 0.015
+"""Share that must stay free for a plan to be worth trying: below this the estimates cannot be trusted to hold."""
+
+_RESERVE_SHARE = 0.03
+_RESERVE_BYTES = 1_000_000_000
+
+
+class Supply(Struct, frozen=True):
+    """Memory a run may use: bytes per GPU (None: no GPU, or unknown), per CPU node, in /dev/shm, and in all where a cgroup limits it."""
+
+    gpu_bytes: int | None
+    node_bytes: dict[int, int]
+    shm_bytes: int | None
+    limit_bytes: int | None
+
+
+class Demand(Struct, frozen=True):
+    """Peak bytes: on the fullest GPU, per CPU node, in /dev/shm."""
+
+    gpu_bytes: int
+    node_bytes: dict[int, int]
+    shm_bytes: int
+
+
+class Shortage(Struct, frozen=True):
+    """One place where the margin is not kept; ``fatal`` when the memory itself is not enough."""
+
+    place: str
+    needs: int
+    has: int
+    fatal: bool
+
+    def __str__(self) -> str:
+        if self.fatal:
+            return f"{self.place} needs {gb(self.needs)}, has {gb(self.has)}"
+        return f"{self.place} needs {gb(self.needs)} of {gb(self.has)}: little is left for what is not predicted exactly"
+
+
+def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
+    """What the chosen GPUs and all CPU nodes offer, less what the operating system keeps. Totals, not what is free now."""
+    sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes is not None]
+    return Supply(
+        gpu_bytes=min(sizes, default=None),
+        node_bytes={node.id: usable(node.memory_total_bytes) for node in machine.cpu_nodes},
+        shm_bytes=machine.shm_total_bytes,
+        limit_bytes=machine.memory_limit_bytes,
+    )
+
+
+def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
+    """Adds the terms up; ``rank_nodes`` says on which CPU node each rank of this host lives."""
+    common = sum(term.bytes for term in terms if term.place == "node" and term.rank is None)
+    node_bytes: dict[int, int] = {}
+    for rank, node in enumerate(rank_nodes):
+        own = sum(term.bytes for term in terms if term.place == "node" and term.rank == rank)
+        node_bytes[node] = node_bytes.get(node, 0) + common + own
+    return Demand(
+        gpu_bytes=sum(term.bytes for term in terms if term.place == "gpu"),
+        node_bytes=node_bytes,
+        shm_bytes=sum(term.bytes for term in terms if term.place == "shm"),
+    )
+
+
+def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
+    """Whether it fits, and where not: worst first."""
+    found = [
+        _short("each GPU", demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
+        *(_short(nodes, needs, has, HOST_MARGIN) for nodes, needs, has in alike(demand, supply)),
+        _short("the host, within its memory limit,", sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
+        _short("/dev/shm", demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
+    ]
+    shortages = sorted((short for short in found if short), key=lambda short: short.needs / max(1, short.has), reverse=True)
+    if any(short.fatal for short in shortages):
+        return "does not fit", tuple(short for short in shortages if short.fatal)
+    return ("tight" if shortages else "fits"), tuple(shortages)
+
+
+def alike(demand: Demand, supply: Supply) -> tuple[tuple[str, int, int], ...]:
+    """(name, needs, has) of the CPU nodes, those with the same figures under one name: ``host node 0``, ``each of host nodes 1, 2, 3``."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for node, needs in sorted(demand.node_bytes.items()):
+        groups.setdefault((needs, supply.node_bytes.get(node, 0)), []).append(node)
+    return tuple((_names(nodes), needs, has) for (needs, has), nodes in groups.items())
+
+
+def _names(nodes: Sequence[int]) -> str:
+    return f"host node {nodes[0]}" if len(nodes) == 1 else f"each of host nodes {', '.join(map(str, nodes))}"
+
+
+def _short(place: str, needs: int, has: int | None, margin: float) -> Shortage | None:
+    if has is None or needs <= (1 - margin) * has:
+        return None
+    return Shortage(place, needs, has, needs > (1 - TIGHT_MARGIN) * has)
+
+
+def usable(total: int) -> int:
+    """What of a node's memory a run may use: the operating system and its page tables keep the rest."""
+    return max(0, total - max(_RESERVE_BYTES, int(_RESERVE_SHARE * total)))
+
+
+def gb(size: int) -> str:
+    """Bytes for people, in units of 10^9: 242 GB, 3.4 GB, 12 MB."""
+    if size >= 99_500_000_000:
+        return f"{size / 1e9:.0f} GB"
+    return f"{size / 1e9:.1f} GB" if size >= 950_000_000 else f"{size / 1e6:.0f} MB"
