@@ -1,13 +1,25 @@
-"""The run directory: the one channel between the trainer, the supervisor and the screen."""
+"""The run directory: the one channel between the trainer, the supervisor and the screen.
+
+Rank 0 alone writes metrics, the supervisor alone writes state, samples and the cut of the log; everyone else reads, by polling.
+"""
 
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.listing import create_run, default_runs_dir, find_run, list_runs
+from so_tui.runs.pyramid import Column, Overview
+from so_tui.runs.reader import LogLine, RunReader, Update
+from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_spec, read_state, write_spec, write_state
 from so_tui.runs.writer import MetricsWriter
 
 __all__ = [
+    "Column",
+    "LogLine",
     "MetricsWriter",
+    "Overview",
     "RunDirectory",
+    "RunReader",
+    "SampleWriter",
+    "Update",
     "create_run",
     "default_runs_dir",
     "find_run",

@@ -13,13 +13,15 @@ import math
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from so_tui.runs.codec import decode_metric, encode_line
+from so_tui.runs.pyramid import Buckets
 from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
+from so_tui.runs.segments import SUFFIX
 from so_tui.runs.state import write_atomic
 
 BUCKET = 64
@@ -36,6 +38,7 @@ METRICS: tuple[str, ...] = tuple(
 """The numeric fields of a step record that can be charted."""
 
 _ROW = ("first", "last", "count", "offset")
+_MISSING = {"min": math.inf, "max": -math.inf, "last": math.nan}
 _DOUBLE = 8
 
 
@@ -52,18 +55,6 @@ class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The last step record, or null."""
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Rows of one metric, in step order; ``minimum > maximum`` where no value was finite."""
-
-    first: array[float]
-    last: array[float]
-    minimum: array[float]
-    maximum: array[float]
-    value: array[float]
-    """The last value of each row; NaN where it was missing or not finite."""
-
-
 class SegmentIndex:
     """An index file, read column by column when asked."""
 
@@ -78,11 +69,31 @@ class SegmentIndex:
         latest = decode_metric(bytes(self.header.latest))
         self.latest = latest if isinstance(latest, StepRecord) else None
 
+    @cached_property
+    def first_steps(self) -> array[float]:
+        """First step of each row."""
+        return self.column("first")
+
+    @cached_property
+    def last_steps(self) -> array[float]:
+        """Last step of each row."""
+        return self.column("last")
+
+    def steps_between(self, first: int, stop: int) -> list[StepRecord]:
+        """The step records of the rows ``first`` to ``stop`` (excluded), read from the segment. Raises OSError."""
+        offsets = self.column("offset")
+        start = int(offsets[first]) if first < stop else 0
+        end = int(offsets[stop]) if stop < len(offsets) else self.header.segment_bytes
+        with self._path.with_suffix(SUFFIX).open("rb") as file:
+            file.seek(start)
+            lines = file.read(end - start if first < stop else 0).split(b"\n")
+        return [record for line in lines if isinstance(record := decode_metric(line), StepRecord)]
+
     def column(self, name: str) -> array[float]:
-        """One column; all NaN when the writer did not know the metric. Raises OSError."""
+        """One column; without values when the writer did not know the metric. Raises OSError."""
         rows = self.header.rows
         if name not in self.header.columns:
-            return array("d", [math.nan]) * rows
+            return array("d", [_MISSING[name.rpartition(".")[2]]]) * rows
         values = array("d")
         with self._path.open("rb") as file:
             file.seek(self._start + self.header.columns.index(name) * rows * _DOUBLE)
@@ -91,15 +102,8 @@ class SegmentIndex:
 
     def buckets(self, metric: str) -> Buckets:
         """The rows of a metric. Raises OSError."""
-        known = f"{metric}.min" in self.header.columns
-        nothing = self.header.rows if not known else 0
-        return Buckets(
-            first=self.column("first"),
-            last=self.column("last"),
-            minimum=self.column(f"{metric}.min") if known else array("d", [math.inf]) * nothing,
-            maximum=self.column(f"{metric}.max") if known else array("d", [-math.inf]) * nothing,
-            value=self.column(f"{metric}.last"),
-        )
+        names = (f"{metric}.min", f"{metric}.max", f"{metric}.last")
+        return Buckets(self.first_steps, self.last_steps, *(self.column(name) for name in names))
 
 
 def index_path(segment: Path) -> Path:

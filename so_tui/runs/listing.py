@@ -7,10 +7,7 @@ XDG state folder, one path a line, so that ``so-tui runs`` shows those runs too.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
-import secrets
-import shutil
 import time
 from pathlib import Path
 
@@ -55,7 +52,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
         write_spec(run, spec)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
     except OSError as error:
-        shutil.rmtree(run.path, ignore_errors=True)
+        _remove(run.path)
         remedy = "Free some space there, or choose another folder with --runs-dir."
         raise _unusable(folder, f"cannot write the run: {error.strerror}", remedy) from error
     if folder != default_runs_dir():
@@ -87,6 +84,8 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         return named[0]
     if not runs:
         raise _not_found(run, "there is no run yet", "Start one with `so-tui run PRESET`, or say where they are with --runs-dir.")
+    import difflib  # only for the message
+
     near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.4) or [known.name for known in runs[:3]]
     raise _not_found(run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
 
@@ -131,7 +130,7 @@ def _claim_new(folder: Path, stem: str) -> RunDirectory:
     day = time.strftime("%m%d")
     for attempt in range(20):
         with contextlib.suppress(FileExistsError):
-            return _claim(folder, f"{stem}-{day}-{secrets.token_hex(1 + attempt // 10)}")
+            return _claim(folder, f"{stem}-{day}-{os.urandom(1 + attempt // 10).hex()}")
     raise FileExistsError(f"no free name for {stem}")
 
 
@@ -139,6 +138,12 @@ def _claim(folder: Path, name: str) -> RunDirectory:
     path = folder / name
     path.mkdir()  # fails when another creator was first
     return RunDirectory(path)
+
+
+def _remove(path: Path) -> None:
+    import shutil  # pulls in every compression module: not for those who only list runs
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _unusable(folder: Path, message: str, remedy: str) -> InputError:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MEBIBYTE = 1 << 20
-_SUFFIX = ".jsonl"
+SUFFIX = ".jsonl"
 
 
 def segments(folder: Path, stem: str = "") -> dict[int, Path]:
@@ -18,8 +18,8 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     for name in names:
-        number = name[len(stem) : -len(_SUFFIX)]
-        if name.startswith(stem) and name.endswith(_SUFFIX) and number.isdigit():
+        number = name[len(stem) : -len(SUFFIX)]
+        if name.startswith(stem) and name.endswith(SUFFIX) and number.isdigit():
             found[int(number)] = folder / name
     return dict(sorted(found.items()))
 
@@ -89,7 +89,7 @@ class SegmentWriter:
         number = max(segments(self._folder, self._stem), default=0) + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         while True:
-            path = self._folder / f"{self._stem}{number:06d}{_SUFFIX}"
+            path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"
             try:
                 self._fd = os.open(path, flags, 0o644)
             except FileExistsError:

@@ -1,0 +1,308 @@
+"""The reading side of the metrics: what was recorded, followed as it grows, and charts of the whole run at the price of a few columns."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left, bisect_right
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from so_tui.runs.codec import decode_metric
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.index import METRICS, SegmentIndex, index_path, metric_values
+from so_tui.runs.pyramid import EMPTY, Overview, Pyramid, overview
+from so_tui.runs.records import (
+    BindingRecord,
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    MetricRecord,
+    PhaseRecord,
+    ResumedRecord,
+    StartRecord,
+    StepRecord,
+    WarningRecord,
+)
+from so_tui.runs.segments import read_lines, segments
+
+_CHUNK_BYTES = 1 << 18
+_KEPT_EVENTS = 5_000
+
+R = TypeVar("R", StartRecord, BindingRecord, PhaseRecord, CheckpointRecord, EvaluationRecord, WarningRecord, EndRecord)
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What one poll brought."""
+
+    records: tuple[MetricRecord, ...]
+    more: bool
+    """The poll stopped at its bound: poll again soon."""
+    superseded: bool
+    """A resume took steps back: what was drawn must be drawn again."""
+
+
+class _Segment:
+    """A segment as far as it was read: raw up to ``offset``, or by its index alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.steps: list[StepRecord] = []
+
+    def index(self) -> SegmentIndex | None:
+        """Its index, once the writer made one."""
+        try:
+            return SegmentIndex(index_path(self.path))
+        except (OSError, msgspec.DecodeError):
+            return None
+
+
+class _Window:
+    """Raw records of a narrow part of the history, kept while the same part is drawn."""
+
+    def __init__(self, key: tuple[tuple[int, int], ...], steps: list[StepRecord]) -> None:
+        self.key = key
+        self.steps = steps
+        self.pyramids: dict[str, Pyramid] = {}
+
+
+class MetricsReader:
+    """Follows ``metrics/`` of one run: the history (leading segments with an index, read by column when drawn) and the tail (the rest,
+    in memory as records: the last segment, 4 MiB on disk). Never reads a byte twice while following. For one thread.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._folder = run.metrics_dir
+        self._known: set[int] = set()
+        self._history: list[SegmentIndex] = []
+        self._tail: list[_Segment] = []
+        self._events: list[MetricRecord] = []
+        self._latest: StepRecord | None = None
+        self._history_pyramids: dict[str, Pyramid] = {}
+        self._tail_pyramids: dict[str, Pyramid] = {}
+        self._window = _Window((), [])
+
+    # what was recorded
+
+    @property
+    def latest(self) -> StepRecord | None:
+        """The last step that counts: a resume takes back the later steps of earlier attempts."""
+        return self._latest
+
+    @property
+    def start(self) -> StartRecord | None:
+        return self._newest(StartRecord)
+
+    @property
+    def binding(self) -> BindingRecord | None:
+        return self._newest(BindingRecord)
+
+    @property
+    def phase(self) -> PhaseRecord | None:
+        return self._newest(PhaseRecord)
+
+    @property
+    def end(self) -> EndRecord | None:
+        """The end record of the newest attempt; None while it lives or when it died without a word."""
+        end = self._newest(EndRecord)
+        return end if end and all(event.attempt <= end.attempt for event in self._events) else None
+
+    @property
+    def checkpoints(self) -> tuple[CheckpointRecord, ...]:
+        return self._all(CheckpointRecord)
+
+    @property
+    def evaluations(self) -> tuple[EvaluationRecord, ...]:
+        return self._all(EvaluationRecord)
+
+    @property
+    def warnings(self) -> tuple[WarningRecord, ...]:
+        return self._all(WarningRecord)
+
+    @property
+    def resumes(self) -> tuple[ResumedRecord, ...]:
+        return tuple(event for event in self._events if isinstance(event, ResumedRecord))
+
+    @property
+    def first_step(self) -> int | None:
+        """The first recorded step; None before there is one."""
+        for index in self._history:
+            if index.header.rows:
+                return int(index.first_steps[0])
+        return next((segment.steps[0].step for segment in self._tail if segment.steps), None)
+
+    def recent(self, count: int) -> list[StepRecord]:
+        """The last step records that count, oldest first, at most so many."""
+        found = self._tail_steps()[-count:]
+        for index in reversed(self._history):
+            stop = self._kept_rows(index)
+            while len(found) < count and stop > 0:
+                stop -= 1
+                found = self._steps_of(index, stop, stop + 1) + found
+        return found[-count:]
+
+    # following
+
+    def poll(self, *, limit_records: int, limit_s: float) -> Progress:
+        """Reads on, within the bounds. What is already indexed is taken over as history and not returned record by record."""
+        deadline = time.monotonic() + limit_s
+        for number, path in segments(self._folder).items():
+            if number not in self._known:
+                self._known.add(number)
+                self._tail.append(_Segment(path))
+        records: list[MetricRecord] = []
+        resumes = len(self.resumes)
+        more = False
+        for segment in list(self._tail):
+            if len(records) >= limit_records or time.monotonic() >= deadline:
+                more = True
+                break
+            index = segment.index() if segment is self._tail[0] else None  # before reading: then the end that is read is the end
+            if index is not None and segment.offset == 0:
+                self._take_history(index)
+                continue
+            more = self._read(segment, records, limit_records, deadline)
+            if more:
+                break
+            if index is not None:
+                self._take_history(index, already_read=True)
+        return Progress(tuple(records), more, len(self.resumes) > resumes)
+
+    def _read(self, segment: _Segment, records: list[MetricRecord], limit_records: int, deadline: float) -> bool:
+        """Reads the segment to its end or to the bounds; whether there was more."""
+        while True:
+            lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
+            taken = lines[: limit_records - len(records)]
+            for line in taken:
+                segment.offset += len(line) + 1
+                record = decode_metric(line)
+                if record is not None:
+                    records.append(record)
+                    self._apply(record, segment)
+            if segment.offset < end or time.monotonic() >= deadline:
+                return segment.offset < end or bool(lines)
+            if not lines:
+                return False
+
+    def _apply(self, record: MetricRecord, segment: _Segment | None) -> None:
+        if isinstance(record, StepRecord):
+            if self._counts(record):
+                self._latest = record
+                if segment is not None:
+                    segment.steps.append(record)
+            return
+        self._events.append(record)
+        if len(self._events) > _KEPT_EVENTS:
+            self._events = _without_old_warnings(self._events)
+        if isinstance(record, ResumedRecord):
+            self._supersede()
+
+    # a resume takes back the later steps of earlier attempts
+
+    def _cut(self, attempt: int) -> float:
+        """The last step of this attempt that counts."""
+        return min((resume.step for resume in self.resumes if resume.attempt > attempt), default=math.inf)
+
+    def _counts(self, record: StepRecord | CheckpointRecord | EvaluationRecord) -> bool:
+        return record.step <= self._cut(record.attempt)
+
+    def _supersede(self) -> None:
+        for segment in self._tail:
+            segment.steps = [step for step in segment.steps if self._counts(step)]
+        self._events = [e for e in self._events if not isinstance(e, (CheckpointRecord, EvaluationRecord)) or self._counts(e)]
+        self._history_pyramids.clear()
+        self._tail_pyramids.clear()
+        self._window = _Window((), [])
+        self._latest = next(iter(self.recent(1)), None)
+
+    # charts
+
+    def overview(self, metric: str, columns: int, first: int | None = None, last: int | None = None) -> Overview:
+        """The metric over a range of steps (the whole run by default) in so many columns, with gaps where nothing was recorded.
+
+        Raises ValueError for a metric that step records do not have.
+        """
+        if metric not in METRICS:
+            raise ValueError(f"no metric {metric!r}; there are {', '.join(METRICS)}")
+        begin = first if first is not None else self.first_step
+        end = last if last is not None else self._latest.step if self._latest else None
+        if begin is None or end is None or end < begin:
+            return Overview(metric=metric, first=begin or 0, last=begin or 0, columns=(EMPTY,) * columns)
+        history = self._history_pyramid(metric)
+        if history.rows_between(begin, end) < columns:
+            history = self._window_pyramid(metric, begin, end)
+        return overview(metric, [history, self._tail_pyramid(metric)], columns, begin, end)
+
+    def _history_pyramid(self, metric: str) -> Pyramid:
+        if metric not in self._history_pyramids:
+            pyramid = self._history_pyramids[metric] = Pyramid()
+            for index in self._history:
+                self._add_history(metric, pyramid, index)
+            pyramid.fold()
+        return self._history_pyramids[metric]
+
+    def _add_history(self, metric: str, pyramid: Pyramid, index: SegmentIndex) -> None:
+        """Adds the rows of a segment that count; of a row with superseded steps, the records before them."""
+        whole = bisect_right(index.last_steps, self._cut(index.header.attempt))
+        pyramid.extend(index.buckets(metric), whole)
+        steps = self._steps_of(index, whole, self._kept_rows(index))
+        pyramid.append_values([step.step for step in steps], metric_values(steps, metric))
+
+    def _kept_rows(self, index: SegmentIndex) -> int:
+        return bisect_right(index.first_steps, self._cut(index.header.attempt))
+
+    def _steps_of(self, index: SegmentIndex, start: int, stop: int) -> list[StepRecord]:
+        return [step for step in index.steps_between(start, stop) if self._counts(step)]
+
+    def _window_pyramid(self, metric: str, first: int, last: int) -> Pyramid:
+        """The history between two steps, record by record; for ranges of few rows, of which the raw records are not many either."""
+        key = tuple((bisect_left(index.last_steps, first), bisect_right(index.first_steps, last)) for index in self._history)
+        if self._window.key != key:
+            spans = zip(self._history, key, strict=True)
+            self._window = _Window(key, [step for index, (start, stop) in spans for step in self._steps_of(index, start, stop)])
+        steps, pyramids = self._window.steps, self._window.pyramids
+        if metric not in pyramids:
+            pyramids[metric] = Pyramid()
+            pyramids[metric].append_values([step.step for step in steps], metric_values(steps, metric))
+            pyramids[metric].fold()
+        return pyramids[metric]
+
+    def _tail_pyramid(self, metric: str) -> Pyramid:
+        pyramid = self._tail_pyramids.setdefault(metric, Pyramid())
+        steps = self._tail_steps()[len(pyramid.base) :]
+        pyramid.append_values([step.step for step in steps], metric_values(steps, metric))
+        pyramid.fold()
+        return pyramid
+
+    # helpers
+
+    def _tail_steps(self) -> list[StepRecord]:
+        return [step for segment in self._tail for step in segment.steps]
+
+    def _take_history(self, index: SegmentIndex, *, already_read: bool = False) -> None:
+        """Moves the first segment of the tail to the history."""
+        del self._tail[0]
+        self._history.append(index)
+        self._tail_pyramids.clear()
+        for metric, pyramid in self._history_pyramids.items():
+            self._add_history(metric, pyramid, index)
+            pyramid.fold()
+        if not already_read:
+            for record in (*index.events, *((index.latest,) if index.latest else ())):
+                self._apply(record, None)
+
+    def _newest(self, kind: type[R]) -> R | None:
+        return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
+
+    def _all(self, kind: type[R]) -> tuple[R, ...]:
+        return tuple(event for event in self._events if isinstance(event, kind))
+
+
+def _without_old_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
+    """Drops the older half of the warnings: the one kind that may come without end."""
+    warnings = [event for event in events if isinstance(event, WarningRecord)]
+    dropped = {id(event) for event in warnings[: len(warnings) // 2]}
+    return [event for event in events if id(event) not in dropped]

@@ -1,0 +1,98 @@
+"""Many samples as one: pure functions from samples to their mean and peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from so_tui.runs.records import GpuSample, NodeSample, Rollup, Sample
+
+Weighed = list[tuple[Any, int]]
+Combine = Callable[[Weighed], Any]
+
+_GPU_FIGURES = tuple(field.name for field in msgspec.structs.fields(GpuSample) if field.name != "index")
+
+
+def alone(sample: Sample) -> Rollup:
+    """A single sample as a roll-up of one."""
+    return Rollup(samples=1, mean=sample, peak=sample)
+
+
+def roll_up(parts: Sequence[Rollup]) -> Rollup:
+    """Consecutive parts (one at least) as one: means weighted by samples, and the highest of every figure by itself.
+
+    In the mean ``interval_s`` and the CPU seconds are sums over the whole interval; in the peak the CPU seconds are what the busiest part
+    would have used in the whole interval.
+    """
+    weights = [part.samples for part in parts]
+    means, peaks = [part.mean for part in parts], [part.peak for part in parts]
+    interval_s = sum(mean.interval_s for mean in means)
+    mean = _combined(means, weights, _mean)
+    peak = _combined(peaks, weights, _peak)
+    return Rollup(
+        samples=sum(weights),
+        mean=msgspec.structs.replace(
+            mean,
+            interval_s=interval_s,
+            run_cpu_s=sum(sample.run_cpu_s for sample in means),
+            supervisor_cpu_s=sum(sample.supervisor_cpu_s for sample in means),
+        ),
+        peak=msgspec.structs.replace(
+            peak,
+            interval_s=interval_s,
+            run_cpu_s=max(_share(sample.run_cpu_s, sample.interval_s) for sample in peaks) * interval_s,
+            supervisor_cpu_s=max(_share(sample.supervisor_cpu_s, sample.interval_s) for sample in peaks) * interval_s,
+        ),
+    )
+
+
+def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sample:
+    """Nodes, GPUs and memory combined, for the nodes and GPUs of the newest sample."""
+    newest = samples[-1]
+    weighed = list(zip(samples, weights, strict=True))
+    return msgspec.structs.replace(
+        newest,
+        nodes=tuple(
+            _node([(other, w) for sample, w in weighed for other in sample.nodes if other.id == node.id], combine) for node in newest.nodes
+        ),
+        gpus=tuple(
+            _gpu([(other, w) for sample, w in weighed for other in sample.gpus if other.index == gpu.index], combine) for gpu in newest.gpus
+        ),
+        run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighed]),
+    )
+
+
+def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
+    newest = nodes[-1][0]
+    weights = [weight for _, weight in nodes]
+    cores = zip(*(node.cores for node, _ in nodes), strict=False)
+    return msgspec.structs.replace(
+        newest,
+        cores=tuple(combine(list(zip(core, weights, strict=True))) for core in cores),
+        memory_used_bytes=combine([(node.memory_used_bytes, weight) for node, weight in nodes]),
+        file_cache_bytes=combine([(node.file_cache_bytes, weight) for node, weight in nodes]),
+    )
+
+
+def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
+    figures = {name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus]) for name in _GPU_FIGURES}
+    return GpuSample(index=gpus[-1][0].index, **figures)
+
+
+def _mean(values: Weighed) -> Any:
+    """The weighted mean of what was measured, whole where the figures are; None where nothing was."""
+    known = [(value, weight) for value, weight in values if value is not None]
+    if not known:
+        return None
+    mean = sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
+    return round(mean) if isinstance(known[0][0], int) else mean
+
+
+def _peak(values: Weighed) -> Any:
+    return max((value for value, _ in values if value is not None), default=None)
+
+
+def _share(cpu_s: float, interval_s: float) -> float:
+    return cpu_s / interval_s if interval_s > 0 else 0.0
