@@ -5,6 +5,8 @@ Rank 0 alone writes metrics, the supervisor alone writes state, samples and the 
 
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.listing import create_run, default_runs_dir, find_run, list_runs
+from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
+from so_tui.runs.log import LogReader, log_readers, redact
 from so_tui.runs.pyramid import Column, Overview
 from so_tui.runs.reader import LogLine, RunReader, Update
 from so_tui.runs.samples import SampleWriter
@@ -13,20 +15,26 @@ from so_tui.runs.writer import MetricsWriter
 
 __all__ = [
     "Column",
+    "HeartbeatWatch",
     "LogLine",
+    "LogReader",
     "MetricsWriter",
     "Overview",
     "RunDirectory",
     "RunReader",
     "SampleWriter",
     "Update",
+    "alive",
     "create_run",
     "default_runs_dir",
     "find_run",
     "list_runs",
+    "log_readers",
     "new_attempt",
     "read_spec",
     "read_state",
+    "redact",
+    "state_with_truth",
     "write_spec",
     "write_state",
 ]

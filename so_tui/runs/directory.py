@@ -19,6 +19,9 @@ _LOG = ".log"
 class RunDirectory:
     path: Path
 
+    def __init__(self, path: Path | str) -> None:
+        object.__setattr__(self, "path", Path(path))
+
     @property
     def name(self) -> str:
         return self.path.name

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from so_tui.runs.directory import RunDirectory
 from so_tui.runs.segments import MEBIBYTE
 
 HEAD_BYTES = MEBIBYTE
@@ -156,6 +157,12 @@ class LogReader:
             else:
                 yield readable(self._rest)
                 self._rest = b""
+
+
+def log_readers(run: RunDirectory) -> tuple[LogReader, ...]:
+    """A reader for each log of the newest attempt, one a host; none before an attempt."""
+    attempts = run.attempts()
+    return tuple(LogReader(path) for path in run.logs(attempts[-1]).values()) if attempts else ()
 
 
 def all_lines(path: Path) -> Iterator[str]:

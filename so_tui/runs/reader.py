@@ -39,12 +39,11 @@ class LogLine(msgspec.Struct, frozen=True):
 class Update(msgspec.Struct, frozen=True, kw_only=True):
     """What one poll brought."""
 
-    steps: tuple[StepRecord, ...] = ()
     records: tuple[MetricRecord, ...] = ()
-    """The other records."""
+    """New records of every kind, in the order they were written."""
     samples: Mapping[str, tuple[Sample, ...]] = {}
     """New samples by host."""
-    log: tuple[LogLine, ...] = ()
+    log_lines: tuple[LogLine, ...] = ()
     state: RunState | None = None
     """The state as it is in truth; None where it cannot be read (yet)."""
     state_changed: bool = False
@@ -52,6 +51,11 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     """A resume took steps back: draw the charts again."""
     more: bool = False
     """The poll stopped at its bound: poll again soon."""
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The step records among the new records."""
+        return tuple(record for record in self.records if isinstance(record, StepRecord))
 
 
 class RunReader:
@@ -78,10 +82,9 @@ class RunReader:
         log = self._poll_log(max(0.01, deadline - time.monotonic()))
         before, self.state = self.state, self._read_state()
         return Update(
-            steps=tuple(record for record in progress.records if isinstance(record, StepRecord)),
-            records=tuple(record for record in progress.records if not isinstance(record, StepRecord)),
+            records=progress.records,
             samples={host: new for host, new in samples.items() if new},
-            log=log,
+            log_lines=log,
             state=self.state,
             state_changed=self.state != before,
             superseded=progress.superseded,
