@@ -6,6 +6,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -212,7 +213,8 @@ def _write(path: Path, tree: Tree) -> Path:
         partial.write_text(tomli_w.dumps(tree), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         remedy = "Free space, or set XDG_CONFIG_HOME to a folder you may write to."
         raise InputError(
             [Problem(field="preset", value=str(path), message=f"cannot be written: {error.strerror}", remedy=remedy)]

@@ -94,10 +94,8 @@ def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -
 def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Problem:
     key = path.removeprefix(prefix)
     where = f"[{prefix[:-1]}]" if prefix else "the top level"
-    hint = nearest(key, known)
-    if not hint:
-        elsewhere = tuple(full for full in field_index() if full.endswith(f".{key}"))
-        hint = f"Did you mean `{elsewhere[0]}`? " if elsewhere else ""
+    elsewhere = [full for full in field_index() if full.endswith(f".{key}")]
+    hint = f"Did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, known)
     return Problem(field=path, value=shown(value), message="is not a known key", remedy=f"{hint}Keys of {where}: {', '.join(known)}.")
 
 

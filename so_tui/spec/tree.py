@@ -112,7 +112,7 @@ def _defaults() -> Tree:
             *sections, key = info.path.split(".")
             target = tree[sections[0]] if sections else tree
             target[key] = msgspec.to_builtins(info.default)
-    tree["model"]["parameters"] = []
+    tree["model"]["parameters"] = ()
     return tree
 
 

@@ -1,0 +1,170 @@
+"""Presets on disk: built-in, the user's, files; one bad file never hides the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from so_tui.spec import InputError, find_preset, load_catalog, resolve_source, save_preset, user_folder, with_values
+
+GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'
+
+
+def test_built_in_presets_load_without_problems_tiny_last(tmp_path: Path) -> None:
+    catalog = load_catalog(tmp_path)
+    assert catalog.problems == ()
+    assert list(catalog.presets)[-1] == "tiny"
+    assert {"gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b"} <= set(catalog.presets)
+    assert all(preset.origin == "built-in" and Path(preset.path).is_file() for preset in catalog.presets.values())
+
+
+def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
+    (tmp_path / "good.toml").write_text(GOOD)
+    (tmp_path / "broken.toml").write_text('name = "broken"\n[model\nid = 1\n')
+    (tmp_path / "wrong.toml").write_text('extends = "tiny"\n[offload]\nratoi = 2\n')
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    catalog = load_catalog(tmp_path)
+    assert catalog.presets["good"].origin == "user"
+    assert catalog.presets["good"].spec.offload.ratio == 0.25
+    assert "tiny" in catalog.presets
+    told = {Path(problem.file).name: str(problem) for problem in catalog.problems}
+    assert set(told) == {"broken.toml", "wrong.toml", "binary.toml"}
+    assert "line 2" in told["broken.toml"]
+    assert "offload.ratoi" in told["wrong.toml"]
+    assert "Did you mean `ratio`?" in told["wrong.toml"]
+
+
+def test_asking_for_a_bad_user_preset_tells_what_is_wrong_with_it(tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text('extends = "tiny"\n[offload]\nratio = 2\n')
+    with pytest.raises(InputError, match=r"wrong\.toml: offload\.ratio = 2"):
+        find_preset("wrong", load_catalog(tmp_path))
+
+
+def test_an_unknown_base_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('extends = "qwen3-14"\n')
+    (problem,) = load_catalog(tmp_path).problems
+    assert problem.field == "extends"
+    assert "Did you mean `qwen3-14b`?" in problem.remedy
+
+
+def test_a_circle_of_bases_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "b"\n')
+    (tmp_path / "b.toml").write_text('extends = "a"\n')
+    assert {problem.message for problem in load_catalog(tmp_path).problems} == {
+        "goes in a circle (a -> b -> a)",
+        "goes in a circle (b -> a -> b)",
+    }
+
+
+def test_a_base_may_extend_another_and_lengths_replace_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('extends = "qwen3-14b"\n[train]\nsteps = 5\n')
+    (tmp_path / "b.toml").write_text('extends = "a"\n[train]\ntokens = 100\n')
+    presets = load_catalog(tmp_path).presets
+    assert (presets["a"].spec.train.steps, presets["a"].spec.train.epochs) == (5, 0)
+    assert (presets["b"].spec.train.steps, presets["b"].spec.train.tokens) == (0, 100)
+    assert presets["b"].spec.model.parameters == presets["qwen3-14b"].spec.model.parameters
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text('extends = "phi-4"\n')
+    catalog = load_catalog(tmp_path)
+    assert catalog.presets["tiny"].origin == "built-in"
+    assert "already the name" in catalog.problems[0].message
+
+
+def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        find_preset("qwen3-15b", load_catalog(tmp_path))
+    (problem,) = caught.value.problems
+    assert "Did you mean `qwen3-14b`?" in problem.remedy
+    assert "tiny" in problem.remedy
+
+
+def test_a_path_is_a_preset(tmp_path: Path) -> None:
+    path = tmp_path / "trial.toml"
+    path.write_text(GOOD)
+    preset = find_preset(str(path), load_catalog(tmp_path / "none"))
+    assert (preset.origin, preset.spec.name, preset.spec.offload.ratio) == ("file", "trial", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "no such file"), ("a = \n", "line 1"), ("x = 1\nx = 2\n", "not TOML"), ("", "model: is missing")]
+)
+def test_a_missing_or_malformed_file_is_told(tmp_path: Path, text: str | None, told: str) -> None:
+    path = tmp_path / "trial.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=told) as caught:
+        find_preset(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_is_not_a_preset(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        find_preset(str(tmp_path) + "/")
+
+
+def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
+    spec = with_values(
+        find_preset("qwen3-14b").spec, {"offload.ratio": "0.35", "train.steps": "100", "gpus": "0,1", "model.attention": "sdpa"}
+    )
+    path = save_preset(spec, "mine", base="qwen3-14b", user_dir=tmp_path)
+    text = path.read_text()
+    assert 'extends = "qwen3-14b"' in text
+    assert "parameters" not in text
+    assert "hidden_size" not in text
+    loaded = load_catalog(tmp_path).presets["mine"]
+    assert with_values(loaded.spec, {"name": "qwen3-14b"}) == spec
+    assert [child.name for child in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
+    save_preset(with_values(find_preset("tiny").spec, {"offload.ratio": "0.5"}), "mine", base="tiny", user_dir=tmp_path)
+    mine = load_catalog(tmp_path).presets["mine"].spec
+    path = save_preset(with_values(mine, {"train.seed": "7"}), "mine", base="mine", user_dir=tmp_path)
+    assert 'extends = "tiny"' in path.read_text()
+    again = load_catalog(tmp_path).presets["mine"].spec
+    assert (again.offload.ratio, again.train.seed) == (0.5, 7)
+
+
+def test_a_preset_without_base_stands_alone(tmp_path: Path) -> None:
+    spec = find_preset("tiny").spec
+    save_preset(spec, "alone", base=None, user_dir=tmp_path)
+    assert "extends" not in (tmp_path / "alone.toml").read_text()
+    assert with_values(load_catalog(tmp_path).presets["alone"].spec, {"name": "tiny"}) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "told"),
+    [("Bad Name", "tiny", "not a valid name"), ("tiny", "tiny", "built-in"), ("mine", "tinny", "Did you mean `tiny`")],
+)
+def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        save_preset(find_preset("tiny").spec, name, base=base, user_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path / "file" / "presets")
+
+
+def test_the_user_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert user_folder() == tmp_path / "so-tui" / "presets"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    assert user_folder() == Path.home() / ".config" / "so-tui" / "presets"
+
+
+def test_built_in_sources_resolve_to_files() -> None:
+    assert Path(resolve_source("builtin:tiny/rows.jsonl")).is_file()
+    assert Path(resolve_source("builtin:tiny")).is_dir()
+    assert resolve_source("tatsu-lab/alpaca") == "tatsu-lab/alpaca"
+
+
+@pytest.mark.parametrize("name", ["builtin:tinny", "builtin:../pyproject.toml", "builtin:/etc/passwd"])
+def test_what_is_not_built_in_is_told(name: str) -> None:
+    with pytest.raises(InputError, match="builtin:tiny"):
+        resolve_source(name)

@@ -1,0 +1,139 @@
+"""The built-in presets: true shapes, tables equal to the models, the settings of the original scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from so_tui.spec import RunSpec, load_catalog, resolve_source
+
+PRESETS = {name: preset for name, preset in load_catalog(Path("/nowhere")).presets.items() if preset.origin == "built-in"}
+
+# name -> (published parameters in billions, GPUs, sequence length, ratio, sub-group size in millions)
+PUBLISHED = {
+    "gpt-oss-20b": (20.91, 1, 8192, 0.9, 800),
+    "qwen3-14b": (14.77, 1, 4096, 0.9, 400),
+    "phi-4": (14.66, 1, 4096, 0.9, 400),
+    "llama-3.1-8b": (8.03, 1, 4096, 0.8, 400),
+    "seed-oss-36b": (36.15, 2, 4096, 0.9, 400),
+    "qwen3-30b-a3b": (30.53, 2, 4096, 0.9, 400),
+    "llama-3.3-70b": (70.55, 4, 4096, 0.9, 400),
+}
+
+
+def spec_of(name: str) -> RunSpec:
+    return PRESETS[name].spec
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_and_settings_are_those_published(name: str) -> None:
+    spec = spec_of(name)
+    billions, gpus, length, ratio, sub_group_millions = PUBLISHED[name]
+    assert round(spec.model.parameter_count / 1e9, 2) == billions
+    assert spec.gpus == gpus
+    assert spec.data.sequence_length == length
+    assert (spec.offload.ratio, spec.offload.cpu_adam_cores_fraction, spec.offload.mode) == (ratio, 0.9, "auto")
+    assert spec.offload.sub_group_size == sub_group_millions * 1_000_000
+    assert spec.train.micro_batch * gpus * spec.train.gradient_accumulation == 4, "the scripts' batch is 4 sequences over all GPUs"
+    assert (spec.train.learning_rate, spec.train.warmup_ratio, spec.train.weight_decay, spec.train.seed) == (1e-5, 0.05, 0.01, 42)
+    assert (spec.data.source, spec.data.split) == ("tatsu-lab/alpaca", "train[:10%]")
+    assert not spec.model.trust_remote_code
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_table_is_that_of_the_model(name: str) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import meta_model, model_config, parameter_table
+
+    model = spec_of(name).model
+    assert parameter_table(model) == model.parameters
+    config = model_config(model)
+    assert config.to_dict()["model_type"] == model.config["model_type"]
+    assert model.parameter_count == sum(parameter.numel() for parameter in meta_model(config).parameters())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_key_of_the_shape_is_one_the_model_knows(name: str) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import model_config
+
+    shape = spec_of(name).model.config
+    config = model_config(spec_of(name).model)
+    moved = {"rope_theta", "rope_scaling"}  # newer releases keep both in rope_parameters
+    assert {key: getattr(config, key) for key in shape if key not in moved} == {
+        key: value for key, value in shape.items() if key not in moved
+    }
+    assert config.rope_parameters == {"rope_type": "default", **_partial(config.rope_parameters)} | shape.get("rope_scaling", {}) | {
+        "rope_theta": shape["rope_theta"]
+    }
+
+
+def _partial(rope: dict[str, object]) -> dict[str, object]:
+    return {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+
+
+def test_leaf_modules_exist_in_the_models() -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import meta_model, model_config
+
+    for name in ("gpt-oss-20b", "qwen3-30b-a3b"):
+        model = spec_of(name).model
+        classes = {type(module).__name__ for module in meta_model(model_config(model)).modules()}
+        assert set(model.leaf_modules) <= classes
+
+
+def test_tied_tensors_are_named_and_counted_once() -> None:
+    model = spec_of("qwen3-4b-random").model
+    tied = [tensor for block in model.parameters for tensor in block.tensors if tensor.tied]
+    assert [(tensor.name, tensor.tied) for tensor in tied] == [("lm_head.weight", "model.embed_tokens.weight")]
+    assert model.parameter_count == 4_022_468_096
+
+
+def test_experts_and_what_never_decays_are_told_apart() -> None:
+    tensors = {tensor.name: tensor for block in spec_of("gpt-oss-20b").model.parameters for tensor in block.tensors}
+    assert tensors["model.layers.{i}.mlp.experts.gate_up_proj"].kind == "expert"
+    assert not tensors["model.layers.{i}.mlp.experts.gate_up_proj_bias"].decay
+    assert not tensors["model.layers.{i}.self_attn.sinks"].decay
+    assert tensors["model.embed_tokens.weight"].kind == "embedding"
+    assert tensors["lm_head.weight"].kind == "linear"
+
+
+def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import MARKER, rewritten
+
+    own = Path(PRESETS["tiny"].path).read_text().partition(MARKER)[0].replace("num_hidden_layers = 6", "num_hidden_layers = 2")
+    path = tmp_path / "smaller.toml"
+    path.write_text(own.replace('name = "tiny"', 'name = "smaller"'))
+    text, parameters = rewritten(path)
+    path.write_text(text)
+    assert "repeat = 2" in text
+    assert parameters < spec_of("tiny").model.parameter_count
+    assert rewritten(path)[0] == text
+
+
+def test_tiny_needs_no_network_and_has_varied_rows() -> None:
+    spec = spec_of("tiny")
+    assert (spec.model.weights, spec.model.id, spec.data.source) == ("random", "builtin:tiny", "builtin:tiny/rows.jsonl")
+    rows = [json.loads(line) for line in Path(resolve_source("builtin:tiny/rows.jsonl")).read_text(encoding="utf-8").splitlines()]
+    assert len(rows) >= 300
+    assert all(set(row) == {"instruction", "input", "output"} and row["instruction"] and row["output"] for row in rows)
+    assert len({(row["instruction"], row["input"]) for row in rows}) == len(rows)
+    assert len({row["instruction"] for row in rows}) > 150
+
+
+def test_the_tiny_tokenizer_loads_and_is_made_from_the_rows(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from so_tui_trainer.tools.tokenizer import row_texts, trained, write
+
+    home = Path(resolve_source("builtin:tiny"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home)
+    assert len(tokenizer) == spec_of("tiny").model.config["vocab_size"]
+    assert {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} == {0, 1, 2}
+    text = "def f(x):\n    return x  # ¿Dónde está?"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    write(trained(row_texts(home / "rows.jsonl"), len(tokenizer)), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_text() == (home / name).read_text()

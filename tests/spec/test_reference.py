@@ -1,0 +1,62 @@
+"""The reference is read from the types and kept current."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.spec import FieldInfo, RunSpec, fields
+from so_tui.spec.fields import field_index
+from so_tui.spec.reference import reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m so_tui.spec.reference > docs/presets.md"
+
+
+def test_every_key_of_the_types_is_described() -> None:
+    sections = {field.name: field.type for field in msgspec.structs.fields(RunSpec)}
+    assert {info.path.split(".")[0] for info in fields()} == set(sections)
+    assert all(info.description.endswith(".") for info in fields())
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("offload.ratio", "a number from 0 to 1"),
+        ("offload.cpu_adam_cores_fraction", "a number above 0 and below 1"),
+        ("train.micro_batch", "a whole number from 1 to 4_096 sequences"),
+        ("gpus", "a whole number from 1 to 16, or a list"),
+        ("data.source", "text, or a list"),
+        ("offload.mode", "one of auto, superoffload, zerooffload, gpu"),
+        ("train.deterministic", "true or false"),
+        ("train.gradient_clipping", "a number of at least 0"),
+    ],
+)
+def test_what_a_key_takes_is_said_in_words(path: str, expected: str) -> None:
+    assert field_index()[path].expected == expected
+
+
+def test_bounds_units_and_defaults_come_from_the_types() -> None:
+    assert field_index()["data.sequence_length"] == FieldInfo(
+        path="data.sequence_length",
+        type_name="integer",
+        description="Tokens in a training sequence.",
+        unit="tokens",
+        minimum=16,
+        maximum=1_048_576,
+        default=4096,
+    )
+    assert field_index()["model.id"].required
+
+
+def test_the_spec_loads_nothing_heavy() -> None:
+    heavy = ("textual", "rich", "torch", "transformers", "psutil", "tomli_w", "difflib")
+    code = f"import sys, so_tui.spec; print(sorted(set({heavy}) & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

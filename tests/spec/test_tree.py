@@ -1,0 +1,121 @@
+"""Changing a spec by dotted keys, and combining trees."""
+
+from __future__ import annotations
+
+import pytest
+from trees import smallest
+
+from so_tui.spec import InputError, RunSpec, check_tree, find_preset, parse_value, spec_tree, with_values
+from so_tui.spec.tree import merged
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    return check_tree(smallest())
+
+
+def test_values_are_toml_and_bare_words_are_text(spec: RunSpec) -> None:
+    changed = with_values(
+        spec,
+        {
+            "offload.ratio": "0.5",
+            "offload.mode": "gpu",
+            "train.learning_rate": "2e-5",
+            "train.deterministic": "true",
+            "data.source": "my/rows.jsonl",
+            "model.revision": "2024",
+            "title": '"A title, with a comma"',
+            "model.tokenizer": "",
+            "gpus": "[0, 2]",
+            "model.leaf_modules": "A,B",
+        },
+    )
+    assert (changed.offload.ratio, changed.offload.mode, changed.train.learning_rate) == (0.5, "gpu", 2e-5)
+    assert changed.train.deterministic is True
+    assert (changed.data.source, changed.model.revision, changed.title) == ("my/rows.jsonl", "2024", "A title, with a comma")
+    assert changed.model.tokenizer == ""
+    assert changed.gpus == (0, 2)
+    assert changed.model.leaf_modules == ("A", "B")
+
+
+def test_gpus_take_a_count_or_indices_with_commas(spec: RunSpec) -> None:
+    assert with_values(spec, {"gpus": "4"}).gpus == 4
+    assert with_values(spec, {"gpus": "0,1,3"}).gpus == (0, 1, 3)
+
+
+def test_a_mixture_can_be_given_as_toml(spec: RunSpec) -> None:
+    changed = with_values(spec, {"data.source": '[{source = "a", weight = 3.0}, {source = "b"}]'})
+    assert not isinstance(changed.data.source, str)
+    assert [source.weight for source in changed.data.source] == [3.0, 1.0]
+
+
+def test_large_whole_numbers_may_be_written_as_powers(spec: RunSpec) -> None:
+    assert with_values(spec, {"offload.sub_group_size": "4e8"}).offload.sub_group_size == 400_000_000
+
+
+@pytest.mark.parametrize(("key", "value"), [("steps", "7"), ("epochs", "0.5"), ("tokens", "1_000_000")])
+def test_setting_one_length_clears_the_others(spec: RunSpec, key: str, value: str) -> None:
+    train = with_values(with_values(spec, {"train.epochs": "3"}), {f"train.{key}": value}).train
+    assert [bool(train.steps), bool(train.epochs), bool(train.tokens)] == [key == "steps", key == "epochs", key == "tokens"]
+
+
+def test_two_lengths_at_once_are_an_error(spec: RunSpec) -> None:
+    with pytest.raises(InputError, match="several lengths"):
+        with_values(spec, {"train.steps": "5", "train.tokens": "100"})
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("offload.ration", "Did you mean `offload.ratio`?"),
+        ("ratio", "Did you mean `offload.ratio`?"),
+        ("train", "`train` is a section"),
+        ("train.step", "Did you mean `train.steps`?"),
+        ("model.parameters", "docs/presets.md"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(spec: RunSpec, key: str, remedy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        with_values(spec, {key: "1"})
+    (problem,) = caught.value.problems
+    assert problem.field == key
+    assert remedy in problem.remedy
+
+
+def test_a_bad_value_is_told_as_typed(spec: RunSpec) -> None:
+    with pytest.raises(InputError, match=r"offload\.ratio = 1\.4: is out of range\. Give a number from 0 to 1"):
+        with_values(spec, {"offload.ratio": "1.4"})
+
+
+def test_text_is_never_run_or_split() -> None:
+    assert parse_value("$(rm -rf x); a = 1\nb = 2") == "$(rm -rf x); a = 1\nb = 2"
+
+
+def test_a_new_shape_drops_the_table_of_the_old_one() -> None:
+    spec = find_preset("tiny").spec
+    assert spec.model.parameters
+    changed = with_values(spec, {"model.config.num_hidden_layers": "2"})
+    assert changed.model.config["num_hidden_layers"] == 2
+    assert changed.model.config["hidden_size"] == spec.model.config["hidden_size"]
+    assert changed.model.parameters == ()
+    assert with_values(spec, {"model.config.num_hidden_layers": "6"}).model.parameters == spec.model.parameters
+
+
+def test_a_tree_goes_back_to_the_same_spec() -> None:
+    for name in ("tiny", "qwen3-30b-a3b"):
+        spec = find_preset(name).spec
+        assert check_tree(spec_tree(spec)) == spec
+
+
+def test_a_tree_for_people_leaves_out_defaults_and_the_shape(spec: RunSpec) -> None:
+    assert spec_tree(spec) == smallest()
+    tiny = spec_tree(find_preset("tiny").spec, full=False)
+    assert "config" not in tiny["model"]
+    assert "parameters" not in tiny["model"]
+
+
+def test_merging_leaves_both_trees_alone() -> None:
+    base, changes = smallest(), {"train": {"epochs": 2}}
+    assert merged(base, changes)["train"] == {"epochs": 2}
+    assert base == smallest()
+    assert changes == {"train": {"epochs": 2}}
