@@ -1,0 +1,52 @@
+"""Runs through DeepSpeed's real launcher, without a supervisor: what the trainer does by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from so_tui.launch import command, environment
+from so_tui.launch.prepare import prepare
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs.records import MetricRecord
+from so_tui.spec import RunSpec, find_preset, with_values
+
+
+def tiny(**changes: str) -> RunSpec:
+    """The embedded preset with values changed; ``train__steps="5"`` stands for ``train.steps``."""
+    return with_values(find_preset("tiny").spec, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def start(run: RunDirectory, spec: RunSpec, port: int, extra: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the next attempt of a run; its output goes to the attempt's log."""
+    machine = inspect_machine()
+    launch = prepare(spec, machine)
+    attempt = new_attempt(run)
+    run.plan_path(attempt).write_bytes(msgspec.json.encode(launch.plan))
+    run.ds_config_path(attempt).write_bytes(msgspec.json.encode(launch.ds_config))
+    changes = environment.variables(launch.plan, machine, os.environ, run=str(run.path), attempt=attempt)
+    env = environment.apply(changes, os.environ) | dict(extra or {})
+    argv = command.argv(launch.plan, run=str(run.path), attempt=attempt, port=port)
+    with run.log_path(attempt, "here").open("wb") as log:
+        return subprocess.Popen(argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def train(spec: RunSpec, folder: Path, port: int) -> tuple[RunDirectory, int]:
+    """A run to its end; the launcher's exit code."""
+    run = create_run(spec, folder)
+    return run, start(run, spec, port).wait(timeout=400)
+
+
+def records(run: RunDirectory) -> list[MetricRecord]:
+    """All records of a run, in the order they were written."""
+    paths = sorted(run.metrics_dir.glob("*.jsonl"))
+    return [msgspec.json.decode(line, type=MetricRecord) for path in paths for line in path.read_bytes().splitlines()]
+
+
+def log(run: RunDirectory, attempt: int = 1) -> str:
+    return run.log_path(attempt, "here").read_text(errors="replace")

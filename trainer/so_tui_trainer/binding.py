@@ -1,0 +1,122 @@
+"""Put this rank where the plan wants it: cores and memory policy, before torch starts a thread or allocates a page.
+
+DeepSpeed's launcher may have bound the rank already, or not, or to the wrong cores (it cannot express every machine). So each rank looks
+where it is, corrects that, and reports both. What the kernel forbids (a container's seccomp profile, a cpuset) is reported, not fatal.
+Imports neither torch nor anything that imports it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from so_tui.plan.types import MemoryPolicy, RankBinding
+from so_tui.runs.records import RankBindingReport
+
+# set_mempolicy(2) and get_mempolicy(2) have no wrapper in libc; numbers from asm/unistd_64.h and asm-generic/unistd.h.
+_SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_MODES = {0: "default", 1: "preferred", 2: "bind", 3: "interleave", 4: "local", 5: "preferred-many", 6: "weighted-interleave"}
+_MODE_NUMBERS = {"default": 0, "preferred": 1, "bind": 2}
+_MASK_WORDS = 16
+_WORD_BITS = 64
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when DeepSpeed's launcher dies, however it dies: no orphan ranks."""
+    launcher = os.getppid()
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != launcher:  # it died between the two calls
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bind(binding: RankBinding) -> RankBindingReport:
+    """Move every thread of this process to the rank's cores and set its memory policy. Never raises for what the kernel forbids."""
+    found_cpus = _affinity()
+    found_policy = memory_policy()
+    problems = []
+    if found_cpus != binding.cpus:
+        problems += _move_threads(binding.cpus)
+    if found_policy != _policy_text(binding.memory_policy):
+        problems += _set_memory_policy(binding.memory_policy)
+    cpus, policy = _affinity(), memory_policy()
+    return RankBindingReport(
+        rank=binding.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        gpu=binding.gpu,
+        found_cpus=found_cpus,
+        cpus=cpus,
+        main_cpus=binding.main_cpus,
+        adam_cpus=binding.adam_cpus,
+        found_memory_policy=found_policy,
+        memory_policy=policy,
+        corrected=(cpus, policy) != (found_cpus, found_policy),
+        problem="; ".join(problems),
+    )
+
+
+def settle(binding: RankBinding) -> None:
+    """Once an Adam worker has its own cores: leave the training process the rest, all its threads, and size torch's pool by them."""
+    import torch
+
+    _move_threads(binding.main_cpus)
+    torch.set_num_threads(max(1, len(binding.main_cpus)))
+
+
+def memory_policy() -> str:
+    """This thread's memory policy as text: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` where the kernel does not say."""
+    numbers = _SYSCALLS.get(platform.machine())
+    if numbers is None:
+        return "unknown"
+    mode = ctypes.c_int()
+    mask = (ctypes.c_ulong * _MASK_WORDS)()
+    if _libc.syscall(numbers[1], ctypes.byref(mode), mask, ctypes.c_ulong(_MASK_WORDS * _WORD_BITS), None, ctypes.c_ulong(0)) != 0:
+        return "unknown"
+    nodes = [word * _WORD_BITS + bit for word in range(_MASK_WORDS) for bit in range(_WORD_BITS) if mask[word] >> bit & 1]
+    # The high bits carry flags (static or relative nodes).
+    name = _MODES.get(mode.value & 0xFF, str(mode.value))
+    return f"{name}:{','.join(map(str, nodes))}" if nodes else name
+
+
+def _affinity() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def _policy_text(policy: MemoryPolicy) -> str:
+    return f"{policy.mode}:{','.join(map(str, sorted(policy.nodes)))}" if policy.nodes else policy.mode
+
+
+def _move_threads(cpus: Iterable[int]) -> list[str]:
+    """Threads that exist already keep their old mask unless each is moved; later ones inherit."""
+    wanted = set(cpus)
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(thread.name), wanted)
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            return [f"cannot run on cores {min(wanted)}-{max(wanted)}: {error.strerror}"]
+    return []
+
+
+def _set_memory_policy(policy: MemoryPolicy) -> list[str]:
+    numbers = _SYSCALLS.get(platform.machine())
+    if numbers is None:
+        return [f"no set_mempolicy known for {platform.machine()}"]
+    mask = (ctypes.c_ulong * _MASK_WORDS)()
+    for node in policy.nodes:
+        mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+    pointer = mask if policy.nodes else None
+    bits = _MASK_WORDS * _WORD_BITS + 1 if policy.nodes else 0
+    if _libc.syscall(numbers[0], ctypes.c_int(_MODE_NUMBERS[policy.mode]), pointer, ctypes.c_ulong(bits)) != 0:
+        return [f"cannot set the memory policy {_policy_text(policy)}: {os.strerror(ctypes.get_errno())}"]
+    return []

@@ -1,0 +1,84 @@
+"""Where a step's time goes, without waiting for the GPU: laps are CUDA events in the stream, read when a record is due."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal, NamedTuple
+
+import torch
+
+Part = Literal["data", "forward", "backward", "optimizer", "other"]
+PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step on one rank; the parts sum to ``total``."""
+
+    data: float
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Laps:
+    """The laps of one step; ``read`` waits until the GPU has passed the last one."""
+
+    def __init__(self, start: torch.cuda.Event | float) -> None:
+        self._stamps: list[tuple[Part, torch.cuda.Event | float]] = []
+        self._start = start
+
+    def add(self, part: Part, stamp: torch.cuda.Event | float) -> None:
+        self._stamps.append((part, stamp))
+
+    def read(self) -> StepTimes:
+        seconds = dict.fromkeys(PARTS, 0.0)
+        before = self._start
+        for part, stamp in self._stamps:
+            seconds[part] += _between(before, stamp)
+            before = stamp
+        return StepTimes(**seconds)
+
+
+class StepClock:
+    """A step lasts from the end of the one before to its own end: what happens in between (records, control) is its ``other``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._last = self._stamp()
+        self._laps = Laps(self._last)
+
+    def restart(self) -> None:
+        """Leave out what happened since the last lap (a checkpoint, an evaluation)."""
+        self._last = self._stamp()
+        self._laps = Laps(self._last)
+
+    def lap(self, part: Part) -> None:
+        """Everything since the last lap belongs to ``part``."""
+        self._last = self._stamp()
+        self._laps.add(part, self._last)
+
+    def end_step(self) -> Laps:
+        """The step's laps; the next step starts here."""
+        laps, self._laps = self._laps, Laps(self._last)
+        return laps
+
+    def _stamp(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

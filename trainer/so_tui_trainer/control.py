@@ -1,0 +1,45 @@
+"""What users asked for while the run goes on: rank 0 looks, and all ranks learn of it for the same step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from so_tui.runs import RunDirectory, control
+from so_tui_trainer.ranks import Ranks
+
+_STOP, _CHECKPOINT = 1, 2
+
+
+class Control:
+    """Rank 0 announces after each step what it found in ``control/``; the ranks act on it after the next one.
+
+    The announcement travels while that step computes, so no rank ever waits for another here.
+    """
+
+    def __init__(self, run: RunDirectory, ranks: Ranks) -> None:
+        self._run, self._ranks = run, ranks
+        self._word = torch.zeros(1, dtype=torch.int64)
+        self._sent: dist.Work | None = None
+        if ranks.first:  # requests of an earlier attempt were meant for it
+            control.clear(run, "checkpoint")
+
+    def poll(self) -> frozenset[control.Action]:
+        """What was announced after the step before; announces what is asked now. Every rank must call it after every step."""
+        if self._sent is not None:
+            self._sent.wait()
+        heard = int(self._word)
+        self._word = torch.zeros(1, dtype=torch.int64)
+        if self._ranks.first:
+            asked = control.pending(self._run)
+            self._word[0] = _STOP * ("stop" in asked) | _CHECKPOINT * ("checkpoint" in asked)
+            if "checkpoint" in asked:  # announced once is enough; a stop stays until the run ends
+                control.clear(self._run, "checkpoint")
+        self._sent = dist.broadcast(self._word, src=0, group=self._ranks.group, async_op=True)
+        actions: dict[control.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
+        return frozenset(action for action, bit in actions.items() if heard & bit)
+
+    def close(self) -> None:
+        """Collect the last announcement, so that nothing is under way when the group is torn down."""
+        if self._sent is not None:
+            self._sent.wait()

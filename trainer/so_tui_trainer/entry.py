@@ -1,0 +1,61 @@
+"""From the command line to a bound process: everything that must happen before torch is imported.
+
+    deepspeed ... --module so_tui_trainer --run RUN --attempt N
+
+Exit codes: 0 finished or stopped with what was asked for, 1 failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from so_tui.plan.types import Plan
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import RankBindingReport
+from so_tui_trainer import binding
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train this rank's part of a run; returns the exit code, or leaves the process with it."""
+    given = _parser().parse_args(arguments)
+    binding.die_with_parent()
+    run = RunDirectory(Path(given.run).resolve())
+    plan = msgspec.json.decode(run.plan_path(given.attempt).read_bytes(), type=Plan)
+    report = _bind(plan)
+    _prepare_environment(plan)
+
+    from so_tui_trainer.session import train  # imports torch
+
+    return train(run, given.attempt, plan, report)
+
+
+def _bind(plan: Plan) -> RankBindingReport:
+    mine = plan.binding[int(os.environ["RANK"])]
+    report = binding.bind(mine)
+    if not mine.adam_cpus:
+        # Read when the OpenMP runtimes load; with an Adam worker of its own, the launcher sets what that needs.
+        os.environ["OMP_NUM_THREADS"] = str(len(mine.main_cpus))
+    return report
+
+
+def _prepare_environment(plan: Plan) -> None:
+    if plan.binding[0].gpu is None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if plan.spec.train.deterministic:
+        # cuBLAS reads it once, when it is loaded.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # One process tokenises, before it has children; transformers warns for every later fork otherwise.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="so_tui_trainer", description="Train one rank of a run; started by DeepSpeed's launcher.")
+    parser.add_argument("--run", required=True, help="folder of the run")
+    parser.add_argument("--attempt", required=True, type=int, help="number of the attempt, whose plan is followed")
+    parser.add_argument("--local_rank", type=int, default=0, help="what the launcher adds; LOCAL_RANK counts")
+    return parser

@@ -1,0 +1,64 @@
+"""A checkpoint as a Hugging Face folder: bf16 weights from the masters, configuration, tokenizer. One process, no DeepSpeed, no GPU."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from so_tui.plan.layout import partition_numel
+from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
+from so_tui_trainer.model import PREFIX, load_config
+from so_tui_trainer.offload.checkpoint import Manifest as StateManifest
+from so_tui_trainer.tokens import load_tokenizer
+
+
+def export(checkpoint: Path, folder: Path) -> int:
+    """Write the model of a checkpoint into ``folder``, which ``from_pretrained`` loads; returns its bytes.
+
+    The folder appears whole or not at all, and replaces an older export. Raises OSError, InputError (tokenizer or configuration not to be
+    had), ValueError (states that do not fit the model).
+    """
+    from transformers import AutoModelForCausalLM
+
+    spec = read_manifest(checkpoint).spec
+    config = load_config(spec.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state = {name: master.to(torch.bfloat16) for name, master in masters(optimizer_folder(checkpoint), shapes)}
+    if missing := shapes.keys() - state.keys():
+        raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
+    # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
+    model.config.use_cache = True
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial, state_dict=state)
+    load_tokenizer(spec).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def masters(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The fp32 weights of every parameter, put together from all ranks' states; a tensor at a time."""
+    manifests = [msgspec.json.decode(path.read_bytes(), type=StateManifest) for path in sorted(folder.glob("rank_*.json"))]
+    if not manifests or len(manifests) != manifests[0].ranks:
+        raise ValueError(f"{folder} holds the states of {len(manifests)} ranks of {manifests[0].ranks if manifests else 'unknown'}")
+    files = [np.memmap(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32, mode="r") for manifest in manifests]
+    ranks, start = len(manifests), 0
+    for group in manifests[0].sub_groups:
+        offset = start
+        for full_name in group.names:
+            name = full_name.removeprefix(PREFIX)
+            shape = shapes[name]
+            share = partition_numel(math.prod(shape), ranks)
+            flat = np.concatenate([file[offset : offset + share] for file in files])[: math.prod(shape)]
+            yield name, torch.from_numpy(flat).view(shape)
+            offset += share
+        start += group.numel * (3 if group.moments else 1)

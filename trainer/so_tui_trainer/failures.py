@@ -1,0 +1,94 @@
+"""What ends a run before its end, in words for people: what happened, and what to do next."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.runs import RunDirectory
+from so_tui.spec import InputError, RunSpec, SoTuiError
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """Why a rank failed; written for the others as ``failure.rank<R>.json`` in the attempt's folder."""
+
+    rank: int
+    reason: str
+    suggestion: str = ""
+    step: int = 0
+
+
+class TrainingError(Exception):
+    """A failure with its own words."""
+
+    def __init__(self, reason: str, suggestion: str = "") -> None:
+        self.reason, self.suggestion = reason, suggestion
+        super().__init__(reason)
+
+
+class NonFiniteError(TrainingError):
+    """The weights are spoilt: nothing may be saved from them."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(
+            f"the {what} was not finite at step {step}",
+            "Lower `train.learning_rate`, keep `train.gradient_clipping` on, look at the data around that step; "
+            "then resume from the last checkpoint.",
+        )
+
+
+def explain(error: BaseException, spec: RunSpec, rank: int, step: int) -> Failure:
+    """An exception in words. Unknown ones keep their type and message; the log has the traceback."""
+    reason, suggestion = _words(error, spec)
+    return Failure(rank=rank, reason=reason, suggestion=suggestion, step=step)
+
+
+def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
+    """Leave the failure where rank 0 and the supervisor find it."""
+    _path(run, attempt, failure.rank).write_bytes(msgspec.json.encode(failure))
+
+
+def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
+    """The failure that some rank left first; None when no rank did. Later ones are mostly its consequences."""
+    paths = [path for rank in range(ranks) if (path := _path(run, attempt, rank)).exists()]
+    if not paths:
+        return None
+    return msgspec.json.decode(min(paths, key=lambda path: path.stat().st_mtime_ns).read_bytes(), type=Failure)
+
+
+def _path(run: RunDirectory, attempt: int, rank: int) -> Path:
+    return run.attempt_dir(attempt) / f"failure.rank{rank}.json"
+
+
+def _words(error: BaseException, spec: RunSpec) -> tuple[str, str]:
+    match error:
+        case TrainingError():
+            return error.reason, error.suggestion
+        case InputError():
+            return "; ".join(str(problem) for problem in error.problems), error.problems[0].remedy
+        case SoTuiError():  # its message says what to do
+            return str(error), ""
+        case MemoryError():
+            return "this host ran out of memory", "Lower `offload.ratio`, or use more GPUs or a host with more memory."
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            where = f" ({error.filename})" if error.filename else ""
+            return f"the disk is full{where}", "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder`."
+        case _ if type(error).__name__ == "OutOfMemoryError":
+            return f"the GPU ran out of memory: {_first_line(error)}", _less_gpu_memory(spec)
+    return f"{type(error).__name__}: {_first_line(error)}", "The log has the details."
+
+
+def _less_gpu_memory(spec: RunSpec) -> str:
+    smaller = spec.train.micro_batch // 2
+    if smaller:
+        return f"Set `train.micro_batch` to {smaller} and `train.gradient_accumulation` to {spec.train.gradient_accumulation * 2}."
+    if spec.offload.ratio < 1:
+        return "Raise `offload.ratio`, shorten `data.sequence_length`, or use more GPUs."
+    return "Shorten `data.sequence_length`, or use more GPUs."
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

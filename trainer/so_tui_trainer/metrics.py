@@ -1,0 +1,201 @@
+"""The one owner of a run's figures: what each rank measured is gathered, and rank 0 writes one record a logged step.
+
+Definitions are in ``docs/metrics.md``; formulas in ``so_tui.plan.flops``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from so_tui.plan.architecture import Architecture, architecture
+from so_tui.plan.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
+from so_tui.runs import MetricsWriter
+from so_tui.runs.records import MetricRecord, StepRecord
+from so_tui.spec import RunSpec
+from so_tui_trainer.batches import Work
+from so_tui_trainer.clocks import Laps, StepTimes
+from so_tui_trainer.failures import NonFiniteError
+from so_tui_trainer.ranks import Ranks
+
+_MEMORY_INTERVAL_S = 20.0
+"""Summing up the proportional memory of a process tree walks all its pages: milliseconds per gigabyte."""
+
+
+class Recorder:
+    """Writes records on rank 0; elsewhere it does nothing."""
+
+    def __init__(self, writer: MetricsWriter | None, attempt: int) -> None:
+        self._writer = writer
+        self.attempt = attempt
+
+    def write(self, record: MetricRecord) -> None:
+        if self._writer is not None:
+            self._writer.append(record)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Step(NamedTuple):
+    """A finished step as the loop hands it over: nothing in it has waited for the GPU."""
+
+    number: int
+    work: Work
+    learning_rate: float
+    loss: Tensor
+    """This rank's share of the step's loss; the sum over ranks is the token-weighted mean times the number of ranks."""
+    laps: Laps
+
+
+class Gauges(NamedTuple):
+    """What only the offload engine knows of a step."""
+
+    gradient_norm: float | None
+    adam_busy_s: float
+
+
+class Everyone(NamedTuple):
+    """What the ranks measured, put together."""
+
+    loss: float
+    gpu_memory_peak_bytes: int | None
+    host_memory_bytes: int
+    slowest_rank: int
+    adam_busy_s: float
+
+
+class Metrics:
+    """Turns steps into records, at logging steps only; watches for values that are not finite in between."""
+
+    def __init__(self, spec: RunSpec, ranks: Ranks, recorder: Recorder, parameters: int) -> None:
+        self._spec, self._ranks, self._recorder, self._parameters = spec, ranks, recorder, parameters
+        self._shape: Architecture = architecture(spec.model.config)
+        self._flops: Flops = flops_of(spec.model)
+        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
+        self._memory_bytes, self._memory_at = 0, -math.inf
+        self._measured: list[Step] = []
+
+    def watch(self, step: Step) -> None:
+        """Remember on the device the first step whose loss was not finite; keep a benchmark's steps."""
+        bad = ~torch.isfinite(step.loss) & (self._first_bad_step == 0)
+        self._first_bad_step = torch.where(bad, step.number, self._first_bad_step)
+        if self._spec.benchmark.measured_steps and step.number > self._spec.benchmark.warmup_steps:
+            self._measured.append(step)
+
+    def check(self) -> None:
+        """Waits for the GPU. Raises NonFiniteError, on all ranks alike, when some rank's loss was not finite in any step so far."""
+        self._raise_if_bad(row[0] for row in self._ranks.table([float(self._first_bad_step)]))
+
+    def log(self, step: Step, gauges: Gauges) -> StepRecord:
+        """The record of a step, written by rank 0. Waits for the GPU. Raises NonFiniteError on all ranks alike."""
+        times = step.laps.read()
+        alone = times.data + times.optimizer + times.other
+        peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
+        table = self._ranks.table(
+            [float(self._first_bad_step), float(step.loss), alone, peak, float(self._host_memory()), gauges.adam_busy_s]
+        )
+        bad, losses, alone_s, peaks, memory, busy = zip(*table, strict=True)
+        self._raise_if_bad(bad)
+        if gauges.gradient_norm is not None and not math.isfinite(gauges.gradient_norm):
+            raise NonFiniteError(step.number, "gradient norm")
+        everyone = Everyone(
+            loss=sum(losses) / self._ranks.size,
+            gpu_memory_peak_bytes=int(max(peaks)) or None,
+            host_memory_bytes=int(sum(memory)),
+            # In forward and backward the ranks wait for each other; who is late shows in what each does alone.
+            slowest_rank=alone_s.index(max(alone_s)),
+            adam_busy_s=max(busy),
+        )
+        record = self._record(step, times, gauges.gradient_norm, everyone)
+        self._recorder.write(record)
+        return record
+
+    def summary(self) -> dict[str, float]:
+        """Medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU."""
+        if not self._measured:
+            return {}
+        rates = [self._rates(step.work, step.laps.read()) for step in self._measured]
+        return {name: statistics.median(rate[name] for rate in rates) for name in rates[0]} | {"measured_steps": float(len(rates))}
+
+    def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, everyone: Everyone) -> StepRecord:
+        rates = self._rates(step.work, times)
+        return StepRecord(
+            attempt=self._recorder.attempt,
+            time=time.time(),
+            step=step.number,
+            loss=everyone.loss,
+            learning_rate=step.learning_rate,
+            gradient_norm=gradient_norm,
+            useful_tokens=step.work.useful_tokens,
+            trained_tokens=step.work.trained_tokens,
+            mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,
+            gpu_memory_peak_bytes=everyone.gpu_memory_peak_bytes,
+            host_memory_bytes=everyone.host_memory_bytes,
+            slowest_rank=everyone.slowest_rank,
+            adam_busy_s=everyone.adam_busy_s or None,
+            **rates,
+        )
+
+    def _rates(self, work: Work, times: StepTimes) -> dict[str, float]:
+        """Every field of a record that is a time or a quantity by time."""
+        checkpointing, lengths = self._spec.model.activation_checkpointing, work.document_lengths.tolist()
+        model = model_flops(self._flops, work.useful_tokens, lengths)
+        hardware = hw_flops(self._flops, work.computed_tokens, lengths, checkpointing=checkpointing, head_recomputed=False)
+        # The head runs on trained tokens only.
+        hardware -= 6.0 * self._flops.head_parameters * (work.computed_tokens - work.trained_tokens)
+        seed = seed_tflops_total(
+            self._parameters, self._shape, self._spec.data.sequence_length, work.sequences, times.total, checkpointing=checkpointing
+        )
+        return {
+            "step_s": times.total,
+            "data_s": times.data,
+            "forward_s": times.forward,
+            "backward_s": times.backward,
+            "exposed_optimizer_s": times.optimizer,
+            "other_s": times.other,
+            "useful_tokens_per_s_total": work.useful_tokens / times.total,
+            "model_tflops_per_gpu": model / times.total / self._ranks.size / 1e12,
+            "hw_tflops_per_gpu": hardware / times.total / self._ranks.size / 1e12,
+            "seed_tflops_total": seed,
+        }
+
+    def _raise_if_bad(self, first_bad_steps: Iterable[float]) -> None:
+        if bad := [int(step) for step in first_bad_steps if step]:
+            raise NonFiniteError(min(bad), "loss")
+
+    def _host_memory(self) -> int:
+        """Proportional set size of this rank and its children (Adam workers), looked up now and then."""
+        if time.monotonic() - self._memory_at > _MEMORY_INTERVAL_S:
+            self._memory_at = time.monotonic()
+            self._memory_bytes = sum(map(_pss, _tree(os.getpid())))
+        return self._memory_bytes
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:  # it ended meanwhile
+        return
+    for child in children:
+        yield from _tree(int(child))
+
+
+def _pss(pid: int) -> int:
+    """Bytes; 0 for a process that ended meanwhile."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)

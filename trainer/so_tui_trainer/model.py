@@ -1,0 +1,196 @@
+"""The model: from a hub id, a folder, or a shape with random weights, cut over the ranks by ZeRO-3 as it is built."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
+from so_tui_trainer import attention
+from so_tui_trainer.batches import Batch
+from so_tui_trainer.loss import HeadLoss
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PREFIX = "causal."
+"""What stands before a parameter's name in the Hugging Face model."""
+
+
+class Zero3:
+    """Tells transformers that ZeRO-3 is on, with which config, as long as it lives.
+
+    transformers' own ``HfDeepSpeedConfig`` does the same and needs the accelerate package for it.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+        self.config = config
+        set_hf_deepspeed_config(self)
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+class TrainedModel(nn.Module):
+    """The Hugging Face model, and the loss in place of its output projection."""
+
+    def __init__(self, causal: PreTrainedModel, implementation: str) -> None:
+        super().__init__()
+        self.causal = causal
+        self.attention = implementation
+        self.loss = HeadLoss(causal.get_output_embeddings().weight)
+
+    def forward(self, batch: Batch, scale: float) -> Tensor:
+        """``scale`` times the summed loss of the batch's trained tokens."""
+        hidden = self.causal.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            **attention.arguments(batch, self.attention),
+        ).last_hidden_state
+        loss: Tensor = self.loss(hidden, batch.predictors, batch.targets, scale)
+        return loss
+
+
+def load_config(model: ModelSpec) -> PretrainedConfig:
+    """The model's configuration. Raises InputError when it cannot be had."""
+    from transformers import AutoConfig
+
+    try:
+        if model.weights == "random":
+            shape = dict(model.config)
+            return AutoConfig.for_model(shape.pop("model_type"), **shape)
+        return AutoConfig.from_pretrained(resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except KeyError as error:
+        remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
+        raise InputError([Problem(field="model.config", value="", message=f"lacks {error}", remedy=remedy)]) from error
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
+        raise InputError([Problem(field="model.id", value=model.id, message=f"cannot be read ({reason})", remedy=remedy)]) from error
+
+
+def build(spec: RunSpec, device: torch.device) -> TrainedModel:
+    """The model in bf16, ready to train; a ``Zero3`` must be alive, which cuts it over the ranks.
+
+    Raises InputError: model not to be had, weights missing, or a kind of model that is not supported.
+    """
+    config = load_config(spec.model)
+    model_class = _model_class(config, spec.model)
+    implementation = attention.choose(spec.model, bool(model_class._supports_sdpa), device)
+    causal = _random(config, implementation) if spec.model.weights == "random" else _pretrained(spec.model, config, implementation)
+    _refuse_unsupported(causal, spec.model)
+    causal.config.use_cache = False
+    if spec.model.activation_checkpointing:
+        # Reentrant checkpointing runs ZeRO-3's end-of-backward work several times per backward.
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.model.leaf_modules:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        wanted = set(spec.model.leaf_modules)
+        set_z3_leaf_modules(causal, list({type(module) for module in causal.modules() if type(module).__name__ in wanted}))
+    causal.train()
+    return TrainedModel(causal, implementation)
+
+
+def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
+    """For AdamW: the parameters with weight decay, then those without (norms, biases), each in the model's order."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = []
+    for decay in (True, False):
+        members = [(name, parameter) for name, parameter in named if decays(name, parameter) == decay]
+        if members:
+            groups.append(
+                {
+                    "params": [parameter for _, parameter in members],
+                    "names": [name for name, _ in members],
+                    "weight_decay": spec.train.weight_decay if decay else 0.0,
+                    "lr": spec.train.learning_rate,
+                }
+            )
+    return groups
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, not to norms, sinks and biases. Shapes under ZeRO-3 are in ``ds_shape``."""
+    dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+    return dimensions > 1 and not name.endswith("bias")
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of the whole model, whatever part of them is here."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+
+
+def expected_first_loss(config: PretrainedConfig) -> float:
+    """Loss of random weights: ln(vocabulary), plus half the variance of the logits, which a normalised hidden state and the head's
+    initial spread make ``hidden_size * initializer_range**2``.
+    """
+    spread = float(getattr(config, "initializer_range", None) or 0.02)
+    return math.log(config.vocab_size) + config.hidden_size * spread**2 / 2
+
+
+def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedModel]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        message = f"is a {config.model_type}, which transformers knows no causal language model for"
+        raise InputError([Problem(field="model.id", value=model.id, message=message, remedy="Choose a causal language model.")]) from error
+    return found
+
+
+def _random(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
+    """transformers initialises under ZeRO-3 with each module's parameters gathered; the first loss is checked against what that gives."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)
+
+
+def _pretrained(model: ModelSpec, config: PretrainedConfig, implementation: str) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    causal, info = AutoModelForCausalLM.from_pretrained(
+        resolve_source(model.id),
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        dtype=torch.bfloat16,
+        attn_implementation=implementation,
+        output_loading_info=True,
+        **_dequantised(config),
+    )
+    if missing := sorted(info["missing_keys"]):
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        message, remedy = f"its weights lack {named}", "Fetch it again with `so-tui fetch`, or choose a complete checkpoint."
+        raise InputError([Problem(field="model.id", value=model.id, message=message, remedy=remedy)])
+    loaded: PreTrainedModel = causal
+    return loaded
+
+
+def _dequantised(config: PretrainedConfig) -> dict[str, Any]:
+    """MXFP4 weights (gpt-oss) cannot be trained as they are."""
+    quantisation = getattr(config, "quantization_config", None)
+    if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
+        return {}
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def _refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
+    head = causal.get_output_embeddings()
+    config = causal.config
+    if getattr(head, "bias", None) is not None:
+        message = "its output projection has a bias"
+    elif getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_scaling", 1.0) != 1.0:
+        message = "it changes its logits after the output projection"
+    else:
+        return
+    raise InputError([Problem(field="model.id", value=model.id, message=message, remedy="Choose a model with a plain output projection.")])

@@ -1,0 +1,67 @@
+"""Fill training sequences with documents. Pure functions on lengths."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Training sequences: sequence ``i`` holds the documents ``documents[offsets[i] : offsets[i + 1]]``, in that order."""
+
+    documents: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def of(self, index: int) -> npt.NDArray[np.int64]:
+        return self.documents[self.offsets[index] : self.offsets[index + 1]]
+
+    def sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Per sequence, the sum of a value of its documents."""
+        totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
+        return np.diff(totals[self.offsets])
+
+
+def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
+    """Best-fit-decreasing: longest document first, each into the sequence whose space it leaves smallest.
+
+    ``lengths``: tokens of each document, 1 to ``capacity``. Deterministic: equal lengths keep their order.
+    """
+    bins: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}  # free tokens -> sequences with exactly that many
+    spaces: list[int] = []  # the keys of by_space, ascending
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        at = bisect_left(spaces, length)
+        if at < len(spaces):
+            space = spaces[at]
+            target = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+            bins[target].append(document)
+        else:
+            space, target = capacity, len(bins)
+            bins.append([document])
+        left = space - length
+        if left not in by_space:
+            by_space[left] = []
+            insort(spaces, left)
+        by_space[left].append(target)
+    return _sequences(bins)
+
+
+def one_each(documents: int) -> Sequences:
+    """A sequence for every document: no packing."""
+    return Sequences(np.arange(documents), np.arange(documents + 1))
+
+
+def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
+    documents = np.fromiter((document for content in bins for document in content), dtype=np.int64)
+    return Sequences(documents, np.concatenate(([0], np.cumsum([len(content) for content in bins], dtype=np.int64))))

@@ -1,0 +1,254 @@
+"""One rank of one attempt, from its plan to its last record."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from importlib.metadata import version
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from so_tui.plan.flops import peak_flops
+from so_tui.plan.types import Plan
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.records import (
+    BindingRecord,
+    EndRecord,
+    PhaseRecord,
+    RankBindingReport,
+    ResumedRecord,
+    StartRecord,
+    WarningRecord,
+)
+from so_tui.spec import InputError, Problem, RunSpec
+from so_tui_trainer import binding, checkpoint, failures, offload, tokens
+from so_tui_trainer.batches import Batches
+from so_tui_trainer.failures import Failure
+from so_tui_trainer.loop import Loop, Outcome
+from so_tui_trainer.metrics import Metrics, Recorder
+from so_tui_trainer.model import Zero3, build, expected_first_loss, parameter_count, parameter_groups
+from so_tui_trainer.ranks import Ranks, join
+
+
+def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> int:
+    """Load, train, save, and write the end record; 0 when the run did what was asked, 1 when it failed."""
+    session = Session(run, attempt, plan, report)
+    session.exit_when_terminated()
+    try:
+        outcome = session.train()
+    except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
+        traceback.print_exc()
+        session.fail(error)
+        return _leave(1)
+    session.finish(outcome)
+    return _leave(0)
+
+
+class Session:
+    """Holds what must be told or closed however the attempt ends."""
+
+    def __init__(self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> None:
+        self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
+        self.spec: RunSpec = plan.spec
+        self.rank = report.rank
+        self.recorder = Recorder(MetricsWriter(run, attempt) if self.rank == 0 else None, attempt)
+        self.engine: Any = None
+        self.loop: Loop | None = None
+
+    def train(self) -> Outcome:
+        """The attempt itself. Raises whatever goes wrong."""
+        self._phase("loading", "starting the ranks")
+        ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
+        bindings = ranks.gather(self.report)
+        self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
+        self._seed(0)
+        documents = self._documents(ranks)
+        self.loop = loop = self._loop(ranks, documents)
+        if found := checkpoint.newest(checkpoint.folder_of(self.run, self.spec)):
+            path, manifest = found
+            self._phase("loading", f"resuming from step {manifest.step}")
+            if manifest.data != documents.fingerprint:
+                self._warn("the data changed since the checkpoint; its order starts anew", "Resume with the same data to be exact.")
+            checkpoint.load(self.engine, path, manifest, ranks)
+            loop.resume(str(path), manifest)
+        if found or self.attempt > 1:
+            self.recorder.write(ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step))
+        self._phase("training", "")
+        outcome = loop.train()
+        if self.spec.checkpoint.export and outcome.state == "finished":
+            self._export(ranks, outcome)
+        return outcome
+
+    def finish(self, outcome: Outcome) -> None:
+        """Close everything, then say how it ended: the record is the last thing that is written."""
+        self._close()
+        reason = "" if outcome.state == "finished" else "stopped on request"
+        self.recorder.write(
+            EndRecord(
+                attempt=self.attempt,
+                time=time.time(),
+                state=outcome.state,
+                step=outcome.step,
+                reason=reason,
+                saved=outcome.saved,
+                summary=outcome.summary,
+            )
+        )
+        self.recorder.close()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks and the run what happened. Closes nothing that would wait for a rank that is gone."""
+        step = self.loop.step if self.loop else 0
+        failures.report(failures.explain(error, self.spec, self.rank, step), self.run, self.attempt)
+        self._write_failure()
+
+    def exit_when_terminated(self) -> None:
+        """On TERM leave at once, even when the main thread waits in a collective for a rank that will never come.
+
+        Python runs signal handlers in the main thread only, and between two instructions of it; what its C part writes to the wake-up
+        descriptor is seen by any thread.
+        """
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while signal.SIGTERM not in os.read(reading, 1):
+                pass
+            self._write_failure()
+            os._exit(128 + signal.SIGTERM)
+
+        threading.Thread(target=wait, name="terminate", daemon=True).start()
+
+    def _documents(self, ranks: Ranks) -> tokens.Documents:
+        self._phase("loading", "reading the data")
+        folder = ranks.from_first(tokens.prepare(self.spec) if ranks.first else None)
+        return tokens.read(folder)
+
+    def _loop(self, ranks: Ranks, documents: tokens.Documents) -> Loop:
+        self._phase("loading", f"loading {self.spec.label}")
+        ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
+        zero3 = Zero3(ds_config)
+        model = build(self.spec, ranks.device)
+        self._check_sizes(model.causal.config, documents)
+        parameters = parameter_count(model)
+        self._phase("loading", "preparing the optimizer")
+        mine = self.plan.binding[self.rank]
+        self.engine = offload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
+        del zero3
+        binding.settle(mine)
+        self._seed(self.rank)
+        batches = Batches(documents, self.spec, self.rank, pin=ranks.device.type == "cuda")
+        metrics = Metrics(self.spec, ranks, self.recorder, parameters)
+        self._start_record(ranks, batches.total_steps(), parameters)
+        expected = expected_first_loss(model.causal.config) if self.spec.model.weights == "random" else None
+        return Loop(
+            self.run,
+            self.plan,
+            self.engine,
+            batches,
+            documents.fingerprint,
+            metrics,
+            self.recorder,
+            ranks,
+            expected_first_loss=expected,
+        )
+
+    def _check_sizes(self, config: Any, documents: tokens.Documents) -> None:
+        largest = int(documents.tokens.max())
+        if largest >= config.vocab_size:
+            message = f"the tokenizer gives ids up to {largest}, and the model's vocabulary has {config.vocab_size}"
+            problem = Problem(
+                field="model.tokenizer", value=self.spec.model.tokenizer, message=message, remedy="Use the model's own tokenizer."
+            )
+            raise InputError([problem])
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions and int(documents.lengths.max()) > positions:
+            self._warn(f"some documents are longer than the {positions} positions the model was made for", "Lower `data.sequence_length`.")
+
+    def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
+        hostnames = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+        cuda = ranks.device.type == "cuda"
+        device_name = torch.cuda.get_device_name(ranks.device) if cuda else ""
+        peak = peak_flops(device_name) if cuda else None
+        self.recorder.write(
+            StartRecord(
+                attempt=self.attempt,
+                time=time.time(),
+                model=self.spec.label,
+                mode=self.spec.offload.mode,
+                ranks=ranks.size,
+                total_steps=total_steps,
+                parameters=parameters,
+                hostnames=hostnames,
+                device_name=device_name,
+                peak_tflops_per_gpu=peak / 1e12 if peak else None,
+                versions={name: version(name) for name in ("torch", "deepspeed", "transformers", "datasets")},
+            )
+        )
+
+    def _seed(self, offset: int) -> None:
+        seed = self.spec.train.seed + offset
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(self.spec.train.deterministic)
+
+    def _export(self, ranks: Ranks, outcome: Outcome) -> None:
+        from pathlib import Path
+
+        from so_tui_trainer.export import export
+
+        self._phase("saving", "Hugging Face folder")
+        if ranks.first:
+            export(Path(outcome.saved), self.run.path / "export")
+        ranks.barrier()
+
+    def _phase(self, phase: Literal["loading", "training", "saving"], detail: str) -> None:
+        self.recorder.write(PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail))
+
+    def _warn(self, message: str, suggestion: str) -> None:
+        self.recorder.write(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+
+    def _write_failure(self) -> None:
+        """Rank 0's last record, from the failure that came first on any rank; none when no rank failed (someone ended us)."""
+        failure: Failure | None = failures.reported(self.run, self.attempt, self.plan.gpus)
+        if failure is None or self.rank != 0:
+            return
+        reason = failure.reason if failure.rank == 0 else f"rank {failure.rank}: {failure.reason}"
+        saved = self.loop.saved if self.loop else ""
+        self.recorder.write(
+            EndRecord(
+                attempt=self.attempt,
+                time=time.time(),
+                state="failed",
+                step=failure.step,
+                reason=reason,
+                suggestion=failure.suggestion,
+                saved=saved,
+            )
+        )
+        self.recorder.close()
+
+    def _close(self) -> None:
+        if self.engine is not None:
+            offload.close(self.engine)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _leave(code: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
