@@ -111,20 +111,30 @@ def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | 
         raise InputError([Problem(field="name", value=shown(name), message="is not a valid name", remedy=remedy)])
     folder = user_dir or user_folder()
     presets = load_catalog(folder).presets
-    if name in presets and presets[name].origin == "built-in":
+    older = presets.get(name)
+    path = Path(older.path) if older else folder / f"{name}.toml"
+    if older and older.origin == "built-in":
         raise InputError([Problem(field="name", value=shown(name), message="is a built-in preset", remedy="Choose another name.")])
-    spec = msgspec.structs.replace(spec, name=name)
-    if base == name:  # saved over itself: keep what it extended
-        base = _read(Path(presets[name].path), "user").tree.get("extends") if name in presets else None
+    if older is None and path.exists():  # it could not be read: what was typed there is not lost
+        raise InputError(
+            [Problem(field="name", value=shown(name), message=f"is taken by {path}", remedy="Mend that file or choose another name.")]
+        )
+    if older and base == name:
+        base = _read(path, "user").tree.get("extends")
+    return _write(path, _preset_tree(msgspec.structs.replace(spec, name=name), base, presets))
+
+
+def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset]) -> Tree:
+    """What to write for a spec: only what differs from its base, or all of it without one. Raises InputError for an unknown base."""
     if base is None:
-        return _write(folder / f"{name}.toml", spec_tree(spec))
+        return spec_tree(spec)
     if base not in presets:
         raise InputError([_unknown_preset("extends", base, tuple(presets))])
     below = complete_tree(presets[base].spec)
     changes = differences(complete_tree(spec), below)
-    if check_tree(merged(below, changes)) != spec:  # a key was taken away, which a difference cannot say
-        return _write(folder / f"{name}.toml", spec_tree(spec))
-    return _write(folder / f"{name}.toml", {"extends": base, **changes})
+    if check_tree(merged(below, changes)) != spec:  # a key of the shape was taken away, which a difference cannot say
+        return spec_tree(spec)
+    return {"extends": base, **changes}
 
 
 class _Source(Struct, frozen=True):

@@ -69,12 +69,17 @@ def _keys(struct: type[Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in struct.__struct_fields__}
 
 
+@cache
+def _required(struct: type[Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(struct) if field.required)
+
+
 def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Iterator[Problem]:
     keys = _keys(struct)
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if key not in keys:
-            yield _unknown(path, value, tuple(keys), prefix)
+            yield _unknown(path, value, tuple(keys) if prefix else (*keys, "extends"), prefix)
         elif isinstance(keys[key], type) and issubclass(keys[key], Struct):
             if isinstance(value, dict):
                 yield from _section_problems(value, keys[key], f"{path}.")
@@ -84,8 +89,7 @@ def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -
                 )
         else:
             yield from _value_problems(path, value, keys[key])
-    required = [field.name for field in msgspec.structs.fields(struct) if field.required]
-    for key in required:
+    for key in _required(struct):
         if key not in tree:
             path = f"{prefix}{key}"
             yield Problem(field=path, value="", message="is missing", remedy=_MISSING_REMEDIES[path])

@@ -128,6 +128,20 @@ def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
     assert (again.offload.ratio, again.train.seed) == (0.5, 7)
 
 
+def test_a_file_that_could_not_be_read_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("half [ typed")
+    with pytest.raises(InputError, match="is taken by"):
+        save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path)
+    assert (tmp_path / "mine.toml").read_text() == "half [ typed"
+
+
+def test_a_preset_is_saved_to_the_file_that_bears_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file.toml").write_text('name = "mine"\n' + GOOD)
+    path = save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path)
+    assert path == tmp_path / "file.toml"
+    assert load_catalog(tmp_path).problems == ()
+
+
 def test_a_preset_without_base_stands_alone(tmp_path: Path) -> None:
     spec = find_preset("tiny").spec
     save_preset(spec, "alone", base=None, user_dir=tmp_path)

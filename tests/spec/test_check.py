@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trees import smallest
 
 from so_tui.spec import InputError, check_tree, problems_in
+
+from .trees import smallest
 
 BAD = [
     # what is wrong, the field that is named, a part of the message, a part of the remedy

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from trees import smallest
 
 from so_tui.spec import InputError, RunSpec, check_tree, find_preset, parse_value, spec_tree, with_values
 from so_tui.spec.tree import merged
+
+from .trees import smallest
 
 
 @pytest.fixture
