@@ -62,12 +62,15 @@ def _tree(machine: Machine) -> RichTree:
 
 
 def _title(machine: Machine) -> Text:
-    facts = [machine.cpu_name, machine.architecture, _cores(len(machine.online_cpus)), f"{_size(machine.host_memory_bytes)} of host memory"]
-    second = [f"MPAM {machine.mpam.state}"]
-    if machine.page_size_bytes:
-        second.insert(0, f"pages of {machine.page_size_bytes // 1024} KiB")
+    facts = [machine.cpu_name, machine.architecture, _cores(len(machine.online_cpus))]
+    second = [f"{_size(machine.host_memory_bytes)} of host memory"]
+    if machine.memory_limit_bytes is not None:
+        second.append(f"limited to {_size(machine.memory_limit_bytes)}")
     if machine.shm_total_bytes is not None:
         second.append(f"/dev/shm {_size(machine.shm_total_bytes)}")
+    if machine.page_size_bytes:
+        second.append(f"pages of {machine.page_size_bytes // 1024} KiB")
+    second.append(f"MPAM {machine.mpam.state}")
     return Text.assemble((machine.hostname, "bold"), "  ", " · ".join(facts), "\n", (" · ".join(second), "dim"))
 
 

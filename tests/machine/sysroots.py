@@ -1,0 +1,132 @@
+"""Trees of /sys and /proc for machines that are not here, generated from short descriptions.
+
+The maps follow published listings (NUMA ids, CPU ranges, sizes); distances follow the pattern of real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from so_tui.machine import Machine, inspect_machine
+
+GRACE_MIDR = "0x00000000410fd4f0\n"
+
+
+def build_sysroot(tab_text: str, folder: Path) -> Path:
+    r"""A tree from lines ``path<TAB>content`` with ``\n`` escaped; other lines are ignored."""
+    for line in tab_text.splitlines():
+        name, tab, content = line.partition("\t")
+        if tab and name.startswith("/"):
+            file = folder / name.lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content.replace("\\n", "\n"))
+    return folder
+
+
+@dataclass(frozen=True)
+class Host:
+    """``cpu``: node -> (cpulist, MiB); ``hbm``: node -> (MiB, CPU node it hangs off); ``empty``: nodes with nothing."""
+
+    cpu: dict[int, tuple[str, int]]
+    hbm: dict[int, tuple[int, int]] = field(default_factory=dict)
+    empty: tuple[int, ...] = ()
+    gpus: tuple[tuple[str, int, int], ...] = ()
+    """(PCI address, device id, numa_node)."""
+    grace: bool = True
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def listing(self) -> str:
+        files = {"/sys/devices/system/cpu/online": ",".join(cpus for cpus, _ in self.cpu.values()) + "\n"}
+        nodes = sorted([*self.cpu, *self.hbm, *self.empty])
+        for node in nodes:
+            cpus, mib = self.cpu.get(node, ("", self.hbm[node][0] if node in self.hbm else 0))
+            folder = f"/sys/devices/system/node/node{node}"
+            files[f"{folder}/cpulist"] = f"{cpus}\n"
+            files[f"{folder}/distance"] = " ".join(str(self._distance(node, other)) for other in nodes) + "\n"
+            files[f"{folder}/meminfo"] = "".join(
+                f"Node {node} {name}: {kib:>14} kB\n"
+                for name, kib in (("MemTotal", mib * 1024), ("MemFree", mib * 512), ("FilePages", mib * 1024 // 512))
+            )
+        for address, device, node in self.gpus:
+            folder = f"/sys/bus/pci/devices/{address}"
+            files |= {f"{folder}/vendor": "0x10de\n", f"{folder}/device": f"{device:#06x}\n", f"{folder}/class": "0x030200\n"}
+            files |= {f"{folder}/numa_node": f"{node}\n", f"{folder}/local_cpulist": f"{self.cpu[node][0] if node >= 0 else ''}\n"}
+        if self.grace:
+            files["/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"] = GRACE_MIDR
+        else:
+            files["/proc/cpuinfo"] = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n"
+        return "\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in (files | self.extra).items())
+
+    def _distance(self, node: int, other: int) -> int:
+        if node == other:
+            return 10
+        home, other_home = self._home(node), self._home(other)
+        if node in self.cpu and other in self.cpu:
+            return 40
+        if node in self.cpu or other in self.cpu:
+            return 80 if home == other_home else 120
+        return 255
+
+    def _home(self, node: int) -> int | None:
+        """The CPU node: its own, or that of the GPU whose eight ids include it."""
+        if node in self.cpu:
+            return node
+        owner = max((first for first in self.hbm if first <= node), default=None)
+        return self.hbm[owner][1] if owner is not None else None
+
+    def machine(self, folder: Path) -> Machine:
+        return inspect_machine(build_sysroot(self.listing(), folder))
+
+
+def _partitions(hbm: Iterable[int]) -> tuple[int, ...]:
+    """The seven empty nodes that follow each GPU's own."""
+    return tuple(first + offset for first in hbm for offset in range(1, 8))
+
+
+ONE_GH200 = Host(cpu={0: ("0-71", 490037)}, hbm={1: (97280, 0)}, empty=_partitions([1]), gpus=(("0009:01:00.0", 0x2342, 0),))
+ONE_GH200_CDMM = Host(
+    cpu={0: ("0-71", 490037)},
+    gpus=(("0009:01:00.0", 0x2342, 0),),
+    extra={"/proc/driver/nvidia/params": 'CoherentGPUMemoryMode: "driver"\n'},
+)
+ONE_GH200_HBM_ONLY = Host(cpu={0: ("0-71", 490037)}, hbm={1: (97280, 0)}, gpus=(("0009:01:00.0", 0x2342, 0),))
+QUAD_GH200 = Host(
+    cpu={n: (f"{72 * n}-{72 * n + 71}", mib) for n, mib in enumerate((119808, 122688, 122688, 122624))},
+    hbm={4 + 8 * g: (97280, g) for g in range(4)},
+    empty=_partitions(4 + 8 * g for g in range(4)),
+    gpus=tuple((f"00{g}9:01:00.0", 0x2342, g) for g in range(4)),
+)
+QUAD_GH200_HBM_ONLY = Host(cpu=QUAD_GH200.cpu, hbm={4 + g: (97280, g) for g in range(4)}, gpus=QUAD_GH200.gpus)
+NVL2 = Host(
+    cpu={0: ("0-71", 483094), 1: ("72-143", 481158)},
+    hbm={2: (146176, 0), 10: (146176, 1)},
+    empty=_partitions([2, 10]),
+    gpus=(("0009:01:00.0", 0x2348, 0), ("0019:01:00.0", 0x2348, 1)),
+)
+GB200 = Host(
+    cpu={0: ("0-71", 489935), 1: ("72-143", 489795)},
+    hbm={2: (188416, 0), 10: (188416, 0), 18: (188416, 1), 26: (188416, 1)},
+    empty=_partitions([2, 10, 18, 26]),
+    gpus=tuple((f"{domain}:01:00.0", 0x2941, node) for domain, node in (("0008", 0), ("0009", 0), ("0018", 1), ("0019", 1))),
+)
+GB200_CDMM = Host(cpu=GB200.cpu, gpus=GB200.gpus)
+EIGHT_H100 = Host(
+    cpu={0: ("0-55,112-167", 1031000), 1: ("56-111,168-223", 1032000)},
+    gpus=tuple(
+        (f"0000:{bus}:00.0", 0x2330, node)
+        for bus, node in zip(("18", "2a", "3a", "5d", "9a", "ab", "ba", "db"), [0] * 4 + [1] * 4, strict=True)
+    ),
+    grace=False,
+)
+
+
+def fake_numa(count: int) -> Host:
+    """A GH200 started with ``numa=fake=COUNT``: every CPU in each of the first nodes."""
+    return Host(
+        cpu=dict.fromkeys(range(count), ("0-71", 490037 // count)),
+        hbm={count: (97280, 0)},
+        empty=_partitions([count]),
+        gpus=(("0009:01:00.0", 0x2342, 0),),
+    )

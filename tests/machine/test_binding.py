@@ -1,0 +1,270 @@
+"""Which cores and memory each rank gets on every kind of machine, and what DeepSpeed's launcher would do there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+from sysroots import (
+    EIGHT_H100,
+    GB200,
+    GB200_CDMM,
+    NVL2,
+    ONE_GH200,
+    ONE_GH200_CDMM,
+    ONE_GH200_HBM_ONLY,
+    QUAD_GH200,
+    QUAD_GH200_HBM_ONLY,
+    Host,
+    fake_numa,
+)
+
+from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
+from so_tui.plan.binding import bind_ranks, core_list, cpu_ranges, split_cores, uses_numactl
+from so_tui.plan.deepspeed_numactl import numactl_nodes, numactl_prefix
+from so_tui.plan.types import RankBinding
+from so_tui.spec.errors import InputError
+
+
+def bind(machine: Machine, gpus: int | tuple[int, ...], mode: str = "superoffload", fraction: float = 0.9) -> tuple[RankBinding, ...]:
+    return bind_ranks(machine, gpus, mode=mode, cpu_adam_cores_fraction=fraction)
+
+
+def summary(bindings: tuple[RankBinding, ...]) -> list[tuple[int | None, int | None, str, tuple[int, ...]]]:
+    """(GPU, CPU node, cores, memory nodes) of each rank."""
+    return [(one.gpu, one.numa_node, cpu_ranges(one.cpus), one.memory_policy.nodes) for one in bindings]
+
+
+def test_two_of_four_gh200(tmp_path: Path) -> None:
+    bindings = bind(QUAD_GH200.machine(tmp_path), 2)
+    assert summary(bindings) == [(0, 0, "0-71", (0,)), (1, 1, "72-143", (1,))]
+    assert core_list(bindings) == "0-143"
+    assert all(one.memory_policy.mode == "bind" for one in bindings)
+    assert [one.deepspeed.numactl for one in bindings] == [("numactl", "-m", "0", "-C", "0-71"), ("numactl", "-m", "1", "-C", "72-143")]
+    assert all(one.deepspeed.matches for one in bindings)
+    assert uses_numactl(bindings)
+
+
+EVERY_MAP: list[tuple[Host, int, list[tuple[int, int, str, tuple[int, ...]]], bool]] = [
+    (ONE_GH200, 1, [(0, 0, "0-71", (0,))], True),
+    (ONE_GH200_CDMM, 1, [(0, 0, "0-71", ())], True),
+    (ONE_GH200_HBM_ONLY, 1, [(0, 0, "0-71", (0,))], False),
+    (QUAD_GH200, 3, [(0, 0, "0-71", (0,)), (1, 1, "72-143", (1,)), (2, 2, "144-215", (2,))], True),
+    (QUAD_GH200_HBM_ONLY, 2, [(0, 0, "0-71", (0,)), (1, 1, "72-143", (1,))], False),
+    (NVL2, 2, [(0, 0, "0-71", (0,)), (1, 1, "72-143", (1,))], True),
+    (GB200, 4, [(0, 0, "0-35", (0,)), (1, 0, "36-71", (0,)), (2, 1, "72-107", (1,)), (3, 1, "108-143", (1,))], True),
+    (GB200_CDMM, 4, [(0, 0, "0-35", (0,)), (1, 0, "36-71", (0,)), (2, 1, "72-107", (1,)), (3, 1, "108-143", (1,))], True),
+    (fake_numa(4), 1, [(0, 0, "0-71", (0, 1, 2, 3))], True),
+    (fake_numa(8), 1, [(0, 0, "0-71", (0, 1, 2, 3, 4, 5, 6, 7))], False),
+    (EIGHT_H100, 2, [(0, 0, "0-27,112-139", (0,)), (1, 0, "28-55,140-167", (0,))], False),
+]
+
+
+@pytest.mark.parametrize(("host", "gpus", "expected", "matches"), EVERY_MAP)
+def test_every_map(tmp_path: Path, host: Host, gpus: int, expected: list[tuple[int, int, str, tuple[int, ...]]], matches: bool) -> None:
+    bindings = bind(host.machine(tmp_path), gpus)
+    assert summary(bindings) == expected
+    assert all(one.deepspeed.matches is matches for one in bindings)
+
+
+def test_hyperthreads_stay_with_their_core(tmp_path: Path) -> None:
+    """DeepSpeed would give the first half of the list, threads of both sockets, to the first four ranks."""
+    bindings = bind(EIGHT_H100.machine(tmp_path), 8)
+    assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings][::4] == [(0, "0-13,112-125"), (1, "56-69,168-181")]
+    assert cpu_ranges(bindings[0].main_cpus) == "0-1,112"
+    assert cpu_ranges(bindings[0].adam_cpus) == "2-13,113-125"
+    assert cpu_ranges(bindings[0].deepspeed.cpus) == "0-27"
+    assert not any(one.deepspeed.matches for one in bindings)
+    assert sorted(cpu for one in bindings for cpu in one.cpus) == list(range(224))
+
+
+def test_chosen_gpus_follow_ascending_indices_as_deepspeed_sorts_them(tmp_path: Path) -> None:
+    bindings = bind(QUAD_GH200.machine(tmp_path), (3, 1))
+    assert summary(bindings) == [(1, 1, "72-143", (1,)), (3, 3, "216-287", (3,))]
+    assert core_list(bindings) == "72-143,216-287"
+    assert all(one.deepspeed.matches for one in bindings)
+
+
+def test_gpus_that_are_not_in_node_order(tmp_path: Path) -> None:
+    """DeepSpeed cannot express it: its slices ascend with the rank."""
+    crossed = dataclasses.replace(NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0)))
+    bindings = bind(crossed.machine(tmp_path), 2)
+    assert summary(bindings) == [(0, 1, "72-143", (1,)), (1, 0, "0-71", (0,))]
+    assert not any(one.deepspeed.matches for one in bindings)
+
+
+def test_unequal_cpusets(tmp_path: Path) -> None:
+    machine = msgspec.structs.replace(NVL2.machine(tmp_path), allowed_cpus=(*range(8, 24), *range(72, 144)))
+    bindings = bind(machine, 2)
+    assert summary(bindings) == [(0, 0, "8-23", (0,)), (1, 1, "72-143", (1,))]
+    assert cpu_ranges(bindings[0].deepspeed.cpus) == "8-23,72-99"
+    assert not any(one.deepspeed.matches for one in bindings)
+
+
+def test_a_cpuset_without_the_gpus_node_gives_cores_elsewhere(tmp_path: Path) -> None:
+    machine = msgspec.structs.replace(NVL2.machine(tmp_path), allowed_cpus=tuple(range(72)))
+    bindings = bind(machine, (1,))
+    assert summary(bindings) == [(1, 0, "0-71", (0,))]
+
+
+def test_gpus_of_unknown_node_are_spread(tmp_path: Path) -> None:
+    unknown = dataclasses.replace(EIGHT_H100, gpus=tuple((address, device, -1) for address, device, _ in EIGHT_H100.gpus[:3]))
+    bindings = bind(unknown.machine(tmp_path), 3)
+    assert [one.numa_node for one in bindings] == [0, 0, 1]
+    assert [len(one.cpus) for one in bindings] == [56, 56, 112]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (1, [(0, "0-55,112-167")]),
+        (2, [(0, "0-55,112-167"), (1, "56-111,168-223")]),
+        (4, [(0, "0-27,112-139"), (0, "28-55,140-167"), (1, "56-83,168-195"), (1, "84-111,196-223")]),
+    ],
+)
+def test_ranks_without_gpus_are_spread_over_the_cpu_nodes(tmp_path: Path, ranks: int, expected: list[tuple[int, str]]) -> None:
+    bindings = bind(dataclasses.replace(EIGHT_H100, gpus=()).machine(tmp_path), ranks)
+    assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings] == expected
+    assert all(one.gpu is None for one in bindings)
+
+
+@pytest.mark.parametrize(("cpus", "ranks"), [("0-1", 2), ("0-6", 2), ("0-1", 3), ("0", 4), ("0-8", 4)])
+def test_shares_are_fair_and_everybody_gets_a_core(tmp_path: Path, cpus: str, ranks: int) -> None:
+    host = Host(cpu={0: (cpus, 16384)}, grace=False)
+    bindings = bind(host.machine(tmp_path), ranks)
+    sizes = [len(one.cpus) for one in bindings]
+    count = len(parse_cpus(cpus))
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+    assert {cpu for one in bindings for cpu in one.cpus} == set(range(count))
+    assert uses_numactl(bindings) is (count >= ranks)
+    assert all(one.memory_policy.mode == "default" for one in bindings)
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "main", "adam"),
+    [
+        (72, 0.9, 8, 64),
+        (72, 0.99, 3, 69),
+        (36, 0.9, 4, 32),
+        (16, 0.95, 3, 13),
+        (10, 0.7, 3, 7),
+        (8, 0.9, 3, 5),
+        (7, 0.9, 1, 6),
+        (4, 0.5, 2, 2),
+        (2, 0.1, 1, 1),
+    ],
+)
+def test_the_main_process_keeps_what_it_needs(count: int, fraction: float, main: int, adam: int) -> None:
+    cpus = tuple(range(100, 100 + count))
+    assert split_cores(cpus, fraction) == (cpus[:main], cpus[count - adam :])
+    assert main + adam == count
+
+
+def test_one_core_is_shared() -> None:
+    assert split_cores((5,), 0.9) == ((5,), (5,))
+
+
+@pytest.mark.parametrize("mode", ["zerooffload", "gpu"])
+def test_other_modes_have_no_adam_worker(tmp_path: Path, mode: str) -> None:
+    (binding,) = bind(ONE_GH200.machine(tmp_path), 1, mode=mode)
+    assert binding.main_cpus == binding.cpus == tuple(range(72))
+    assert binding.adam_cpus == ()
+
+
+def test_without_numactl_the_launcher_binds_nothing(tmp_path: Path) -> None:
+    machine = msgspec.structs.replace(QUAD_GH200.machine(tmp_path), software=Software(numactl_works=False))
+    bindings = bind(machine, 2)
+    assert not uses_numactl(bindings)
+    assert all(one.deepspeed.numactl == () and not one.deepspeed.matches for one in bindings)
+    assert summary(bindings) == [(0, 0, "0-71", (0,)), (1, 1, "72-143", (1,))]
+
+
+def test_a_cpu_node_without_memory_is_not_bound_to(tmp_path: Path) -> None:
+    host = Host(cpu={0: ("0-3", 16384), 1: ("4-7", 0)}, grace=False)
+    bindings = bind(host.machine(tmp_path), 2)
+    assert [cpu_ranges(one.cpus) for one in bindings] == ["0-3", "4-7"]
+    assert bindings[1].memory_policy.mode == "default"
+    assert not uses_numactl(bindings)
+
+
+@pytest.mark.parametrize("gpus", [5, (0, 4), (1, 1)])
+def test_gpus_that_do_not_exist(tmp_path: Path, gpus: int | tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="gpus"):
+        bind(QUAD_GH200.machine(tmp_path), gpus)
+
+
+def test_no_cpu_may_be_used(tmp_path: Path) -> None:
+    machine = msgspec.structs.replace(ONE_GH200.machine(tmp_path), allowed_cpus=())
+    with pytest.raises(InputError, match="allowed_cpus"):
+        bind(machine, 1)
+
+
+def test_this_machine() -> None:
+    machine = inspect_machine()
+    bindings = bind(machine, min(2, len(machine.gpus)) or 2)
+    assert {cpu for one in bindings for cpu in one.cpus} <= set(machine.allowed_cpus)
+
+
+# What DeepSpeed 0.19.8 does with its own idea of the cores: (map, core list, ranks, prefixes without "numactl").
+DEEPSPEED_ALONE: list[tuple[Host, str, int, list[str]]] = [
+    (ONE_GH200, "0-71", 1, ["-m 0 -C 0-71"]),
+    (ONE_GH200_HBM_ONLY, "0-71", 1, ["-p 1 -C 0-71"]),
+    (ONE_GH200_CDMM, "0-71", 1, ["-m 0 -C 0-71"]),
+    (QUAD_GH200, "0-287", 4, ["-m 0 -C 0-71", "-m 1 -C 72-143", "-m 2 -C 144-215", "-m 3 -C 216-287"]),
+    (QUAD_GH200_HBM_ONLY, "0-287", 4, ["-p 4 -C 0-71", "-p 5 -C 72-143", "-p 6 -C 144-215", "-p 7 -C 216-287"]),
+    (QUAD_GH200, "0-287", 1, ["-C 0-287"]),
+    (QUAD_GH200, "0-287", 2, ["-C 0-143", "-C 144-287"]),
+    (QUAD_GH200, "0-143", 2, ["-m 0 -C 0-71", "-m 1 -C 72-143"]),
+    (QUAD_GH200, "0-287", 3, ["-C 0-95", "-C 96-191", "-C 192-287"]),
+    (NVL2, "0-143", 2, ["-m 0 -C 0-71", "-m 1 -C 72-143"]),
+    (GB200, "0-143", 4, ["-m 0 -C 0-35", "-m 0 -C 36-71", "-m 1 -C 72-107", "-m 1 -C 108-143"]),
+    (GB200_CDMM, "0-143", 4, ["-m 0 -C 0-35", "-m 0 -C 36-71", "-m 1 -C 72-107", "-m 1 -C 108-143"]),
+    (fake_numa(4), "0-71", 1, ["-m 0,1,2,3 -C 0-71"]),
+    (fake_numa(8), "0-71", 1, ["-p 8 -C 0-71"]),
+    (EIGHT_H100, "0-223", 2, ["-C 0-111", "-C 112-223"]),
+    (EIGHT_H100, "0-3,8-9,20", 2, ["-m 0 -C 0-2", "-m 0 -C 3,8-9"]),
+]
+
+
+@pytest.mark.parametrize(("host", "cores", "ranks", "prefixes"), DEEPSPEED_ALONE)
+def test_deepspeed_alone(tmp_path: Path, host: Host, cores: str, ranks: int, prefixes: list[str]) -> None:
+    nodes = numactl_nodes(host.machine(tmp_path).numa_nodes)
+    found = [numactl_prefix(nodes, parse_cpus(cores), ranks, rank) for rank in range(ranks)]
+    assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]
+
+
+def deepspeed_numa() -> ModuleType:
+    """DeepSpeed's own module, loaded alone: importing the package takes seconds."""
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        pytest.skip("deepspeed is not installed")
+    spec = importlib.util.spec_from_file_location("deepspeed_numa", Path(package.origin).parent / "utils" / "numa.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("host", "cores", "ranks", "prefixes"), DEEPSPEED_ALONE)
+def test_the_emulation_is_what_deepspeed_really_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host, cores: str, ranks: int, prefixes: list[str]
+) -> None:
+    nodes = host.machine(tmp_path).numa_nodes
+    hardware = [f"available: {len(nodes)} nodes (0-{len(nodes) - 1})"]
+    hardware += [" ".join([f"node {node.id} cpus:", *map(str, node.cpus)]) for node in nodes]
+    program = tmp_path / "numactl"
+    program.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(hardware) + "\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    module = deepspeed_numa()
+    monkeypatch.setattr(module, "check_for_numactl_pkg", lambda: True)  # asks the package manager, prints, and decides nothing
+    found = [module.get_numactl_cmd(cores, ranks, rank) for rank in range(ranks)]
+    assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]
+    assert all(share == len(parse_cpus(cores)) // ranks for share, _ in found)

@@ -1,0 +1,115 @@
+"""This machine itself: whatever it is, the snapshot must agree with what the kernel says elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.machine import Machine, inspect_machine, load_machine, machine_json
+from so_tui.machine.gpus import normal_bus_id
+from so_tui.spec.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def here() -> Machine:
+    return inspect_machine()
+
+
+def test_agrees_with_the_kernel(here: Machine) -> None:
+    assert here.live
+    assert here.hostname == os.uname().nodename
+    assert here.architecture == os.uname().machine
+    assert here.page_size_bytes == os.sysconf("SC_PAGE_SIZE")
+    assert set(here.allowed_cpus) <= os.sched_getaffinity(0)
+    assert set(here.allowed_cpus) <= set(here.online_cpus)
+    assert here.host_memory_bytes > 0
+    assert here.cpu_name != "unknown"
+    assert sorted({cpu for node in here.cpu_nodes for cpu in node.cpus}) == list(here.online_cpus)
+
+
+def test_versions_are_those_installed(here: Machine) -> None:
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    assert here.software.torch == version("torch")
+    assert here.software.deepspeed == version("deepspeed")
+    assert (here.software.numactl is None) == (shutil.which("numactl") is None)
+    if here.software.numactl is None:
+        assert here.software.numactl_works is False
+
+
+def test_a_smaller_affinity_is_respected() -> None:
+    """In a process of its own, held to its first CPU."""
+    code = (
+        "import os; first = min(os.sched_getaffinity(0)); os.sched_setaffinity(0, {first});"
+        "from so_tui.machine import inspect_machine; m = inspect_machine(); assert m.allowed_cpus == (first,), m.allowed_cpus;"
+        "assert len(m.online_cpus) == 1 or any('may use 1 of' in note for note in m.notes), m.notes"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_live_look_is_quick_and_loads_nothing_heavy() -> None:
+    code = """
+import sys, time
+from so_tui.machine import inspect_machine
+
+start = time.process_time()
+inspect_machine()
+spent = time.process_time() - start
+heavy = {"torch", "deepspeed", "transformers", "textual", "rich", "psutil", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+assert spent < 0.15, spent
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_machine_survives_its_file(here: Machine, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(machine_json(here))
+    assert load_machine(file) == here
+    newer = msgspec.json.decode(machine_json(here)) | {"field_of_a_later_version": 1}
+    file.write_bytes(msgspec.json.encode(newer))
+    assert load_machine(file) == here
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        (b"# not json", "is not JSON"),
+        (b"{}", "is not a machine file"),
+        (b"\xff\xfe", "is not JSON"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_remedy(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "machine.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        load_machine(file)
+    problem = caught.value.problems[0]
+    assert (problem.field, problem.value) == ("--machine", str(file))
+    assert "inspect --json" in problem.remedy
+
+
+@pytest.mark.parametrize(("change", "message"), [({"schema": 2}, "schema 2"), ({"numa_nodes": []}, "no NUMA node")])
+def test_a_file_of_another_kind_is_refused(here: Machine, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(msgspec.json.encode(msgspec.json.decode(machine_json(here)) | change))
+    with pytest.raises(InputError, match=message):
+        load_machine(file)
+
+
+def test_bus_ids_of_nvml_and_sysfs_are_the_same() -> None:
+    assert normal_bus_id("00000009:01:00.0") == "0009:01:00.0"
+    assert normal_bus_id("00000000:3B:00.0") == "0000:3b:00.0"
