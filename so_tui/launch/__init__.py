@@ -1,0 +1,43 @@
+"""From a plan to running processes, and their supervision. Names are imported when they are used: a command needs few of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from so_tui.launch.checks import preflight
+    from so_tui.launch.helpers import ToolError, call_tool, stream_tool
+    from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
+    from so_tui.launch.preparation import Launch, launch_json, prepare
+    from so_tui.launch.supervisor import supervise
+
+__all__ = [
+    "Launch",
+    "ToolError",
+    "call_tool",
+    "ensure_supervised",
+    "launch_json",
+    "preflight",
+    "prepare",
+    "resume",
+    "start",
+    "stop",
+    "stream_tool",
+    "supervise",
+]
+
+_MODULES = {
+    "helpers": ("ToolError", "call_tool", "stream_tool"),
+    "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
+    "checks": ("preflight",),
+    "preparation": ("Launch", "launch_json", "prepare"),
+    "supervisor": ("supervise",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from so_tui.machine.types import Machine
-from so_tui.plan.binding import core_list
+from so_tui.plan.binding import core_list, uses_numactl
 from so_tui.plan.types import Plan
 
 TRAINER_MODULE = "so_tui_trainer"
@@ -16,25 +15,22 @@ DEFAULT_PORT = 29500
 
 def argv(
     plan: Plan,
-    machine: Machine,
     *,
     run: str,
     attempt: int,
     port: int = DEFAULT_PORT,
-    python: str = sys.executable,
-    module: str = TRAINER_MODULE,
 ) -> tuple[str, ...]:
-    """DeepSpeed's launcher with the trainer, for this plan on this machine."""
+    """DeepSpeed's launcher with the trainer, for this plan."""
     return (
-        python,
+        sys.executable,
         "-m",
         "deepspeed.launcher.runner",
         # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a run over ssh.
         *("--hostfile", "/dev/null"),
         *_devices(plan),
-        *_binding(plan, machine),
+        *_binding(plan),
         *("--master_addr", "127.0.0.1", "--master_port", str(port)),
-        *("--module", module, "--run", run, "--attempt", str(attempt)),
+        *("--module", TRAINER_MODULE, "--run", run, "--attempt", str(attempt)),
     )
 
 
@@ -45,9 +41,8 @@ def _devices(plan: Plan) -> Sequence[str]:
     return ("--include", "localhost:" + ",".join(map(str, gpus)))
 
 
-def _binding(plan: Plan, machine: Machine) -> Sequence[str]:
-    # Without a numactl that works here, or with fewer cores than ranks, the launcher dies at once; the trainer binds itself in any case.
-    cores = {cpu for rank in plan.binding for cpu in rank.cpus}
-    if not machine.software.numactl_works or len(cores) < len(plan.binding):
+def _binding(plan: Plan) -> Sequence[str]:
+    # Where numactl does not work the launcher would die of it; the trainer binds itself in any case.
+    if not uses_numactl(plan.binding):
         return ()
     return ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.types import Plan
+from so_tui.runs.log import redact
 from so_tui.spec.types import RunSpec
 
 RUN_MARKER = "SO_TUI_RUN"
@@ -22,7 +23,6 @@ RUN_MARKER = "SO_TUI_RUN"
 _INHERITED_OF_INTEREST = re.compile(
     r"^(NCCL|CUDA|OMP|MKL|KMP|GOMP|PYTORCH|TORCH|HF|HUGGING|TRANSFORMERS|DS|SLURM|LD_LIBRARY_PATH|FI|UCX|OFI)(_|$)"
 )
-_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|PRIVATE|COOKIE|AUTH|(^|_)KEY$|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _PINNED_LIMIT_MB = 64
 
 
@@ -59,17 +59,13 @@ def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[s
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
     """The changes for people and programs: only what is set (value) or removed (None), nothing that looks like a secret."""
-    return {change.name: redacted(change.name, change.value) for change in changes}
+    values = redact({change.name: change.value for change in changes if change.value is not None})
+    return {change.name: values.get(change.name) for change in changes}
 
 
 def inherited_of_interest(inherited: Mapping[str, str]) -> dict[str, str]:
     """Inherited variables that change how training behaves, for the record of the attempt, secrets redacted."""
-    return {name: redacted(name, inherited[name]) or "" for name in sorted(inherited) if _INHERITED_OF_INTEREST.match(name)}
-
-
-def redacted(name: str, value: str | None) -> str | None:
-    """``value``, unless the name says that it is a secret."""
-    return "(redacted)" if value and _SECRET.search(name) else value
+    return redact({name: inherited[name] for name in sorted(inherited) if _INHERITED_OF_INTEREST.match(name)})
 
 
 def rank_threads(plan: Plan) -> int:

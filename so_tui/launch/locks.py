@@ -44,7 +44,8 @@ class LockTakenError(Exception):
     def __init__(self, name: str, holder: Holder | None) -> None:
         self.name = name
         self.holder = holder
-        super().__init__(f"{name} is used by " + (f"run {Path(holder.run).name} (pid {holder.pid})" if holder else "another run"))
+        self.who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder and holder.run else "another run"
+        super().__init__(f"{name} is used by {self.who}")
 
 
 def lock_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +15,8 @@ from so_tui.runs.records import Process
 
 Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
 
-_YOUNG_TICKS = 5 * os.sysconf("SC_CLK_TCK")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_YOUNG_TICKS = 5 * _TICKS_PER_S
 """A process younger than this may still change its command line (fork, numactl, exec): its role is looked at again."""
 
 
@@ -42,13 +45,6 @@ def read_stat(pid: int) -> Stat | None:
     return Stat(state=fields[0].decode(), parent=int(fields[1]), cpu_ticks=int(fields[11]) + int(fields[12]), start_time=int(fields[19]))
 
 
-def this_process(role: Role = "supervisor") -> Process:
-    """The calling process as a record."""
-    stat = read_stat(os.getpid())
-    assert stat is not None
-    return Process(pid=os.getpid(), start_time=stat.start_time, role=role)
-
-
 def send(process: Process, signum: signal.Signals) -> None:
     """Signal the process if it is still the recorded one."""
     stat = read_stat(process.pid)
@@ -67,47 +63,54 @@ class ProcessTree:
     def __init__(self, marker: str, supervisor_pid: int, known: tuple[Process, ...] = ()) -> None:
         self._marker = marker.encode()
         self._supervisor_pid = supervisor_pid
-        self._known: dict[int, Process] = {process.pid: process for process in known}
-        self._alive: dict[int, Stat] = {}
+        self._living: dict[int, Process] = {process.pid: process for process in known}
+        self._gone: list[Process] = []
+        self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
-        self._cpu_ticks: dict[int, int] = {}
-        self._spent_ticks = 0
+        self._counted_ticks: dict[int, int] = {}
 
     @property
     def alive(self) -> tuple[Process, ...]:
         """Those that lived at the last look, oldest first."""
-        return tuple(sorted((self._known[pid] for pid in self._alive), key=lambda process: (process.start_time, process.pid)))
+        return tuple(sorted(self._living.values(), key=lambda process: (process.start_time, process.pid)))
 
     @property
     def gone(self) -> tuple[Process, ...]:
-        """Those that were ours and have ended."""
-        return tuple(process for pid, process in self._known.items() if pid not in self._alive)
-
-    @property
-    def ever(self) -> tuple[Process, ...]:
-        return tuple(self._known.values())
+        """Those that have ended, in the order in which that was noticed."""
+        return tuple(self._gone)
 
     def look(self, *, thorough: bool = False) -> None:
         """Find new processes, notice those that ended, reap orphans. ``thorough`` examines every process of the host again."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
+        self._refresh()
         for pid in sorted(present if thorough else present - self._seen):
             self._examine(pid)
         self._seen = present
-        self._alive = {pid: stat for pid, process in self._known.items() if (stat := self._stat_if_alive(process)) is not None}
-        for pid in self._alive:
-            self._classify_again(pid)
+
+    def wait_for_loss(self, timeout_s: float) -> None:
+        """Return when a runner, launcher or rank ends, or after the time: who died first is seen before it takes the others along."""
+        poll = select.poll()
+        with contextlib.ExitStack() as descriptors:
+            for process in self._living.values():
+                if process.role in ("runner", "launcher", "rank"):
+                    try:
+                        descriptor = os.pidfd_open(process.pid)
+                    except ProcessLookupError:
+                        return
+                    descriptors.callback(os.close, descriptor)
+                    poll.register(descriptor, select.POLLIN)
+            poll.poll(timeout_s * 1000)
 
     def cpu_s(self) -> float:
-        """CPU seconds that the run's processes have used since the previous call (from the last look's figures)."""
-        spent = 0
-        for pid, stat in self._alive.items():
-            spent += max(0, stat.cpu_ticks - self._cpu_ticks.get(pid, stat.cpu_ticks))
-            self._cpu_ticks[pid] = stat.cpu_ticks
-        return spent / os.sysconf("SC_CLK_TCK")
+        """CPU seconds that the run's processes have used between the last two calls (as of the last look)."""
+        ticks = {pid: stat.cpu_ticks for pid, stat in self._stats.items()}
+        spent = sum(max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items())
+        self._counted_ticks = ticks
+        return spent / _TICKS_PER_S
 
     def memory_bytes(self) -> int | None:
         """Proportional set size of all living processes: shared memory counted once. None when the kernel does not tell."""
-        sizes = [size for pid in self._alive if (size := _pss_bytes(pid)) is not None]
+        sizes = [size for pid in self._living if (size := _pss_bytes(pid)) is not None]
         return sum(sizes) if sizes else None
 
     def signal(self, signum: signal.Signals) -> None:
@@ -115,40 +118,34 @@ class ProcessTree:
         for process in self.alive:
             send(process, signum)
 
+    def _refresh(self) -> None:
+        """Read the known processes again; what has ended moves to ``gone``."""
+        for pid, process in list(self._living.items()):
+            stat = read_stat(pid)
+            if stat is not None and stat.start_time == process.start_time and stat.alive:
+                self._stats[pid] = stat
+                if _age_ticks(stat) < _YOUNG_TICKS:
+                    self._living[pid] = self._described(pid, stat)
+                continue
+            if stat is not None and stat.parent == self._supervisor_pid and process.role != "runner":
+                # An orphan that came to us as its subreaper. The runner is left to whoever started it and wants its exit code.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            self._gone.append(self._living.pop(pid))
+            self._stats.pop(pid, None)
+
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
-        if stat is None or pid == self._supervisor_pid or self._is_known(pid, stat):
+        if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living:
             return
-        if stat.parent == self._supervisor_pid or stat.parent in self._alive or self._marker in _environ(pid):
-            self._known[pid] = self._described(pid, stat)
-            if stat.alive:
-                self._alive[pid] = stat  # so that its children, which have higher pids, are recognised in the same look
-
-    def _is_known(self, pid: int, stat: Stat) -> bool:
-        known = self._known.get(pid)
-        return known is not None and known.start_time == stat.start_time
+        if stat.parent == self._supervisor_pid or stat.parent in self._living or self._marker in _environ(pid):
+            self._living[pid] = self._described(pid, stat)
+            self._stats[pid] = stat
 
     def _described(self, pid: int, stat: Stat) -> Process:
-        parent = self._known.get(stat.parent)
-        command, environ = _command(pid), _environ(pid)
-        return Process(pid=pid, start_time=stat.start_time, role=role_of(command, parent.role if parent else None), rank=_rank(environ))
-
-    def _classify_again(self, pid: int) -> None:
-        stat = self._alive[pid]
-        if _uptime_ticks() - stat.start_time < _YOUNG_TICKS:
-            self._known[pid] = self._described(pid, stat)
-
-    def _stat_if_alive(self, process: Process) -> Stat | None:
-        stat = read_stat(process.pid)
-        if stat is None or stat.start_time != process.start_time:
-            return None
-        if stat.alive:
-            return stat
-        if stat.parent == self._supervisor_pid and process.role != "runner":
-            # An orphan that came to us as its subreaper. The runner is left to whoever started it, who wants its exit code.
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
-        return None
+        parent = self._living.get(stat.parent)
+        role = role_of(_command(pid), parent.role if parent else None)
+        return Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(_environ(pid)))
 
 
 def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
@@ -159,7 +156,8 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
         return "launcher"
     if parent != "rank" and any(argument.startswith("--local_rank") for argument in command):
         return "rank"
-    if parent == "rank" and "--multiprocessing-fork" in command:
+    # Our engine's worker is a script of its own; DeepSpeed's is a spawned Python.
+    if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith("/offload/worker.py") for argument in command):
         return "adam"
     return "other"
 
@@ -183,10 +181,8 @@ def _rank(environ: frozenset[bytes]) -> int | None:
     return next((int(value) for value in values if value.isdigit()), None)
 
 
-def _uptime_ticks() -> int:
-    import time
-
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+def _age_ticks(stat: Stat) -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time
 
 
 def _pss_bytes(pid: int) -> int | None:

@@ -15,8 +15,7 @@ from so_tui.launch.environment import Variable
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
-from so_tui.spec import Problem, Refused, RunSpec
-from so_tui.spec.errors import InputError
+from so_tui.spec import Refused, RunSpec
 
 RUN_PLACEHOLDER = "RUN"
 
@@ -37,35 +36,15 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: 
     (``force`` goes on) or cannot run here at all. ``inherited`` is the environment to start from, by default this process's.
     """
     inherited = os.environ if inherited is None else inherited
-    refuse_impossible(spec, machine)
     plan = make_plan(spec, machine)
-    if not plan.fits and not force:
-        raise Refused(plan.reasons, forceable=True)
+    if not plan.possible or (not plan.fits and not force):
+        raise Refused(plan.reasons, forceable=plan.possible)
     return Launch(
         plan=plan,
         ds_config=ds_config(plan),
-        argv=command.argv(plan, machine, run=RUN_PLACEHOLDER, attempt=1),
+        argv=command.argv(plan, run=RUN_PLACEHOLDER, attempt=1),
         env=environment.variables(plan, machine, inherited, run=RUN_PLACEHOLDER, attempt=1),
     )
-
-
-def refuse_impossible(spec: RunSpec, machine: Machine) -> None:
-    """What can never run here, whatever the sizes. Raises InputError (GPUs that do not exist) or Refused."""
-    if spec.offload.parameters != "none":
-        raise Refused(["offload.parameters = cpu: ZeRO-3 parameter offload is not supported. Use more GPUs, or offload.parameters = none"])
-    if any(gpu.vendor == "amd" for gpu in machine.gpus):
-        raise Refused(["AMD GPUs: the SuperOffload engine is written for CUDA. Run on an NVIDIA machine"])
-    if not machine.gpus:
-        if spec.offload.mode in ("gpu", "superoffload"):
-            raise Refused([f"offload.mode = {spec.offload.mode} needs a GPU, and {machine.hostname} has none. Use auto or zerooffload"])
-        return
-    present = {gpu.index for gpu in machine.gpus}
-    if isinstance(spec.gpus, int):
-        if spec.gpus > len(present):
-            raise InputError([_gpu_problem(str(spec.gpus), f"{machine.hostname} has {len(present)}", f"Give 1 to {len(present)}")])
-    elif missing := sorted(set(spec.gpus) - present):
-        listed = ", ".join(map(str, sorted(present)))
-        raise InputError([_gpu_problem(str(list(spec.gpus)), f"there is no GPU {missing[0]} on {machine.hostname}", f"Choose of {listed}")])
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
@@ -108,7 +87,3 @@ def launch_json(launch: Launch) -> bytes:
 
 def _names(entry: str, gpu: Gpu) -> bool:
     return entry == str(gpu.index) if entry.isdigit() else bool(gpu.uuid and gpu.uuid.startswith(entry))
-
-
-def _gpu_problem(value: str, message: str, remedy: str) -> Problem:
-    return Problem(field="gpus", value=value, message=message, remedy=remedy)

@@ -1,0 +1,137 @@
+"""What is looked at before anything starts, so that a run fails in the first second and not after the model is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from so_tui.launch import locks
+from so_tui.launch.helpers import call_tool
+from so_tui.launch.preparation import prepare, visible_machine
+from so_tui.launch.sources import missing_paths, with_absolute_paths
+from so_tui.machine.types import Machine
+from so_tui.plan.types import Plan
+from so_tui.runs.listing import default_runs_dir
+from so_tui.spec import InputError, Problem, Refused, RunSpec, resolve_source, spec_tree
+
+_INSTALL = "Install the training extra: pip install 'so-tui[train]'"
+_CHECK_TIMEOUT_S = 180.0
+
+
+def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir: Path | str | None = None) -> tuple[str, ...]:
+    """Everything that can be known before the start. Returns warnings.
+
+    Raises InputError (data file missing or with wrong columns, model gated or absent, no token, ...) or Refused (does not fit, training
+    software missing, GPU in use by another run, disk too small). The checks of model, tokenizer and data run in a helper process.
+    """
+    spec = with_absolute_paths(spec)
+    machine = visible_machine(machine, os.environ)
+    plan = prepare(spec, machine, force=force).plan
+    warnings = quick_checks(plan, machine, force=force, runs_dir=runs_dir)
+    answer = call_tool("check_inputs", {"spec": spec_tree(spec)}, timeout_s=_CHECK_TIMEOUT_S)
+    if problems := [_problem(entry) for entry in answer.get("problems", [])]:
+        raise InputError(problems)
+    return (*plan.warnings, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
+
+
+def quick_checks(
+    plan: Plan, machine: Machine, *, force: bool = False, resuming: bool = False, runs_dir: Path | str | None = None
+) -> tuple[str, ...]:
+    """The checks that take no time and need no training software. Raises InputError or Refused; returns warnings."""
+    _refuse_missing_software(machine)
+    _refuse_missing_inputs(plan.spec)
+    _refuse_taken_gpus(plan, machine)
+    if not force:
+        _refuse_small_places(plan, resuming=resuming, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir())
+    return _foreign_users(plan, machine)
+
+
+def _refuse_missing_software(machine: Machine) -> None:
+    software = machine.software
+    reasons = [
+        f"{name} is not installed here. {_INSTALL}"
+        for name, version in (("torch", software.torch), ("deepspeed", software.deepspeed), ("transformers", software.transformers))
+        if version is None
+    ]
+    if machine.gpus and software.torch and software.torch_cuda is None:
+        reasons.append(
+            f"torch {software.torch} is a build without CUDA, and {machine.hostname} has {len(machine.gpus)} GPUs. "
+            "Install a CUDA build of torch (see the README for Grace Hopper)"
+        )
+    if reasons:
+        raise Refused(reasons)
+
+
+def _refuse_missing_inputs(spec: RunSpec) -> None:
+    problems = list(missing_paths(spec))
+    sources = (spec.data.source,) if isinstance(spec.data.source, str) else tuple(part.source for part in spec.data.source)
+    for text in (spec.model.id, spec.model.tokenizer, *sources):
+        try:
+            resolve_source(text)
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(problems)
+
+
+def _refuse_taken_gpus(plan: Plan, machine: Machine) -> None:
+    """Raises Refused when another run of this user holds one of the GPUs. The supervisor takes them; this is the early look."""
+    chosen = {rank.gpu for rank in plan.binding}
+    gpus = [gpu for gpu in machine.gpus if gpu.index in chosen]
+    if not gpus:
+        return
+    folder = locks.lock_folder()
+    taken = []
+    for gpu in gpus:
+        try:
+            locks.take(folder, locks.gpu_lock_name(gpu), locks.Holder(run="", pid=os.getpid())).release()
+        except locks.LockTakenError as error:
+            taken.append(f"GPU {gpu.index} is used by {error.who}. Wait for it, stop it, or choose other GPUs with gpus = [...]")
+    if taken:
+        raise Refused(taken)
+
+
+def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
+    """Raises Refused when the checkpoints or the shared memory of the plan have no room now."""
+    reasons = []
+    folder = _existing(Path(plan.spec.checkpoint.folder) if plan.spec.checkpoint.folder else runs_dir)
+    if not os.access(folder, os.W_OK):
+        problem = Problem(field="checkpoint.folder", value=str(folder), message="cannot be written", remedy="Choose another folder")
+        raise InputError([problem])
+    # The newest checkpoint is written before the oldest that is kept goes; a resumed run has its old ones already.
+    copies = (1 if resuming else plan.spec.checkpoint.keep + 1) if plan.spec.checkpoint.every_steps else int(plan.spec.checkpoint.at_end)
+    needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        reasons.append(
+            f"{copies} checkpoint{'s' if copies > 1 else ''} of {_gb(plan.disk_bytes)} need {_gb(needed_bytes)}, and {folder} has "
+            f"{_gb(free_bytes)} free. Free space, set checkpoint.folder, or lower checkpoint.keep"
+        )
+    shm = Path("/dev/shm")
+    if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
+        reasons.append(
+            f"/dev/shm has {_gb(free)} free, and {_gb(plan.shm_bytes)} are needed. Remount it larger (in Docker: --shm-size), "
+            "or use offload.engine = so-tui"
+        )
+    if reasons:
+        raise Refused(reasons, forceable=True)
+
+
+def _foreign_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
+    chosen = {rank.gpu for rank in plan.binding}
+    users = locks.foreign_processes(gpu for gpu in machine.gpus if gpu.index in chosen)
+    return tuple(f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}" for index, pids in users.items())
+
+
+def _problem(entry: dict[str, str]) -> Problem:
+    return Problem(field=entry["field"], value=entry.get("value", ""), message=entry["message"], remedy=entry.get("remedy", ""))
+
+
+def _existing(path: Path) -> Path:
+    """The path or its nearest parent that exists."""
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

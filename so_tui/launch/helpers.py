@@ -1,0 +1,85 @@
+"""Helper processes: what needs torch, transformers or datasets runs as ``python -m so_tui_trainer.tools.<name>``, JSON in and out.
+
+They may take seconds to import; this program stays light and cannot be taken down by them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from so_tui.spec.errors import SoTuiError
+
+_STDERR_LINES = 5
+
+
+class ToolError(SoTuiError):
+    """A helper process failed: it could not be started, said no JSON, ended with an error or took too long."""
+
+
+def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
+    """The answer of a helper process. Raises ToolError with the last lines that it wrote to stderr."""
+    try:
+        done = subprocess.run(
+            _argv(name), input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, env=_environment(), check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ToolError(f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:.0f} s") from error
+    if done.returncode != 0:
+        raise _failed(name, done.returncode, done.stderr)
+    return _decoded(name, done.stdout)
+
+
+def stream_tool(name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The lines of a helper process that reports progress, as they come. Closing the iterator ends the process.
+
+    Raises ToolError when it fails.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            _argv(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), bufsize=1
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request))
+            process.stdin.close()
+            for line in process.stdout:
+                yield _decoded(name, line)
+            if process.wait() != 0:
+                errors.seek(0)
+                raise _failed(name, process.returncode, errors.read())
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            process.stdout.close()
+
+
+def _argv(name: str) -> list[str]:
+    return [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
+
+
+def _environment() -> dict[str, str]:
+    # The answer is the only thing on stdout; progress bars of the libraries would go to stderr and be mistaken for the error.
+    return {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _decoded(name: str, text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON: {text[:200]!r}") from error
+    if not isinstance(answer, dict):
+        raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}")
+    return answer
+
+
+def _failed(name: str, code: int, stderr: str) -> ToolError:
+    lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
+    return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it said nothing"))

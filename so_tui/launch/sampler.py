@@ -1,0 +1,147 @@
+"""One look a second at the host that trains: how busy each core of each NUMA node is, where memory goes, what the GPUs do.
+
+Everything comes from a few small files and NVML calls: it must cost far below one percent of a core on 288 of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+from so_tui.launch.gpu_sampler import GpuSampler
+from so_tui.launch.processes import ProcessTree
+from so_tui.machine.types import Machine, NumaNode
+from so_tui.runs.records import NodeSample, Sample
+
+MEMORY_INTERVAL_S = 10.0
+_MEMORY_COST_SHARE = 1 / 500
+"""Reading PSS walks every page table of the run, long work with hundreds of GB: it is done so seldom that it stays below this share."""
+_MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
+
+
+class Sampler:
+    """Takes samples; each covers the time since the one before. For one thread."""
+
+    def __init__(self, machine: Machine, tree: ProcessTree, attempt: int, root: Path = Path("/")) -> None:
+        self._nodes = tuple(node for node in machine.numa_nodes if node.kind != "empty")
+        self._tree = tree
+        self._attempt = attempt
+        self._root = root
+        self._gpus = GpuSampler(machine.gpus)
+        self._clock = time.monotonic()
+        self._cpu = read_cpu_times(root)
+        self._own_cpu_s = time.process_time()
+        self._memory_bytes: int | None = None
+        self._memory_due = 0.0
+
+    def sample(self) -> Sample:
+        now, cpu, own_cpu_s = time.monotonic(), read_cpu_times(self._root), time.process_time()
+        before, self._cpu = self._cpu, cpu
+        interval_s, self._clock = now - self._clock, now
+        spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
+        if now >= self._memory_due:
+            self._read_memory(now)
+        return Sample(
+            attempt=self._attempt,
+            time=time.time(),
+            interval_s=round(interval_s, 3),
+            nodes=tuple(self._node_sample(node, before, cpu) for node in self._nodes),
+            gpus=self._gpus.sample(),
+            run_cpu_s=round(self._tree.cpu_s(), 3),
+            run_memory_bytes=self._memory_bytes,
+            supervisor_cpu_s=round(spent_s, 4),
+        )
+
+    def close(self) -> None:
+        self._gpus.close()
+
+    def _read_memory(self, now: float) -> None:
+        started = time.process_time()
+        self._memory_bytes = self._tree.memory_bytes()
+        cost_s = time.process_time() - started
+        self._memory_due = now + max(MEMORY_INTERVAL_S, cost_s / _MEMORY_COST_SHARE)
+
+    def _node_sample(self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> NodeSample:
+        memory = read_node_memory(self._root, node.id)
+        return NodeSample(
+            id=node.id,
+            cores=tuple(busy_percent(before.get(cpu), after.get(cpu)) for cpu in node.cpus),
+            memory_used_bytes=memory["MemTotal"] - memory["MemFree"],
+            memory_total_bytes=memory["MemTotal"],
+            file_cache_bytes=memory["FilePages"],
+        )
+
+
+def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
+    """Per CPU: (idle, all) clock ticks since boot, from /proc/stat. Waiting for I/O counts as idle; guest time is part of user time."""
+    times = {}
+    for line in (root / "proc/stat").read_bytes().splitlines():
+        if not line.startswith(b"cpu"):
+            break  # the CPU lines come first; the interrupt counters after them are long
+        name, *values = line.split()
+        if name != b"cpu":
+            ticks = [int(value) for value in values[:8]]
+            times[int(name[3:])] = (ticks[3] + ticks[4], sum(ticks))
+    return times
+
+
+def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
+    """Busy share of a CPU between two readings, percent; 0 for a CPU that is offline or has not ticked."""
+    if before is None or after is None or after[1] <= before[1]:
+        return 0
+    idle = (after[0] - before[0]) / (after[1] - before[1])
+    return round(100 * min(1.0, max(0.0, 1 - idle)))
+
+
+def read_node_memory(root: Path, node: int) -> dict[str, int]:
+    """MemTotal, MemFree and FilePages of a node in bytes; the host's own figures where the kernel has no NUMA."""
+    sizes = {"MemTotal": 0, "MemFree": 0, "FilePages": 0}
+    try:
+        text = (root / f"sys/devices/system/node/node{node}/meminfo").read_bytes()
+    except FileNotFoundError:
+        text = (root / "proc/meminfo").read_bytes().replace(b"\nCached:", b"\nFilePages:")
+    for name, kib in _MEMINFO_LINE.findall(text):
+        sizes[name.decode()] = int(kib) * 1024
+    return sizes
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for want of memory: in this process's cgroup where it is counted, else on the host."""
+    for name in _cgroup_event_files(root):
+        if (count := _counter(name, b"oom_kill")) is not None:
+            return count
+    return _counter(root / "proc/vmstat", b"oom_kill") or 0
+
+
+def shm_leftovers(pids: set[int], port: int | None, folder: Path = Path("/dev/shm")) -> tuple[Path, ...]:
+    """Shared memory that ended processes of a run have left: torch names it by pid, DeepSpeed's CPU collectives by user and port."""
+    prefix = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}"
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return ()
+    return tuple(entry for entry in entries if _named_by(entry.name, pids) or (port is not None and entry.name.startswith(prefix)))
+
+
+def _named_by(name: str, pids: set[int]) -> bool:
+    match = re.match(r"(?:torch|so_tui|so-tui)_(\d+)_", name)
+    return match is not None and int(match.group(1)) in pids
+
+
+def _cgroup_event_files(root: Path) -> list[Path]:
+    try:
+        text = (root / "proc/self/cgroup").read_text()
+    except OSError:
+        return []
+    paths = [line[3:] for line in text.splitlines() if line.startswith("0::")]
+    return [root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events" for path in paths]
+
+
+def _counter(path: Path, name: bytes) -> int | None:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)

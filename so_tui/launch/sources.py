@@ -1,0 +1,59 @@
+"""Where a spec's model and data lie: local paths told apart from names on the hub, without asking it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from so_tui.spec import DataSource, Problem, RunSpec
+
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
+_BUILTIN = "builtin:"
+
+
+def with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """The spec with relative paths made absolute: the run's processes, and a later resume, start in another folder."""
+    model = msgspec.structs.replace(spec.model, id=_absolute(spec.model.id), tokenizer=_absolute(spec.model.tokenizer))
+    source: str | tuple[DataSource, ...]
+    if isinstance(spec.data.source, str):
+        source = _absolute(spec.data.source)
+    else:
+        source = tuple(msgspec.structs.replace(part, source=_absolute(part.source)) for part in spec.data.source)
+    folder = spec.checkpoint.folder and str(Path(spec.checkpoint.folder).expanduser().absolute())
+    return msgspec.structs.replace(
+        spec,
+        model=model,
+        data=msgspec.structs.replace(spec.data, source=source),
+        checkpoint=msgspec.structs.replace(spec.checkpoint, folder=folder),
+    )
+
+
+def missing_paths(spec: RunSpec) -> Iterator[Problem]:
+    """Model folders, tokenizers and data files that the spec names as paths and that are not there."""
+    for field, text in _named(spec):
+        if _is_path(text) and not Path(text).expanduser().exists():
+            remedy = "Check the path; a name on the hub has the form owner/name"
+            yield Problem(field=field, value=text, message="there is no such file or folder", remedy=remedy)
+
+
+def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    yield "model.id", spec.model.id
+    yield "model.tokenizer", spec.model.tokenizer
+    if isinstance(spec.data.source, str):
+        yield "data.source", spec.data.source
+    else:
+        yield from ((f"data.source[{index}].source", part.source) for index, part in enumerate(spec.data.source))
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text can only mean a path: it is written like one, or has a data file's ending (no hub name does)."""
+    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(_DATA_SUFFIXES)
+
+
+def _absolute(text: str) -> str:
+    if not text or text.startswith(_BUILTIN):
+        return text
+    path = Path(text).expanduser()
+    return str(path.absolute()) if path.exists() or _is_path(text) else text

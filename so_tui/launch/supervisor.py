@@ -1,0 +1,297 @@
+"""The supervisor: one light process per run and host that starts the training processes, watches them, and ends what they leave.
+
+It is in nobody's way: the trainer's log and metrics do not pass through it, so training goes on when it is killed, and another one takes
+over by the record in ``state.json``. It writes the state and the samples, alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from so_tui.launch import locks, progress
+from so_tui.launch.closing import Closing
+from so_tui.launch.job import Job
+from so_tui.launch.processes import ProcessTree
+from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
+from so_tui.launch.stopping import StopRequest, request_stop, stop_request
+from so_tui.launch.verdict import End, Evidence, Failure, conclude
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.liveness import identify
+from so_tui.runs.log import LogReader, trim_log
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import FINAL_STATES, Process, RunState
+from so_tui.runs.samples import SampleWriter
+from so_tui.runs.state import read_state, write_state
+
+TICK_S = 1.0
+_LOG_TRIM_S = 30.0
+_LOG_LINES = 400
+_SWEEP_S = 5.0
+"""How long the last processes are hunted after the end; what survives KILL for so long sits in the kernel."""
+_GIVES_UP = "Killing subprocess"
+"""What DeepSpeed's launcher logs when a rank has failed and it takes down the others."""
+
+
+def supervise(run: RunDirectory, attempt: int) -> int:
+    """Start the attempt, or take over one whose supervisor has died, and watch it to its end. Returns the run's exit code.
+
+    Returns 0 at once when another supervisor watches already. Raises OSError when the run directory cannot be written.
+    """
+    with _only_one(run) as alone:
+        if not alone:
+            return 0
+        state = read_state(run)
+        if state.attempt == attempt and state.state in FINAL_STATES:
+            return state.exit_code or 0
+        _become_subreaper()
+        return Supervisor(run, attempt, state).watch()
+
+
+class Supervisor:
+    """Watches one attempt on this host."""
+
+    def __init__(self, run: RunDirectory, attempt: int, found: RunState) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._host = socket.gethostname()
+        self._job = Job(run, attempt, self._host)
+        # A state of this attempt with a supervisor in it: that one has died, and what it started may still live.
+        self._takes_over = found.attempt == attempt and found.supervisor is not None
+        self._state = self._first_state(found)
+        self._tree = ProcessTree(self._job.marker, os.getpid(), found.processes if self._takes_over else ())
+        self._reader = MetricsReader(run)
+        self._log = LogReader(run.log_path(attempt, self._host))
+        self._last_lines: deque[str] = deque(maxlen=_LOG_LINES)
+        self._closing = Closing()
+        self._stop: StopRequest | None = None
+        self._first_gone: Process | None = None
+        self._gone_unseen = False
+        self._oom_kills_before = oom_kills()
+        self._signal: signal.Signals | None = None
+        self._trim_due = 0.0
+        self._trouble: dict[str, int | None] = {}
+
+    def watch(self) -> int:
+        """The whole life of the attempt. Returns the run's exit code."""
+        self._install_signals()
+        write_state(self._run, self._state)
+        try:
+            self._job.take_over() if self._takes_over else self._job.start()
+        except (locks.LockTakenError, OSError) as error:
+            return self._finish(End(state="failed", reason=f"could not be started: {error}", suggestion=_start_advice(error)))
+        self._tree.look(thorough=self._takes_over)
+        self._gone_unseen = self._takes_over and not self._tree.alive
+        self._take_lines(self._log.tail(_LOG_LINES))
+        self._follow()
+        self._sweep()
+        return self._finish(conclude(self._evidence()))
+
+    def _follow(self) -> None:
+        """Look, record and act once a second, and at once when a process ends, until none is left."""
+        sampler, samples = Sampler(self._job.machine, self._tree, self._attempt), SampleWriter(self._run, self._host)
+        due = time.monotonic() + TICK_S
+        try:
+            while self._tree.alive or self._job.running():
+                self._tree.wait_for_loss(max(0.0, due - time.monotonic()))
+                self._tick()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + TICK_S
+                    with self._despite_full_disk("samples"):
+                        samples.append(sampler.sample())
+        finally:
+            sampler.close()
+            with self._despite_full_disk("samples"):
+                samples.close()
+
+    def _tick(self) -> None:
+        before = {process.pid for process in self._tree.alive}
+        # In this order: when a process is seen to be gone, everything it had written is read after it.
+        self._tree.look()
+        self._read()
+        self._notice_losses(before)
+        self._notice_stop()
+        self._act()
+        self._trim()
+        self._state = progress.observed(self._state, self._reader, self._attempt)
+        self._state = msgspec.structs.replace(self._state, heartbeat=self._state.heartbeat + 1, processes=self._tree.alive)
+        self._write_state()
+
+    def _read(self) -> None:
+        while self._reader.poll(limit_records=10_000, limit_s=0.2).more:
+            continue
+        self._take_lines(self._log.poll())
+        if self._closing.ended_at is None and progress.trainers_end(self._reader, self._attempt) is not None:
+            self._closing.ended_at = time.monotonic()
+
+    def _take_lines(self, lines: tuple[str, ...]) -> None:
+        self._last_lines.extend(lines)
+        if self._closing.terminated_at is None and any(_GIVES_UP in line for line in lines):
+            # The launcher has just told the ranks to end. A second TERM would interrupt what they do about the first.
+            self._closing.terminated_at = time.monotonic()
+
+    def _notice_losses(self, before: set[int]) -> None:
+        lost = [process for process in self._tree.gone if process.pid in before and process.role in ("runner", "launcher", "rank")]
+        if self._first_gone is None and lost:
+            # The launcher's death takes its ranks along (parent-death signal) faster than we look: name the cause, not the victims.
+            self._first_gone = min(lost, key=lambda process: ("launcher", "runner", "rank").index(process.role))
+        if self._closing.broken_at is None and any(process.role != "rank" for process in lost):
+            self._closing.broken_at = time.monotonic()
+
+    def _notice_stop(self) -> None:
+        if self._signal:
+            request_stop(self._run, reason=f"the supervisor received {self._signal.name}")
+            self._signal = None
+        asked = stop_request(self._run)
+        if asked is not None and asked != self._stop:
+            self._stop = asked
+            self._closing.overdue_at = time.monotonic() + asked.grace_s
+
+    def _act(self) -> None:
+        step = self._closing.step(time.monotonic())
+        if step == "terminate":
+            self._tree.signal(signal.SIGTERM)
+        elif step == "kill":
+            self._tree.signal(signal.SIGKILL)
+
+    def _trim(self) -> None:
+        if time.monotonic() >= self._trim_due:
+            trim_log(self._run.log_path(self._attempt, self._host))
+            self._trim_due = time.monotonic() + _LOG_TRIM_S
+
+    def _sweep(self) -> None:
+        """End whatever carries the run's mark and was missed, and remove the shared memory that killed processes leave."""
+        deadline = time.monotonic() + _SWEEP_S
+        self._tree.look(thorough=True)
+        while self._tree.alive and time.monotonic() < deadline:
+            self._tree.signal(signal.SIGKILL)
+            time.sleep(0.1)
+            self._tree.look()
+        for leftover in shm_leftovers({process.pid for process in self._tree.gone}, self._job.port):
+            leftover.unlink(missing_ok=True)
+        self._read()
+
+    def _evidence(self) -> Evidence:
+        return Evidence(
+            name=self._run.name,
+            end=progress.trainers_end(self._reader, self._attempt),
+            failures=_failures(self._run.attempt_dir(self._attempt)),
+            runner_status=self._job.status(),
+            first_gone=self._first_gone,
+            stop_overdue_s=self._stop.grace_s if self._stop and self._closing.stop_overdue(time.monotonic()) else None,
+            gone_unseen=self._gone_unseen,
+            oom_kills=oom_kills() - self._oom_kills_before,
+            log=tuple(self._last_lines),
+        )
+
+    def _finish(self, end: End) -> int:
+        state = progress.observed(self._state, self._reader, self._attempt)
+        self._state = msgspec.structs.replace(
+            state,
+            state=end.state,
+            detail="",
+            reason=end.reason,
+            suggestion=end.suggestion,
+            ended=time.time(),
+            heartbeat=state.heartbeat + 1,
+            exit_code=end.exit_code,
+            processes=(),
+        )
+        self._write_state()
+        self._job.release()
+        return end.exit_code
+
+    def _first_state(self, found: RunState) -> RunState:
+        mine = identify(os.getpid(), "supervisor")
+        if self._takes_over:
+            return msgspec.structs.replace(found, supervisor=mine, host=self._host, heartbeat=found.heartbeat + 1)
+        return RunState(
+            name=self._run.name,
+            state="starting",
+            attempt=self._attempt,
+            host=self._host,
+            step=found.step,
+            loss=found.loss,
+            total_steps=found.total_steps,
+            saved_step=found.saved_step,
+            saved_at=found.saved_at,
+            started=found.started or time.time(),
+            heartbeat=found.heartbeat + 1,
+            forced=not self._job.plan.fits,
+            supervisor=mine,
+        )
+
+    def _install_signals(self) -> None:
+        """A signal to us is a wish to stop the run: the next look writes it down, and the trainer saves and ends."""
+
+        def ask(signum: int, _frame: FrameType | None) -> None:
+            self._signal = signal.Signals(signum)
+
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, ask)
+        # Not SIG_IGN, which the training processes would inherit.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+    def _write_state(self) -> None:
+        with self._despite_full_disk("state"):
+            write_state(self._run, self._state)
+
+    @contextlib.contextmanager
+    def _despite_full_disk(self, what: str) -> Iterator[None]:
+        """Watching goes on when a file cannot be written: to give up would leave the processes to themselves."""
+        try:
+            yield
+        except OSError as error:
+            if self._trouble.get(what) != error.errno:
+                print(f"the {what} of {self._run.path} could not be written: {error}", file=sys.stderr)
+            self._trouble[what] = error.errno
+
+
+@contextlib.contextmanager
+def _only_one(run: RunDirectory) -> Iterator[bool]:
+    """Whether this process is now the run's only supervisor. Where the file system cannot lock, the recorded one's liveness must do."""
+    with run.supervisor_lock_path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            print(f"no lock on {run.supervisor_lock_path}: {error}", file=sys.stderr)
+        yield True
+
+
+def _become_subreaper() -> None:
+    """Make orphans of the run our children instead of init's (prctl(2), PR_SET_CHILD_SUBREAPER), so that none is lost sight of."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(36, 1, 0, 0, 0) != 0:
+        print(f"not a subreaper: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+
+
+def _failures(folder: Path) -> tuple[Failure, ...]:
+    """What the ranks left about their failures, the earliest first."""
+    files = sorted(folder.glob("failure.rank*.json"), key=lambda path: path.stat().st_mtime_ns)
+    found = []
+    for file in files:
+        with contextlib.suppress(msgspec.DecodeError):  # torn: the rank was killed while it wrote
+            found.append(msgspec.json.decode(file.read_bytes(), type=Failure))
+    return tuple(found)
+
+
+def _start_advice(error: Exception) -> str:
+    if isinstance(error, locks.LockTakenError):
+        return "Wait for that run, stop it, or choose other GPUs with gpus = [...]"
+    return "Mend that and start again with `so-tui resume`"

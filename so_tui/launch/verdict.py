@@ -1,0 +1,167 @@
+"""How an attempt ended, told from evidence. Pure.
+
+``finished`` and ``stopped`` need the trainer's own word; an exit code is evidence of failure only: DeepSpeed's runner returns 0 when its
+launcher was killed by a signal.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from so_tui.runs.liveness import EXIT_CODES
+from so_tui.runs.records import EndRecord, Process
+
+_RESUME = "`so-tui resume {name}` goes on from the last checkpoint"
+
+
+class Failure(Struct, frozen=True):
+    """What a rank left in ``failure.rank<R>.json`` before it gave up."""
+
+    rank: int
+    reason: str
+    suggestion: str = ""
+    step: int = 0
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    name: str
+    """The run's name, for the advice."""
+    end: EndRecord | None = None
+    failures: tuple[Failure, ...] = ()
+    runner_status: int | None = None
+    """As subprocess tells it: below 0 it is a signal's number; None when it is not known (another supervisor had started it)."""
+    first_gone: Process | None = None
+    """The first of runner, launcher and ranks that vanished while others lived."""
+    stop_overdue_s: float | None = None
+    """A stop was asked for and not carried out within so many seconds."""
+    gone_unseen: bool = False
+    """The processes had vanished while nobody watched."""
+    oom_kills: int = 0
+    """Processes that the kernel killed for want of memory while the attempt ran."""
+    log: tuple[str, ...] = ()
+    """The last lines of the log."""
+
+
+class End(Struct, frozen=True, kw_only=True):
+    state: Literal["finished", "stopped", "failed", "lost"]
+    reason: str = ""
+    suggestion: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.state]
+
+
+def conclude(evidence: Evidence) -> End:
+    """The end of the attempt, with a reason and what to do next."""
+    if evidence.end is not None:
+        return End(state=evidence.end.state, reason=evidence.end.reason, suggestion=evidence.end.suggestion)
+    again = _RESUME.format(name=evidence.name)
+    if evidence.failures:
+        first = evidence.failures[0]
+        return End(state="failed", reason=f"rank {first.rank}: {first.reason}", suggestion=first.suggestion or again)
+    if evidence.stop_overdue_s is not None:
+        limit = f"{evidence.stop_overdue_s:.0f} s"
+        reason = f"asked to stop, the trainer did not end within {limit} and was killed; nothing was saved after the last checkpoint"
+        return End(state="failed", reason=reason, suggestion=f"Give it more time next time (`so-tui stop --grace SECONDS`). {again}")
+    for pattern, reason, suggestion in _KNOWN:
+        if match := _search(pattern, evidence.log):
+            return End(state="failed", reason=reason.format(*match.groups()), suggestion=suggestion.format(name=evidence.name))
+    if evidence.oom_kills and _rank_code(evidence.log) in (None, -signal.SIGKILL):
+        reason = f"the kernel killed {evidence.oom_kills} process{'es' if evidence.oom_kills > 1 else ''} of this host for want of memory"
+        return End(
+            state="failed",
+            reason=reason,
+            suggestion="Lower offload.ratio, use more GPUs, or free host memory. `so-tui plan` shows what is needed",
+        )
+    if evidence.gone_unseen:
+        reason = (
+            "its processes are gone and left no word; they were not watched when they ended (a reboot, or everything was killed at once)"
+        )
+        return End(state="lost", reason=reason, suggestion=again)
+    return _by_exit(evidence, again)
+
+
+def _by_exit(evidence: Evidence, again: str) -> End:
+    """A failure of which only who died, and how, is known."""
+    status, gone, code = evidence.runner_status, evidence.first_gone, _rank_code(evidence.log)
+    if status is not None and status < 0:
+        return _killed("DeepSpeed's runner", -status, again)
+    # A launcher that lived to see a rank fail reports its code. The runner returns 0 when a signal killed the launcher.
+    if gone is not None and ((gone.role == "launcher" and code is None and not status) or (gone.role == "runner" and status is None)):
+        reason = f"DeepSpeed's {gone.role} (pid {gone.pid}) vanished while its ranks were running: it was killed"
+        return End(state="failed", reason=reason, suggestion=f"{_WHO_KILLS}. {again}")
+    if code is not None and code < 0:
+        return _killed(f"rank {gone.rank}" if gone is not None and gone.role == "rank" else "a rank", -code, again)
+    log = f"The log has the whole story: `so-tui logs {evidence.name}`. {again}"
+    if error := _last_error(evidence.log):
+        return End(state="failed", reason=error, suggestion=log)
+    told = f"with exit code {status}" if status is not None else "without a word of the trainer"
+    return End(state="failed", reason=f"the training processes ended {told}", suggestion=log)
+
+
+_WHO_KILLS = "Nothing in so-tui does that on its own: look for the kernel's out-of-memory killer (`dmesg`), a scheduler or a person"
+
+
+def _killed(who: str, signum: int, again: str) -> End:
+    known = {member.value: member.name for member in signal.Signals}
+    name = known.get(signum, f"signal {signum}")
+    crash = name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
+    suggestion = f"A crash of native code: the log's last lines say where. {again}" if crash else f"{_WHO_KILLS}. {again}"
+    return End(state="failed", reason=f"{who} was ended by {name}", suggestion=suggestion)
+
+
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (
+        r"torch\.(?:cuda\.)?OutOfMemoryError: (.*?)(?:\. GPU|$)",
+        "out of GPU memory: {0}",
+        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` shows what each costs",
+    ),
+    (
+        r"No space left on device",
+        "no space left on a device",
+        "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
+    ),
+    (
+        r"SuperOffload CPU optimizer timeout",
+        "CPU Adam did not answer in time",
+        "Give it more cores (offload.cpu_adam_cores_fraction, OMP threads): see `so-tui doctor`",
+    ),
+    (
+        r"Address already in use|EADDRINUSE",
+        "the rendezvous port was taken by another program",
+        "Start again: `so-tui resume {name}` takes another port",
+    ),
+    (
+        r"ModuleNotFoundError: No module named '([^']+)'",
+        "the Python module {0} is not installed",
+        "Install the training extra: pip install 'so-tui[train]'",
+    ),
+    (
+        r"(set_mempolicy: .*|<[\d,-]+> is invalid|No such file or directory: 'numactl')",
+        "numactl failed: {0}",
+        "`so-tui doctor` says whether numactl works here; in a container, set_mempolicy may be forbidden",
+    ),
+)
+
+
+def _search(pattern: str, log: Sequence[str]) -> re.Match[str] | None:
+    compiled = re.compile(pattern)
+    return next((match for line in log if (match := compiled.search(line))), None)
+
+
+def _rank_code(log: Sequence[str]) -> int | None:
+    """The return code that DeepSpeed's launcher reports of the rank that made it give up; below 0 it is a signal's number."""
+    match = _search(r"exits with return code = (-?\d+)", log)
+    return int(match.group(1)) if match else None
+
+
+def _last_error(log: Sequence[str]) -> str:
+    """The last line that looks like the end of a Python traceback, without the rank's prefix."""
+    pattern = re.compile(r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$")
+    return next((match.group(1)[:500] for line in reversed(log) if (match := pattern.match(line.strip()))), "")
