@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan.assess import Assessment, assess, best, smallest_ratio
+from so_tui.plan.assess import Assessment, assess, best
 from so_tui.plan.site import Site, site_of
-from so_tui.plan.verdict import GPU_MARGIN, HOST_MARGIN, gb, usable
+from so_tui.plan.verdict import gib, usable
 from so_tui.spec.types import RunSpec
 
 LARGE_GRACE_BYTES = 480_000_000_000
@@ -33,49 +34,72 @@ def impossible(spec: RunSpec, machine: Machine) -> Iterator[str]:
         yield "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use offload.engine = so-tui"
 
 
-def remedies(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
-    """What would make a plan fit that does not, least painful first. ``spec`` is as the user gave it."""
-    best_here = best(spec, site)
-    if best_here.verdict != "does not fit":
-        mode, ratio = best_here.spec.offload.mode, best_here.spec.offload.ratio
+def remedies(spec: RunSpec, site: Site) -> Iterator[str]:
+    """What would make a run fit that does not, least painful first. ``spec`` is as the user gave it."""
+    if (here := best(spec, site)).verdict != "does not fit":
+        mode, ratio = here.spec.offload.mode, here.spec.offload.ratio
         yield "offload.mode = gpu fits here" if mode == "gpu" else f"offload.mode = superoffload with offload.ratio = {ratio:.2f} fits here"
         return
-    if any(shortage.place == "each GPU" for shortage in best_here.shortages) and spec.train.micro_batch > 1:
-        one = best(replace(spec, train=replace(spec.train, micro_batch=1)), site)
-        if one.verdict != "does not fit":
-            yield "train.micro_batch = 1 fits here"
-    more = _more_gpus(spec, site)
-    if more:
-        yield more
+    if (smaller := halved_batch(spec, site)) is not None:
+        train = smaller.spec.train
+        yield f"train.micro_batch = {train.micro_batch} with train.gradient_accumulation = {train.gradient_accumulation} fits here"
         return
-    if site.has_gpu:
-        yield from _other_machines(spec, site)
-    else:
+    if not site.has_gpu:
         yield "use a machine with a GPU, a smaller model, or fewer ranks"
+    elif more := _more_gpus(spec, site):
+        yield more
+    else:
+        yield from _other_machines(spec, site)
+
+
+def halved_batch(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment | None:
+    """The largest smaller micro-batch that fits with the same tokens per optimizer step; None when none does."""
+    train = spec.train
+    while train.micro_batch % 2 == 0:
+        train = replace(train, micro_batch=train.micro_batch // 2, gradient_accumulation=2 * train.gradient_accumulation)
+        found = best(replace(spec, train=train), site, ranks=ranks)
+        if found.verdict != "does not fit":
+            return found
+    return None
+
+
+def _holds(spec: RunSpec, site: Site, ranks: int | None = None) -> str | None:
+    """How a site would hold ``spec``: as it is (an empty string), with a smaller micro-batch (in words), or not at all (None)."""
+    if best(spec, site, ranks=ranks).verdict != "does not fit":
+        return ""
+    smaller = halved_batch(spec, site, ranks=ranks)
+    return None if smaller is None else f" with train.micro_batch = {smaller.spec.train.micro_batch}"
 
 
 def _more_gpus(spec: RunSpec, site: Site) -> str:
     ranks = 2 * site.ranks
     while ranks <= len(site.machine.gpus):
-        larger = site_of(site.machine, ranks, spec.offload.cpu_adam_cores_fraction)
-        if best(spec, larger).verdict != "does not fit":
-            return f"{ranks} GPUs of this machine hold it"
+        how = _holds(spec, site_of(site.machine, ranks, spec.offload.cpu_adam_cores_fraction))
+        if how is not None:
+            return f"{ranks} GPUs of this machine hold it{how}"
         ranks *= 2
     return ""
 
 
 def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:
     whole = site_of(site.machine, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
-    for hosts in range(2, MOST_HOSTS + 1):
-        if best(spec, whole, ranks=hosts * whole.ranks).verdict != "does not fit":
-            yield f"{hosts} machines like this one ({hosts * whole.ranks} GPUs) would hold it"
-            break
-    node_needs = max(smallest_ratio(spec, whole, margin=GPU_MARGIN).demand.node_bytes.values(), default=0)
-    small_parts = any(size < LARGE_GRACE_BYTES / 2 for size in whole.supply.node_bytes.values())
-    if "GH200" in site.gpu_name and small_parts and node_needs <= (1 - HOST_MARGIN) * usable(LARGE_GRACE_BYTES):
-        yield f"{whole.ranks} x GH200 with 480 GB of host memory each would hold it ({gb(node_needs)} needed per node)"
-    elif whole.ranks > 0 and node_needs:
-        yield f"with {whole.ranks} GPUs each host node would need {gb(node_needs)}"
+    counts = range(2, MOST_HOSTS + 1)
+    # The more machines share a model, the less each of them holds, so the fewest that do can be found by halving.
+    found = bisect_left(counts, True, key=lambda hosts: _holds(spec, whole, hosts * whole.ranks) is not None)
+    if found < len(counts):
+        ranks = counts[found] * whole.ranks
+        yield f"{counts[found]} machines like this one ({ranks} GPUs) would hold it{_holds(spec, whole, ranks)}"
+    if "GH200" in site.gpu_name and min(whole.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
+        yield from _larger_parts(spec, whole)
+
+
+def _larger_parts(spec: RunSpec, whole: Site) -> Iterator[str]:
+    roomy = replace(whole.supply, node_bytes=dict.fromkeys(whole.supply.node_bytes, usable(LARGE_GRACE_BYTES)))
+    larger = replace(whole, supply=roomy)
+    how = _holds(spec, larger)
+    if how is not None:
+        needs = max(best(spec, larger).demand.node_bytes.values(), default=0)
+        yield f"{whole.ranks} x GH200 with 480 GB of host memory each would hold it{how} ({gib(needs)} needed per node)"
 
 
 def warnings(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:

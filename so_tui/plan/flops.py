@@ -18,7 +18,7 @@ from math import prod
 from msgspec import Struct
 
 from so_tui.plan.architecture import Architecture, architecture
-from so_tui.spec.types import ModelSpec, ParameterBlock
+from so_tui.spec.types import ModelSpec, ParameterBlock, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     # Dense bf16, tensor cores, no sparsity; NVIDIA data sheets. The first pattern found in the name counts.
@@ -79,14 +79,19 @@ def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> 
 
     A tied head multiplies too, whatever it shares its storage with; norms, biases and the embedding look-up do not count.
     """
-    linear = expert = 0
-    for block in blocks:
-        for tensor in block.tensors:
-            if tensor.kind == "linear":
-                linear += block.repeat * prod(tensor.shape)
-            elif tensor.kind == "expert":
-                expert += block.repeat * prod(tensor.shape)
-    return linear + (expert * shape.experts_per_token // shape.experts if shape.experts else expert)
+    blocks = tuple(blocks)
+    return _of_kind(blocks, "linear") + _of_kind(blocks, "expert") - idle_parameters(blocks, shape)
+
+
+def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
+    """Expert parameters that one token does not meet; 0 in dense models."""
+    if not shape.experts:
+        return 0
+    return _of_kind(blocks, "expert") * (shape.experts - shape.experts_per_token) // shape.experts
+
+
+def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
+    return sum(block.repeat * prod(tensor.shape) for block in blocks for tensor in block.tensors if tensor.kind == kind)
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:

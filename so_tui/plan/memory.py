@@ -21,6 +21,8 @@ PERSISTENCE_THRESHOLD = 100_000
 """ZeRO-3 keeps parameters smaller than this whole on every rank (DeepSpeed's default)."""
 PREFETCH_BUCKET = 50_000_000
 """Parameters that ZeRO-3 gathers ahead of need (DeepSpeed's default)."""
+EAGER_ONLY = frozenset({"gpt_oss"})
+"""Model types whose attention (sinks) none of the memory-saving kernels computes: ``auto`` means eager attention there."""
 LOSS_CHUNK_LOGITS = 2**27
 """Logits (tokens x vocabulary) that the trainer's chunked cross-entropy holds at once."""
 LOSS_BYTES_PER_LOGIT = 10
@@ -34,6 +36,7 @@ _MESSAGES_SHM_BYTES = 16_000_000
 _CUDA_PROCESS_BYTES = 2_500_000_000
 _CPU_PROCESS_BYTES = 1_200_000_000
 _WORKER_BYTES = 800_000_000
+_OWN_WORKER_BYTES = 50_000_000
 _SLACK = 0.07
 
 
@@ -48,9 +51,14 @@ def memory_terms(spec: RunSpec, layout: StateLayout, shape: Architecture, *, has
         *_communication(spec, layout, gpu),
         *_activations(spec, layout, shape, gpu),
         *_gpu_overhead(spec, layout, shape, has_gpu),
-        *_host(spec, layout, has_gpu),
+        *_host(spec, layout, shape, has_gpu),
         *_shared(spec, layout, local_ranks),
     )
+
+
+def own_engine(spec: RunSpec) -> bool:
+    """Whether the project's own SuperOffload runs, with its leaner worker, rather than one of DeepSpeed's CPU optimizers."""
+    return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
 
 
 def gradient_buffer_bytes(spec: RunSpec) -> int:
@@ -73,7 +81,12 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTe
     if kept:
         yield _term("states kept on the GPU", gpu, 16 * kept, "exact", f"16 B x {_count(kept)} (fp32 weights, gradients, two moments)")
     yield _term("masters", "node", layout.masters_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32 weights)")
-    yield _term("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
+    if own_engine(spec):
+        yield _term("exchange with the GPU", "node", 2 * moved, "exact", f"2 B x {_count(moved)} (bf16 gradients, then weights)")
+        if spec.train.gradient_accumulation > 1:
+            yield _term("accumulated gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
+    else:
+        yield _term("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
     yield _term("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {_count(moved)} (two fp32 moments)")
     yield _term("gradient partition", "node", buffer * whole, "exact", f"{buffer} B x {_count(whole)}, page-locked, of any ratio")
 
@@ -113,9 +126,10 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
     else:
         formula = f"{_count(tokens)} tokens x {_count(per_token)} B x {shape.layers} layers (no activation checkpointing)"
         yield _term("activations of all blocks", gpu, tokens * per_token * shape.layers, "estimate", formula)
-    if spec.model.attention == "eager":
+    if spec.model.attention == "eager" or (spec.model.attention == "auto" and shape.model_type in EAGER_ONLY):
         scores = 6 * shape.heads * spec.data.sequence_length**2 * spec.train.micro_batch
-        yield _term("attention scores", gpu, scores, "estimate", "6 B x heads x tokens^2 (eager attention)")
+        formula = f"6 B x {shape.heads} heads x {spec.data.sequence_length}^2 tokens x {spec.train.micro_batch} (eager attention)"
+        yield _term("attention scores", gpu, scores, "estimate", formula)
     logits = min(tokens * shape.vocabulary, LOSS_CHUNK_LOGITS)
     yield _term(
         "logits and loss", gpu, LOSS_BYTES_PER_LOGIT * logits, "estimate", f"{LOSS_BYTES_PER_LOGIT} B x {_count(logits)} logits at a time"
@@ -144,22 +158,22 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, shape: Architecture, has_g
     yield _term("allocator slack", "gpu", int(_SLACK * moving), "estimate", f"{_SLACK:.0%} of everything that comes and goes")
 
 
-def _host(spec: RunSpec, layout: StateLayout, has_gpu: bool) -> Iterator[MemoryTerm]:
+def _host(spec: RunSpec, layout: StateLayout, shape: Architecture, has_gpu: bool) -> Iterator[MemoryTerm]:
     process = _CUDA_PROCESS_BYTES if has_gpu else _CPU_PROCESS_BYTES
     yield _term("training process", "node", process, "estimate", "Python, torch, DeepSpeed, data")
-    if spec.offload.mode == "superoffload":
+    if own_engine(spec):
+        yield _term("Adam worker", "node", _OWN_WORKER_BYTES, "estimate", "a second process, without torch")
+    elif spec.offload.mode == "superoffload":
         yield _term("Adam worker", "node", _WORKER_BYTES, "estimate", "a second process with torch")
-        if spec.offload.engine == "deepspeed":
-            scratch = 4 * layout.largest_sub_group
-            yield _term(
-                "gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {_count(layout.largest_sub_group)}, page-locked"
-            )
+        scratch = 4 * layout.largest_sub_group
+        yield _term("gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {_count(layout.largest_sub_group)}, page-locked")
     if spec.model.weights == "pretrained":
-        states = (16 * layout.cpu_numel + gradient_buffer_bytes(spec) * layout.numel) if spec.offload.mode != "gpu" else 0
-        beyond = 2 * layout.parameters - states
-        if beyond > 0:
-            formula = f"2 B x {_count(layout.parameters)}, merged on rank 0 before the states exist"
-            yield _term("loading, beyond what comes later", "node", beyond, "estimate", formula, rank=0)
+        later = sum(term.bytes for term in _states(spec, layout, "gpu") if term.place == "node")
+        if (beyond := 2 * layout.parameters - later) > 0:
+            # MXFP4 checkpoints are dequantised by every rank for itself; others are merged by rank 0, which hands out the shares.
+            rank = None if shape.model_type == "gpt_oss" else 0
+            formula = f"2 B x {_count(layout.parameters)}, whole in memory before the states exist"
+            yield _term("loading, beyond what comes later", "node", beyond, "estimate", formula, rank=rank)
 
 
 def _shared(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:

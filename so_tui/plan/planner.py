@@ -13,12 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan.advice import impossible, remedies, warnings
+from so_tui.plan.advice import halved_batch, impossible, remedies, warnings
+from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import Assessment, assess, best, in_mode
-from so_tui.plan.flops import flops_of, model_flops
+from so_tui.plan.flops import flops_of, idle_parameters, model_flops
 from so_tui.plan.site import Site, bindings, site_of
 from so_tui.plan.types import Mode, Plan, PlanRow
-from so_tui.plan.verdict import alike, gb
+from so_tui.plan.verdict import alike, gib
 from so_tui.spec.types import Preset, RunSpec
 
 
@@ -43,7 +44,12 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
     wanted = spec if gpus is None else replace(spec, gpus=gpus)
     site = site_of(machine, wanted.gpus, wanted.offload.cpu_adam_cores_fraction)
     chosen = best(wanted, site)
-    return replace(_plan(wanted, site, chosen, _choices(wanted, site, chosen)), recommended=True)
+    choices: tuple[str, ...] = ()
+    if chosen.verdict == "does not fit" and (smaller := halved_batch(wanted, site)) is not None:
+        choices = (_smaller_batch(wanted, smaller, chosen),)
+        wanted, chosen = replace(wanted, train=smaller.spec.train), smaller
+    plan = _plan(wanted, site, chosen, (*choices, *_choices(wanted, site, chosen)))
+    return replace(plan, recommended=plan.verdict == "fits")
 
 
 def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (1, 2, 4)) -> tuple[PlanRow, ...]:
@@ -73,16 +79,18 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         preset=spec.name,
         title=spec.label,
         parameters=spec.model.parameter_count,
-        active_parameters=flops_of(spec.model).active_parameters,
+        active_parameters=spec.model.parameter_count - idle_parameters(spec.model.parameters, architecture(spec.model.config)),
         sequence_length=spec.data.sequence_length,
         cells=cells,
     )
 
 
 def _best_count(cells: dict[int, Plan]) -> int | None:
-    """The GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest GPUs where speeds are not known or equal."""
+    """The GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest GPUs where speeds are not known or equal.
+
+    What is tight is never recommended: the margin is there because some terms are estimates.
+    """
     candidates = [count for count, plan in cells.items() if plan.verdict == "fits"]
-    candidates = candidates or [count for count, plan in cells.items() if plan.fits]
     return max(candidates, key=lambda count: ((cells[count].useful_tokens_per_s_total or 0.0) / count, -count), default=None)
 
 
@@ -136,7 +144,7 @@ def _tflops(spec: RunSpec, sequences: int, step_s: float, ranks: int) -> float:
 def _verdict_reasons(spec: RunSpec, site: Site, found: Assessment, blocked: bool) -> tuple[str, ...]:
     short = tuple(str(shortage) for shortage in found.shortages)
     if found.verdict == "does not fit":
-        return short if blocked else (*short, *remedies(spec, site, found))
+        return short if blocked else (*short, *remedies(spec, site))
     if blocked:
         return ()
     return (*short, _summary(found, site))
@@ -145,10 +153,18 @@ def _verdict_reasons(spec: RunSpec, site: Site, found: Assessment, blocked: bool
 def _summary(found: Assessment, site: Site) -> str:
     parts = []
     if found.demand.gpu_bytes:
-        of = f" of {gb(site.supply.gpu_bytes)}" if site.supply.gpu_bytes else ""
-        parts.append(f"each GPU {gb(found.demand.gpu_bytes)}{of}")
-    parts += [f"{nodes} {gb(needs)} of {gb(has)}" for nodes, needs, has in alike(found.demand, site.supply)]
+        of = f" of {gib(site.supply.gpu_bytes)}" if site.supply.gpu_bytes else ""
+        parts.append(f"each GPU {gib(found.demand.gpu_bytes)}{of}")
+    parts += [f"{nodes} {gib(needs)} of {gib(has)}" for nodes, needs, has in alike(found.demand, site.supply)]
     return "needs " + ", ".join(parts)
+
+
+def _smaller_batch(given: RunSpec, smaller: Assessment, refused: Assessment) -> str:
+    train = smaller.spec.train
+    return (
+        f"micro-batch {train.micro_batch} with accumulation {train.gradient_accumulation} keeps the tokens of a step; "
+        f"with micro-batch {given.train.micro_batch} {_first_shortage(refused)}"
+    )
 
 
 def _choices(spec: RunSpec, site: Site, chosen: Assessment) -> tuple[str, ...]:
@@ -157,16 +173,15 @@ def _choices(spec: RunSpec, site: Site, chosen: Assessment) -> tuple[str, ...]:
         return ("superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own",)
     if offload.mode == "gpu":
         return ("gpu: everything fits on the GPU, and offloading would only add time",)
-    text = f"ratio {offload.ratio:.2f} is the smallest that keeps a margin on each GPU"
+    margin = "keeps a margin on each GPU" if chosen.verdict == "fits" else "each GPU can hold"
+    text = f"ratio {offload.ratio:.2f} is the smallest that {margin}"
     if offload.ratio == spec.offload.ratio:
         return (text,)
     given = assess(in_mode(spec, "superoffload"), site)
     if given.verdict == "does not fit":
-        return (f"{text}; the preset's {spec.offload.ratio:.2f} would not fit: {_first_shortage(given)}",)
+        return (f"{text}; the given {spec.offload.ratio:.2f} would not fit: {_first_shortage(given)}",)
     if given.step and chosen.step:
-        text += (
-            f"; the preset's {spec.offload.ratio:.2f} would take {given.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
-        )
+        text += f"; the given {spec.offload.ratio:.2f} would take {given.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
     return (text,)
 
 

@@ -47,8 +47,8 @@ class Shortage(Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.fatal:
-            return f"{self.place} needs {gb(self.needs)}, has {gb(self.has)}"
-        return f"{self.place} needs {gb(self.needs)} of {gb(self.has)}: little is left for what is not predicted exactly"
+            return f"{self.place} needs {gib(self.needs)}, has {gib(self.has)}"
+        return f"{self.place} needs {gib(self.needs)} of {gib(self.has)}: little is left for what is not predicted exactly"
 
 
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
@@ -113,8 +113,8 @@ def usable(total: int) -> int:
     return max(0, total - max(_RESERVE_BYTES, int(_RESERVE_SHARE * total)))
 
 
-def gb(size: int) -> str:
-    """Bytes for people, in units of 10^9: 242 GB, 3.4 GB, 12 MB."""
-    if size >= 99_500_000_000:
-        return f"{size / 1e9:.0f} GB"
-    return f"{size / 1e9:.1f} GB" if size >= 950_000_000 else f"{size / 1e6:.0f} MB"
+def gib(size: int) -> str:
+    """Bytes for people: 226 GiB, 3.2 GiB, 12 MiB."""
+    if size >= 99.5 * 2**30:
+        return f"{size / 2**30:.0f} GiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 0.95 * 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,200 @@
+"""Plans for people, as rich renderables: the models x GPU counts table, and the arithmetic behind one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from so_tui.machine.types import Machine
+from so_tui.plan.binding import cpu_ranges
+from so_tui.plan.types import Confidence, MemoryTerm, Place, Plan, PlanRow, Verdict
+from so_tui.plan.verdict import gib
+
+_SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
+_MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
+_BAR_WIDTH = 28
+_NONE = "—"
+_NARROW = 104
+"""Columns below which the table shows verdicts only."""
+
+
+def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
+    """What this machine can train: a line per model, a column per GPU count, and what the signs mean. Narrow terminals get less detail."""
+    parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows)]
+    if not any(plan.recommended for row in rows for plan in row.cells.values()):
+        parts.append(Text("Nothing here fits this machine. `so-tui plan PRESET` says what would."))
+    return Group(*parts)
+
+
+class _Grid:
+    """The table, drawn for the width it is shown in: model names and verdicts are never cut, the rest gives way."""
+
+    def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
+        self._rows, self._machine = rows, machine
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _grid(self._rows, self._machine, narrow=options.max_width < _NARROW)
+
+
+def _grid(rows: Sequence[PlanRow], machine: Machine, *, narrow: bool) -> Table:
+    unit = "GPU" if machine.gpus else "rank"
+    counts = sorted({count for row in rows for count in row.cells})
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("model", no_wrap=True)
+    if not narrow:
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("tokens", justify="right", no_wrap=True)
+    for count in counts:
+        table.add_column(f"{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
+    for row in rows:
+        facts = [] if narrow else [_parameters(row), str(row.sequence_length)]
+        cells = [cell(row.cells[count], narrow=narrow) if count in row.cells else Text("") for count in counts]
+        table.add_row(row.preset, *facts, *cells)
+    return table
+
+
+def cell(plan: Plan, *, narrow: bool = False) -> Text:
+    """One cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``."""
+    sign, style = _SIGNS[plan.verdict]
+    text = Text("★ " if plan.recommended else "  ").append(f"{sign} ", style)
+    if not plan.fits:
+        return text.append(_shortfall(plan, narrow), "dim")
+    text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
+    rate = plan.useful_tokens_per_s_total
+    return text if rate is None else text.append(f" {_rate(rate):>7}")
+
+
+def render_plan(plan: Plan, machine: Machine) -> RenderableType:
+    """The verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
+    parts: list[RenderableType] = [_headline(plan), Text()]
+    parts += [_bullet("·", "cyan", reason) for reason in plan.reasons]
+    parts += [_bullet("!", "yellow", warning) for warning in plan.warnings]
+    for place, title, capacity in _places(plan, machine):
+        terms = sorted((term for term in plan.breakdown if term.place == place and term.bytes), key=lambda term: -term.bytes)
+        if terms:
+            parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity), _terms(terms)]
+    parts += [Text(), Text("= exact   ≈ estimate", style="dim")]
+    parts += [Text(), _step(plan)]
+    if plan.binding:
+        parts += [Text(), _binding(plan)]
+    return Group(*parts)
+
+
+def _headline(plan: Plan) -> Text:
+    sign, style = _SIGNS[plan.verdict]
+    how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    ranks = f"{plan.gpus} " + ("GPU" if plan.gpus == 1 else "GPUs") if plan.gpu_capacity_bytes else f"{plan.gpus} ranks"
+    text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
+    return text.append("   recommended", "bold") if plan.recommended else text
+
+
+def _places(plan: Plan, machine: Machine) -> tuple[tuple[Place, str, int | None], ...]:
+    # A node may carry several ranks, so the rank's terms are set against the capacity only where they are the same thing.
+    alone = len(plan.host_bytes_per_node) == plan.gpus
+    node = min(plan.host_capacity_bytes_per_node.values(), default=None) if alone else None
+    return (
+        ("gpu", "each GPU", plan.gpu_capacity_bytes),
+        ("node", "host, each rank", node),
+        ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
+        ("disk", "disk, whole run", None),
+    )
+
+
+def _heading(title: str, total: int, capacity: int | None) -> Text:
+    text = Text.assemble((f"{title:<22}", "bold"))
+    if capacity:
+        filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
+        text.append("▇" * filled, "red" if total > capacity else "cyan").append("░" * (_BAR_WIDTH - filled), "dim").append("  ")
+        return text.append(f"{gib(total)} of {gib(capacity)}")
+    return text.append(gib(total))
+
+
+def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(style="dim", ratio=2)
+    for term in terms:
+        name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
+        table.add_row(gib(term.bytes), _MARKS[term.confidence], name, term.formula)
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _step(plan: Plan) -> Text:
+    text = Text.assemble(("step".ljust(22), "bold"))
+    if plan.step is None or plan.step_s is None:
+        return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "nothing is known of this machine's speed"))
+    step = plan.step
+    text.append(f"{plan.step_s:.2f} s   data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}")
+    text.append(f"   optimizer exposed {step.exposed_optimizer_s:.2f}\n" + " " * 22)
+    text.append(f"{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
+    text.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU" if plan.model_tflops_per_gpu else "")
+    return text.append(f"\n{' ' * 22}≈ {plan.speed_source}", "dim") if plan.speed_source else text
+
+
+def _binding(plan: Plan) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("rank", "GPU", "node", "training cores", "CPU-Adam cores", "memory", "DeepSpeed alone"):
+        table.add_column(heading)
+    for rank in plan.binding:
+        policy = rank.memory_policy
+        table.add_row(
+            str(rank.rank),
+            _NONE if rank.gpu is None else str(rank.gpu),
+            _NONE if rank.numa_node is None else str(rank.numa_node),
+            cpu_ranges(rank.main_cpus),
+            cpu_ranges(rank.adam_cpus) or _NONE,
+            f"{policy.mode} {', '.join(map(str, policy.nodes))}".strip(),
+            "the same"
+            if rank.deepspeed.matches
+            else f"{' '.join(rank.deepspeed.numactl) or 'unbound'} ({cpu_ranges(rank.deepspeed.cpus)})",
+        )
+    return table
+
+
+def _machine_line(machine: Machine) -> Text:
+    nodes = machine.cpu_nodes
+    gpus = f"{len(machine.gpus)}x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    each = f", {gib(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
+    plural = "s" if len(nodes) > 1 else ""
+    host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {gib(machine.host_memory_bytes)}{each}"
+    return Text.assemble((machine.hostname, "bold"), f"   {gpus} · {host}")
+
+
+def _legend(rows: Sequence[PlanRow]) -> Text:
+    text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
+    text.append("\ngpu: no offload   0.40: offload ratio   k/s: thousand tokens a second   243 > 106: GiB needed > GiB there")
+    sources = {plan.speed_source for row in rows for plan in row.cells.values() if plan.speed_source}
+    return text.append("".join(f"\nspeeds are predictions: {source}" for source in sorted(sources)), "dim")
+
+
+def _parameters(row: PlanRow) -> str:
+    total = f"{row.parameters / 1e9:.1f} B" if row.parameters >= 1e8 else f"{row.parameters / 1e6:.1f} M"
+    return f"{total}, {row.active_parameters / 1e9:.1f} active" if row.active_parameters < row.parameters else total
+
+
+def _shortfall(plan: Plan, narrow: bool) -> str:
+    """The worst shortage in few words."""
+    if not plan.possible:
+        return "not here" if narrow else "cannot run here"
+    places = [("GPU", plan.gpu_bytes, plan.gpu_capacity_bytes or 0)]
+    places += [("host", needs, plan.host_capacity_bytes_per_node.get(node, 0)) for node, needs in plan.host_bytes_per_node.items()]
+    place, needs, has = max(places, key=lambda found: found[1] / max(1, found[2]) if found[2] or found[0] == "host" else 0.0)
+    figures = f"{needs / 2**30:.0f} > {has / 2**30:.0f}"
+    return figures if narrow else f"{place} {figures}"
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s / 1000:.1f}k/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}/s"
+
+
+def _bullet(sign: str, style: str, text: str) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(sign, style=style), Text(text))
+    return table
