@@ -10,7 +10,7 @@ import msgspec
 
 from so_tui.machine.cpulist import cpus_or_empty
 from so_tui.machine.numa import distance
-from so_tui.machine.nvml import NvmlGpu, query_nvml
+from so_tui.machine.nvml import NvmlAnswer, NvmlGpu
 from so_tui.machine.tree import Tree
 from so_tui.machine.types import Gpu, NumaNode
 
@@ -48,17 +48,15 @@ def pci_gpus(tree: Tree) -> tuple[PciGpu, ...]:
     return tuple(gpu for gpu in found if gpu is not None)
 
 
-def read_gpus(tree: Tree, nodes: tuple[NumaNode, ...], *, coherent: bool) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+def read_gpus(tree: Tree, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The GPUs of this machine with their nodes, and what must be known about the list.
 
     ``coherent``: whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may be taken for it.
     """
     on_bus = pci_gpus(tree)
-    notes: list[str] = []
+    notes = list(nvml.notes)
     if tree.live:
-        answer = query_nvml()
-        notes += answer.notes
-        gpus = tuple(_from_nvml(gpu, on_bus, tree) for gpu in answer.gpus)
+        gpus = tuple(_from_nvml(gpu, on_bus) for gpu in nvml.gpus)
         if not gpus:
             usable = tuple(gpu for gpu in on_bus if _driver_loaded(tree, gpu.vendor))
             if len(usable) < len(on_bus):
@@ -115,7 +113,7 @@ def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
     )
 
 
-def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...], tree: Tree) -> Gpu:
+def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...]) -> Gpu:
     bus_id = normal_bus_id(gpu.bus_id)
     place = next((other for other in on_bus if other.bus_id == bus_id), None)
     return Gpu(

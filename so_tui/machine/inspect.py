@@ -10,6 +10,7 @@ from so_tui.machine.gpus import read_gpus
 from so_tui.machine.memory import host_memory, page_size_bytes, shared_memory
 from so_tui.machine.mpam import read_mpam
 from so_tui.machine.numa import read_nodes
+from so_tui.machine.nvml import NvmlAnswer, query_nvml
 from so_tui.machine.software import read_software
 from so_tui.machine.tree import Tree
 from so_tui.machine.types import Machine
@@ -30,7 +31,8 @@ def inspect_machine(sysroot: Path | None = None) -> Machine:
     online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
     allowed = allowed_cpus(tree, online)
     memory = host_memory(tree, nodes, virtual=cpu.virtual)
-    gpus, gpu_notes = read_gpus(tree, memory.nodes, coherent=cpu.architecture in ("aarch64", "unknown"))
+    nvml = query_nvml() if tree.live else NvmlAnswer()
+    gpus, gpu_notes = read_gpus(tree, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
     shm = shared_memory(tree)
     return Machine(
         hostname=os.uname().nodename if tree.live else tree.text("/proc/sys/kernel/hostname") or "unknown",
@@ -43,7 +45,7 @@ def inspect_machine(sysroot: Path | None = None) -> Machine:
         shm_total_bytes=shm.total_bytes,
         shm_free_bytes=shm.free_bytes,
         mpam=read_mpam(tree, cpu.architecture),
-        software=read_software(tree, memory.nodes, allowed),
+        software=read_software(tree, memory.nodes, allowed, nvml.driver),
         numa_nodes=memory.nodes,
         gpus=gpus,
         memory_limit_bytes=memory.limit_bytes,

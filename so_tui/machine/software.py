@@ -19,7 +19,7 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
 
 
-def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> Software:
+def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, ...], nvml_driver: str | None) -> Software:
     """Everything None for another machine's tree."""
     if not tree.live:
         return Software()
@@ -33,7 +33,7 @@ def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, .
         flash_attn=package_version("flash-attn"),
         numactl=_numactl_version(),
         numactl_works=numactl_trial(*trial_place(nodes, allowed)),
-        nvidia_driver=_nvidia_driver(tree),
+        nvidia_driver=nvml_driver or _nvidia_driver(tree),
         compiler=_compiler(),
         ninja=package_version("ninja") or _first_version("ninja", "--version"),
     )
