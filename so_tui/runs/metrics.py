@@ -147,9 +147,13 @@ class MetricsReader:
     # following
 
     def poll(self, *, limit_records: int, limit_s: float) -> Progress:
-        """Reads on, within the bounds. What is already indexed is taken over as history and not returned record by record."""
+        """Reads on, within the bounds. Of the segments there are at first only the newest comes record by record: older ones that have an
+        index are taken over as history. Raises OSError.
+        """
         deadline = time.monotonic() + limit_s
-        for number, path in segments(self._folder).items():
+        listing = segments(self._folder)
+        newest = next(reversed(listing.values()), None)
+        for number, path in listing.items():
             if number not in self._known:
                 self._known.add(number)
                 self._tail.append(_Segment(path))
@@ -161,7 +165,7 @@ class MetricsReader:
                 more = True
                 break
             index = segment.index() if segment is self._tail[0] else None  # before reading: then the end that is read is the end
-            if index is not None and segment.offset == 0:
+            if index is not None and segment.offset == 0 and segment.path != newest:
                 self._take_history(index)
                 continue
             more = self._read(segment, records, limit_records, deadline)

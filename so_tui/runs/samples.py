@@ -1,8 +1,8 @@
 """Samples of a host: one file family per floor in ``samples.<host>/``, bounded however long the run lasts.
 
 ``raw-*`` holds the samples of the newest hours; ``10s-*``, ``60s-*`` and ``600s-*`` hold roll-ups (mean and peak). Each floor drops its
-oldest segment when it outgrows its share. The shares sum to 96 MB; with 288 cores, 8 nodes and 4 GPUs (1.7 kB a sample, about twice
-that a roll-up) they hold about 4 hours, 20 hours, 5 days and 50 days.
+oldest segment when it outgrows its share. The shares sum to 96 MB; with 288 cores, 8 nodes and 4 GPUs (1.7 to 2.6 kB a sample, twice
+that a roll-up) they hold at least 2.5 hours, 12 hours, 3 days and 4 weeks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Floor(msgspec.Struct, frozen=True):
 
 
 FLOORS = (
-    Floor("raw-", 0, 26 * MEBIBYTE),
-    Floor("10s-", 10, 24 * MEBIBYTE),
+    Floor("raw-", 0, 24 * MEBIBYTE),
+    Floor("10s-", 10, 22 * MEBIBYTE),
     Floor("60s-", 60, 22 * MEBIBYTE),
-    Floor("600s-", 600, 20 * MEBIBYTE),
+    Floor("600s-", 600, 24 * MEBIBYTE),
 )
 
 
@@ -153,7 +153,7 @@ class SampleReader:
         paths = list(segments(self._folder, floor.stem).values())
         starts = [self._start(floor, path) for path in paths]
         found: list[Rollup] = []
-        for path, start, next_start in zip(paths, starts, (*starts[1:], math.inf), strict=True):
+        for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
             if start <= last and next_start > first:
                 lines, _ = read_lines(path, 0, 2 * floor.segment_bytes)
                 found += _as_rollups(floor, lines)

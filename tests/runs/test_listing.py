@@ -1,0 +1,172 @@
+"""Making runs and finding them again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.runs import RunDirectory, create_run, default_runs_dir, find_run, list_runs, new_attempt, read_spec, read_state, write_state
+from so_tui.runs.state import write_atomic
+from so_tui.spec.errors import InputError
+from so_tui.spec.types import RunSpec
+
+
+def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
+    run = create_run(spec)
+    assert run.path.parent == default_runs_dir()
+    assert run.name.startswith(f"tiny-{time.strftime('%m%d')}-")
+    assert read_spec(run) == spec
+    state = read_state(run)
+    assert (state.state, state.name) == ("created", run.name)
+    assert sorted(path.name for path in run.path.iterdir()) == ["attempts", "control", "metrics", "spec.json", "state.json"]
+
+
+def test_creators_at_the_same_time_get_runs_of_their_own(spec: RunSpec) -> None:
+    made: list[RunDirectory] = []
+    threads = [threading.Thread(target=lambda: made.extend(create_run(spec) for _ in range(25))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({run.path for run in made}) == 100
+    assert {run.path for run in list_runs()} == {run.path for run in made}
+
+
+def test_a_name_that_is_taken_is_refused(spec: RunSpec) -> None:
+    create_run(spec, name="mine")
+    with pytest.raises(InputError, match="there is a run mine already"):
+        create_run(spec, name="mine")
+
+
+def test_attempts_are_numbered(run: RunDirectory) -> None:
+    assert [new_attempt(run), new_attempt(run)] == [1, 2]
+    assert run.attempts() == (1, 2)
+    assert run.attempt_dir(2).is_dir()
+    run.log_path(2, "node-1.site").touch()
+    assert run.logs(2) == {"node-1.site": run.attempt_dir(2) / "output.node-1.site.log"}
+
+
+def test_runs_are_listed_newest_first_wherever_they_were_made(spec: RunSpec, tmp_path: Path) -> None:
+    runs = [create_run(spec, folder) for folder in (None, tmp_path / "scratch", None, tmp_path / "scratch", tmp_path / "project")]
+    for age, run in enumerate(reversed(runs)):
+        os.utime(run.spec_path, (1e9 - age, 1e9 - age))
+    assert list(list_runs()) == runs[::-1]
+    assert list(list_runs(tmp_path / "scratch")) == [runs[3], runs[1]]
+    assert find_run("latest") == runs[4]
+    assert find_run(runs[1].name) == runs[1]
+    assert find_run(str(runs[3].path)) == runs[3]
+
+
+def test_folders_that_are_gone_are_passed_over(spec: RunSpec, tmp_path: Path) -> None:
+    kept = create_run(spec)
+    gone = create_run(spec, tmp_path / "scratch")
+    subprocess.run(["rm", "-r", gone.path.parent], check=True)
+    (default_runs_dir() / "not-a-run").mkdir()
+    (default_runs_dir() / "a-file").touch()
+    assert list_runs() == (kept,)
+
+
+def test_the_environment_may_name_the_folder(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path / "elsewhere"))
+    assert create_run(spec).path.parent == tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [("tny-one", "Did you mean tiny-one"), ("/nowhere/at/all", "spec.json"), ("latest", "tiny-one")],
+)
+def test_a_run_that_is_not_there_is_told_with_the_nearest(spec: RunSpec, asked: str, answer: str) -> None:
+    create_run(spec, name="tiny-one")
+    if asked == "latest":
+        assert find_run(asked).name == answer
+        return
+    with pytest.raises(InputError, match=answer) as caught:
+        find_run(asked)
+    assert caught.value.exit_code == 2
+
+
+def test_without_any_run_it_says_how_to_start_one() -> None:
+    with pytest.raises(InputError, match="so-tui run PRESET"):
+        find_run("latest")
+
+
+def test_the_same_name_in_two_folders_asks_for_the_path(spec: RunSpec, tmp_path: Path) -> None:
+    twins = [create_run(spec, folder, name="twin") for folder in (None, tmp_path / "scratch")]
+    with pytest.raises(InputError, match="Give the path") as caught:
+        find_run("twin")
+    assert all(str(run.path) in str(caught.value) for run in twins)
+
+
+def test_a_folder_that_cannot_hold_runs_is_told_and_left_as_it_was(spec: RunSpec, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="--runs-dir") as caught:
+        create_run(spec, tmp_path / "file" / "runs")
+    assert str(tmp_path / "file" / "runs") in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_folder_that_is_not_ours_to_write_is_told(spec: RunSpec) -> None:
+    with pytest.raises(InputError, match=r"cannot make a run here: (Permission denied|Operation not permitted|Read-only)"):
+        create_run(spec, Path("/sys/kernel/so-tui-runs"))  # not even root makes folders there
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from so_tui.runs import create_run
+from so_tui.spec.errors import InputError
+from so_tui.spec.types import DataSpec, ModelSpec, RunSpec
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    create_run(RunSpec(name="tiny", model=ModelSpec(id="m"), data=DataSpec(source="d")), Path(sys.argv[1]))
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
+    told = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path / "runs"], capture_output=True, text=True, check=True).stdout
+    assert "cannot write the run" in told
+    assert "Free some space" in told
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_state_is_replaced_as_a_whole_while_others_read(run: RunDirectory) -> None:
+    done = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(read_state(run).heartbeat)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for beat in range(100):
+        write_state(run, msgspec.structs.replace(read_state(run), heartbeat=beat, detail="x" * 5000))
+    done.set()
+    reader.join()
+    assert seen == sorted(seen)
+    assert not list(run.path.glob(".*"))
+
+
+def test_a_state_that_cannot_be_read_is_told(run: RunDirectory) -> None:
+    run.state_path.write_text("{")
+    with pytest.raises(InputError, match=r"state.json cannot be read"):
+        read_state(run)
+    run.spec_path.unlink()
+    with pytest.raises(InputError, match=r"spec.json cannot be read: No such file"):
+        read_spec(run)
+
+
+def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"Not a directory|No such file"):
+        write_atomic(tmp_path / "missing" / "file", b"")
+    assert list(tmp_path.glob("missing*")) == []

@@ -1,0 +1,137 @@
+"""The truth about runs whose processes were killed, and what users ask of runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from so_tui.runs import HeartbeatWatch, MetricsWriter, RunDirectory, alive, control, state_with_truth, write_state
+from so_tui.runs.liveness import STALE_S, end_of_attempt, identify, living, supervised
+from so_tui.runs.records import EndRecord, Process, RunState, StepRecord
+
+Sleeper = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Sleeper]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def known(pid: int) -> Process:
+    process = identify(pid)
+    assert process is not None
+    return process
+
+
+def recorded(run: RunDirectory, **others: object) -> RunState:
+    values: dict[str, object] = {"state": "training", "attempt": 1, "host": socket.gethostname(), "step": 7}
+    state = RunState(name=run.name, **(values | others))  # type: ignore[arg-type]
+    write_state(run, state)
+    return state
+
+
+def test_a_process_is_known_by_its_start_time(sleeper: Sleeper) -> None:
+    process = known(sleeper.pid)
+    assert alive(process)
+    assert not alive(msgspec.structs.replace(process, start_time=process.start_time - 1))
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+    assert not alive(process)
+    assert identify(sleeper.pid) is None
+    sleeper.wait()
+    assert not alive(process)
+
+
+def test_a_name_with_brackets_does_not_confuse(sleeper: Sleeper) -> None:
+    named = subprocess.Popen(["/bin/sh", "-c", "printf ') R (' > /proc/self/comm; read x"], stdin=subprocess.PIPE)
+    try:
+        assert alive(known(named.pid))
+    finally:
+        named.kill()
+        named.wait()
+
+
+def test_a_run_lives_while_any_of_its_processes_does(run: RunDirectory, sleeper: Sleeper) -> None:
+    dead = Process(pid=sleeper.pid, start_time=1, role="supervisor")
+    state = recorded(run, supervisor=dead, processes=(dead, known(sleeper.pid)))
+    assert state_with_truth(run) == state
+    assert not supervised(state)
+    assert living(state.processes) == (known(sleeper.pid),)
+    sleeper.kill()
+    sleeper.wait()
+    truth = state_with_truth(run)
+    assert truth.state == "lost"
+    assert truth.exit_code == 1
+    assert "gone" in truth.reason
+    assert "so-tui resume" in truth.suggestion
+
+
+def test_a_supervisor_alone_keeps_a_run_alive(run: RunDirectory, sleeper: Sleeper) -> None:
+    state = recorded(run, state="starting", supervisor=known(sleeper.pid))
+    assert supervised(state)
+    assert state_with_truth(run) == state
+
+
+def test_a_run_that_no_supervisor_took_yet_is_not_lost(run: RunDirectory) -> None:
+    assert state_with_truth(run).state == "created"
+
+
+@pytest.mark.parametrize(("ended", "code"), [("finished", 0), ("stopped", 4), ("failed", 1)])
+def test_the_trainers_last_word_counts_when_the_supervisor_could_not_write_it(
+    run: RunDirectory, step: Callable[..., StepRecord], ended: str, code: int
+) -> None:
+    recorded(run)
+    writer = MetricsWriter(run, 1)
+    writer.append(step(8))
+    writer.append(EndRecord(attempt=1, time=5.0, state=ended, step=8, reason="because"))  # type: ignore[arg-type]
+    writer.close()
+    truth = state_with_truth(run)
+    assert (truth.state, truth.exit_code, truth.step, truth.reason, truth.ended) == (ended, code, 8, "because", 5.0)
+    assert end_of_attempt(run, 2) is None
+
+
+def test_a_final_state_stands(run: RunDirectory) -> None:
+    state = recorded(run, state="finished", exit_code=0)
+    assert state_with_truth(run) == state
+
+
+def test_a_run_of_another_host_is_judged_by_its_heartbeat_and_our_clock(run: RunDirectory) -> None:
+    now = [0.0]
+    watch = HeartbeatWatch(clock=lambda: now[0])
+    recorded(run, host="elsewhere", heartbeat=1)
+    assert state_with_truth(run).state == "training"
+    for beat in range(2, 5):
+        assert state_with_truth(run, watch).state == "training"
+        now[0] += STALE_S - 1
+        assert state_with_truth(run, watch).state == "training"
+        recorded(run, host="elsewhere", heartbeat=beat)
+    assert state_with_truth(run, watch).state == "training"
+    now[0] += STALE_S + 1
+    assert state_with_truth(run, watch).state == "lost"
+    recorded(run, host="elsewhere", heartbeat=9)
+    assert state_with_truth(run, watch).state == "training"
+
+
+def test_requests_are_kept_until_they_are_carried_out(run: RunDirectory) -> None:
+    assert control.pending(run) == frozenset()
+    control.request(run, "stop", reason="time limit")
+    control.request(run, "checkpoint")
+    assert control.pending(run) == {"stop", "checkpoint"}
+    asked = control.details(run, "stop")
+    assert asked is not None
+    assert asked.reason == "time limit"
+    assert str(os.getpid()) in asked.by
+    control.clear(run, "stop")
+    control.clear(run, "stop")
+    assert control.pending(run) == {"checkpoint"}
+    assert control.details(run, "stop") is None
+    assert [path.name for path in run.control_dir.iterdir()] == ["checkpoint"]

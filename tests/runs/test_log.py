@@ -1,0 +1,177 @@
+"""The log: bounded under the processes that write it, readable for people."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from so_tui.runs import LogReader, RunDirectory, RunReader, log_readers, new_attempt, redact
+from so_tui.runs.log import all_lines, readable, trim_log
+
+
+def add(path: Path, text: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        (b"plain", "plain"),
+        (b"windows line\r", "windows line"),
+        (b" 10%|#   |\r 50%|##  |\r100%|####|", "100%|####|"),
+        (b" 50%|##  |\r        \r", " 50%|##  |"),
+        (b"\x1b[32mgreen\x1b[0m and \x1b[1;31mred\x1b[m", "green and red"),
+        (b"\x1b]0;title\x07text\x1b[A\x1b[2K", "text"),
+        (b"a\tb\x00\x08c", "a\tbc"),
+        ("Grüße ⣿".encode(), "Grüße ⣿"),
+        (b"broken \xff\xfe", "broken ��"),
+        (b"", ""),
+    ],
+)
+def test_a_line_reads_as_a_terminal_would_leave_it(raw: bytes, shown: str) -> None:
+    assert readable(raw) == shown
+
+
+def test_lines_come_once_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    reader = LogReader(path)
+    assert reader.poll() == ()
+    add(path, b"one\ntw")
+    assert (reader.poll(), reader.partial) == (("one",), "tw")
+    assert reader.poll() == ()
+    add(path, b"o\n 1%\r 2%")
+    assert (reader.poll(), reader.partial) == (("two",), " 2%")
+    add(path, b"\r99%\nend")
+    assert reader.poll() == ("99%",)
+    assert list(all_lines(path)) == ["one", "two", "99%", "end"]
+
+
+def test_a_character_cut_in_two_is_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    reader = LogReader(path)
+    text = "Ä\n".encode()
+    add(path, text[:1])
+    assert reader.poll() == ()
+    add(path, text[1:])
+    assert reader.poll() == ("Ä",)
+
+
+def test_the_tail_starts_at_a_line_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    add(path, b"".join(b"line %d\n" % i for i in range(10_000)))
+    reader = LogReader(path)
+    assert reader.tail(2) == ("line 9998", "line 9999")
+    assert LogReader(path).tail(10_000, limit_bytes=100)[0] == "line 9991"
+    assert LogReader(path).tail(20_000) == tuple(f"line {i}" for i in range(10_000))
+    add(path, b"new\n")
+    assert reader.poll() == ("new",)
+
+
+def test_a_poll_is_bounded_and_endless_lines_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    add(path, b"x" * 99 + b"\n")
+    for _ in range(6):
+        add(path, path.read_bytes() * 3)
+    reader = LogReader(path)
+    assert len(reader.poll(limit_bytes=10_000, limit_s=5)) == 100
+    endless = tmp_path / "endless"
+    add(endless, b"y" * 1_000_000)
+    assert sum(map(len, all_lines(endless))) == 1_000_000
+    bar = tmp_path / "bar"
+    add(bar, b"".join(b"\r%06d of many" % i for i in range(50_000)))
+    reader = LogReader(bar)
+    assert reader.poll(limit_s=5) == ()
+    assert reader.partial == "049999 of many"
+
+
+def test_another_log_in_its_place_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    add(path, b"old line\n" * 10)
+    reader = LogReader(path)
+    reader.poll()
+    path.write_bytes(b"new\n")
+    assert reader.poll() + reader.poll() == ("new",)
+
+
+WRITE_LOG = """
+import os, sys, time
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for i in range(int(sys.argv[2])):
+    os.write(fd, b"line %08d %s\\n" % (i, b"." * 40))
+    if i % 50 == 0:
+        time.sleep(0.001)
+"""
+
+
+def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    head, tail = 10_000, 50_000
+    count = 40_000
+    path.touch()
+    writer = subprocess.Popen([sys.executable, "-c", WRITE_LOG, path, str(count)])
+    reader = LogReader(path, head_bytes=head)
+    lines: list[str] = []
+    largest = trims = 0
+    while writer.poll() is None:
+        lines += reader.poll(limit_s=1)
+        largest = max(largest, path.stat().st_size)
+        trims += trim_log(path, head_bytes=head, tail_bytes=tail) > 0
+    lines += reader.poll(limit_bytes=1 << 24, limit_s=5)
+    assert trims > 10
+    assert largest < 4 * tail
+    numbers = [int(line.split()[1]) for line in lines if line.startswith("line ")]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) > 0.99 * count
+    content = path.read_bytes()
+    assert content.startswith(b"line 00000000")
+    assert content.rstrip().endswith(b"line %08d %s" % (count - 1, b"." * 40))
+    assert content.count(b"were dropped here") == 1
+
+
+def test_a_reader_that_slept_is_told_what_it_missed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    head, tail = 100, 300
+    reader = LogReader(path, head_bytes=head)
+    add(path, b"first\n")
+    assert reader.poll() == ("first",)
+    dropped = 0
+    for part in range(5):
+        add(path, b"".join(b"%03d %02d\n" % (part, i) for i in range(100)))
+        dropped += trim_log(path, head_bytes=head, tail_bytes=tail)
+    lines = reader.poll()
+    (gap,) = [line for line in lines if "dropped here" in line]
+    assert f"{dropped} bytes" in gap
+    assert lines[0] == "000 00"
+    assert lines[-1] == "004 99"
+    assert trim_log(path, head_bytes=head, tail_bytes=tail) == 0
+    assert LogReader(path, head_bytes=head).tail(3) == ("004 97", "004 98", "004 99")
+    assert trim_log(tmp_path / "missing") == 0
+
+
+def test_the_log_of_the_newest_attempt_is_followed(run: RunDirectory) -> None:
+    reader = RunReader(run, log_lines=2)
+    assert reader.poll().log_lines == ()
+    assert log_readers(run) == ()
+    new_attempt(run)
+    add(run.log_path(1, "node1"), b"a\nb\n")
+    assert [(line.attempt, line.host, line.text) for line in reader.poll().log_lines] == [(1, "node1", "a"), (1, "node1", "b")]
+    new_attempt(run)
+    add(run.log_path(1, "node1"), b"late\n 5%")
+    add(run.log_path(2, "node1"), b"c\n")
+    assert [line.text for line in reader.poll().log_lines] == ["late", "c"]
+    assert [line.text for line in RunReader(run).poll().log_lines] == ["c"]
+    add(run.log_path(2, "node1"), b"50%")
+    reader.poll()
+    assert reader.log_partial == "50%"
+    assert log_readers(run)[0].tail(5) == ("c",)
+
+
+def test_secrets_are_not_kept() -> None:
+    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4", "HF_TOKEN": "", "XAUTHORITY": "/x"}
+    secret = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "my_passwd", "GH_AUTH"), "s3cr3t")
+    assert redact(kept) == kept
+    assert set(redact(secret).values()) == {"<redacted>"}

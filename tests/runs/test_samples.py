@@ -1,0 +1,133 @@
+"""Samples stay bounded and the past stays visible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from so_tui.runs import RunDirectory, RunReader, SampleWriter
+from so_tui.runs.records import GpuSample, NodeSample, Sample
+from so_tui.runs.rollup import alone, roll_up
+from so_tui.runs.samples import FLOORS, Floor, SampleReader
+
+BEGIN = 1_000_000_000.0
+SMALL = (
+    Floor("raw-", 0, 40_000, 8_000),
+    Floor("10s-", 10, 40_000, 8_000),
+    Floor("60s-", 60, 40_000, 8_000),
+    Floor("600s-", 600, 80_000, 8_000),
+)
+
+
+def sample(second: float, *, busy: int = 50, cores: int = 2, attempt: int = 1, power_w: float | None = 300.0) -> Sample:
+    node = NodeSample(id=0, cores=(busy,) * cores, memory_used_bytes=busy * 1000, memory_total_bytes=1 << 30, file_cache_bytes=5)
+    gpu = GpuSample(index=0, busy_percent=busy, power_w=power_w)
+    return Sample(
+        attempt=attempt, time=BEGIN + second, interval_s=1.0, nodes=(node,), gpus=(gpu,), run_cpu_s=busy / 100, run_memory_bytes=busy
+    )
+
+
+def total_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
+    reader = RunReader(run)
+    writers = {host: SampleWriter(run, host) for host in ("node1", "node2.site")}
+    for second in range(3):
+        for writer in writers.values():
+            writer.append(sample(second))
+    update = reader.poll()
+    assert dict(update.samples) == {host: tuple(sample(s) for s in range(3)) for host in writers}
+    assert reader.hosts == ("node1", "node2.site")
+    assert reader.poll().samples == {}
+    writers["node1"].append(sample(3))
+    assert reader.poll().samples == {"node1": (sample(3),)}
+
+
+def test_mean_and_peak_of_a_roll_up() -> None:
+    whole = roll_up([alone(sample(i, busy=busy, power_w=power)) for i, (busy, power) in enumerate([(10, None), (20, 100.0), (90, 200.0)])])
+    assert whole.samples == 3
+    assert (whole.mean.time, whole.mean.interval_s) == (BEGIN + 2, 3.0)
+    assert whole.mean.nodes[0].cores == (40, 40)
+    assert whole.peak.nodes[0].cores == (90, 90)
+    assert (whole.mean.gpus[0].power_w, whole.peak.gpus[0].power_w) == (150.0, 200.0)
+    assert whole.mean.gpus[0].temperature_c is None
+    assert whole.mean.run_cpu_s == pytest.approx(1.2)
+    assert whole.peak.run_cpu_s == pytest.approx(2.7)
+    again = roll_up([whole, alone(sample(3, busy=0))])
+    assert again.mean.nodes[0].cores == (30, 30)
+    assert again.peak.nodes[0].cores == (90, 90)
+
+
+def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> None:
+    writer = SampleWriter(run, "node1", floors=SMALL)
+    hours = 6
+    largest = 0
+    for second in range(hours * 3600):
+        writer.append(sample(second, busy=second // 3600 * 10))
+        if second % 500 == 0:
+            largest = max(largest, total_bytes(run.samples_dir("node1")))
+    writer.close()
+    assert largest <= sum(floor.cap_bytes for floor in SMALL)
+    reader = SampleReader(run, "node1", floors=SMALL)
+    for rows in (20, 100, 2000):
+        history = reader.history(BEGIN, BEGIN + hours * 3600, rows)
+        times = [row.mean.time for row in history]
+        assert times == sorted(set(times))
+        assert min(rows, 30) <= len(history) < 1500
+        assert times[0] - BEGIN <= 600
+        assert history[0].mean.nodes[0].cores == (0, 0)
+        assert history[-1].peak.nodes[0].cores == (50, 50)
+        assert times[-1] == BEGIN + hours * 3600 - 1
+    recent = reader.history(BEGIN + hours * 3600 - 60, BEGIN + hours * 3600, 60)
+    assert [row.mean for row in recent] == [sample(second, busy=50) for second in range(hours * 3600 - 60, hours * 3600)]
+
+
+def test_the_shares_hold_hours_and_weeks_of_a_big_machine(run: RunDirectory) -> None:
+    nodes = tuple(
+        NodeSample(id=i, cores=(100,) * 72, memory_used_bytes=123456789012, memory_total_bytes=123456789012, file_cache_bytes=12345678901)
+        for i in range(4)
+    )
+    gpu = GpuSample(
+        busy_percent=99, memory_used_bytes=98765432109, memory_total_bytes=98765432109, power_w=654.321, clock_mhz=1755, index=0
+    )
+    writer = SampleWriter(run, "node1")
+    big = Sample(attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4)
+    writer.append(big)
+    writer.close()
+    sizes = {floor.stem: (run.samples_dir("node1") / f"{floor.stem}000001.jsonl").stat().st_size for floor in FLOORS}
+    assert sum(floor.cap_bytes for floor in FLOORS) < 100_000_000
+    assert FLOORS[0].cap_bytes / sizes["raw-"] > 2.5 * 3600
+    assert FLOORS[-1].cap_bytes / sizes["600s-"] * 600 > 4 * 7 * 86400
+
+
+def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
+    for attempt in (1, 2):
+        writer = SampleWriter(run, "node1", floors=SMALL)
+        for second in range(25):
+            writer.append(sample(attempt * 25 + second, attempt=attempt))
+        if attempt == 2:
+            writer.close()  # the first one was killed
+    reader = SampleReader(run, "node1", floors=SMALL)
+    assert len(reader.history(BEGIN, BEGIN + 100, 100)) == 50
+    assert {row.mean.attempt for row in reader.history(BEGIN, BEGIN + 100, 5)} == {1, 2}
+
+
+def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None:
+    writer = SampleWriter(run, "node1", floors=SMALL)
+    reader = SampleReader(run, "node1", floors=SMALL)
+    writer.append(sample(0))
+    assert reader.poll() == (sample(0),)
+    for second in range(1, 2000):
+        writer.append(sample(second))
+    times = []
+    while samples := reader.poll():
+        times += [each.time - BEGIN for each in samples]
+    assert times == sorted(set(times))
+    assert times[-1] == 1999
+
+
+def test_no_samples_is_no_history(run: RunDirectory) -> None:
+    assert RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10) == ()
