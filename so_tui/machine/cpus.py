@@ -17,8 +17,6 @@ GRACE = "NVIDIA Grace (Neoverse V2)"
 class Processor(NamedTuple):
     name: str
     architecture: str
-    virtual: bool
-    """Whether the CPU says that it runs under a hypervisor."""
 
 
 def online_cpus(tree: Tree) -> tuple[int, ...]:
@@ -61,11 +59,11 @@ def processor(tree: Tree) -> Processor:
     """Name and architecture from /proc/cpuinfo, or from the identification register in sysfs; py-cpuinfo (slow) as the last resort."""
     text = tree.text("/proc/cpuinfo") or ""
     fields = _cpuinfo_fields(text)
-    architecture = os.uname().machine if tree.live else _architecture(fields, tree)
+    arm = _arm_core(fields, tree)
+    architecture = os.uname().machine if tree.live else "aarch64" if arm else "x86_64" if "vendor_id" in fields else "unknown"
     return Processor(
-        name=_arm_name(fields, tree) or fields.get("model name") or _slow_name(tree) or "unknown",
+        name=_grace(arm) or fields.get("model name") or _slow_name(tree) or _arm_name(arm) or "unknown",
         architecture=architecture,
-        virtual="hypervisor" in fields.get("flags", "").split(),
     )
 
 
@@ -80,24 +78,21 @@ def _cpuinfo_processors(tree: Tree) -> tuple[int, ...]:
     return tuple(int(line.partition(":")[2]) for line in lines if line.startswith("processor") and line.partition(":")[2].strip().isdigit())
 
 
-def _arm_name(fields: dict[str, str], tree: Tree) -> str | None:
-    """Arm kernels write no model name: the implementer and part numbers say what the core is."""
+def _arm_core(fields: dict[str, str], tree: Tree) -> tuple[int, int] | None:
+    """(implementer, part): Arm kernels write no model name, but these numbers, in /proc/cpuinfo and in the identification register."""
     try:
-        implementer, part = int(fields["CPU implementer"], 16), int(fields["CPU part"], 16)
+        return int(fields["CPU implementer"], 16), int(fields["CPU part"], 16)
     except (KeyError, ValueError):
         midr = tree.integer("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1")
-        if midr is None:
-            return None
-        implementer, part = midr >> 24 & 0xFF, midr >> 4 & 0xFFF
-    if (implementer, part) == (_ARM_IMPLEMENTER, _NEOVERSE_V2_PART):
-        return GRACE
-    return None if tree.live else f"Arm implementer {implementer:#x} part {part:#x}"
+        return None if midr is None else (midr >> 24 & 0xFF, midr >> 4 & 0xFFF)
 
 
-def _architecture(fields: dict[str, str], tree: Tree) -> str:
-    if "CPU implementer" in fields or tree.exists("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"):
-        return "aarch64"
-    return "x86_64" if "vendor_id" in fields else "unknown"
+def _grace(arm: tuple[int, int] | None) -> str | None:
+    return GRACE if arm == (_ARM_IMPLEMENTER, _NEOVERSE_V2_PART) else None
+
+
+def _arm_name(arm: tuple[int, int] | None) -> str | None:
+    return f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else None
 
 
 def _slow_name(tree: Tree) -> str | None:

@@ -55,15 +55,13 @@ def read_gpus(tree: Tree, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, cohe
     """
     on_bus = pci_gpus(tree)
     notes = list(nvml.notes)
-    if tree.live:
+    if nvml.answered:
         gpus = tuple(_from_nvml(gpu, on_bus) for gpu in nvml.gpus)
-        if not gpus:
-            usable = tuple(gpu for gpu in on_bus if _driver_loaded(tree, gpu.vendor))
-            if len(usable) < len(on_bus):
-                notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver here and are left out.")
-            gpus = _from_pci(usable)
     else:
-        gpus = _from_pci(on_bus)
+        usable = tuple(gpu for gpu in on_bus if not tree.live or _driver_loaded(tree, gpu.vendor))
+        if len(usable) < len(on_bus):
+            notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver here and are left out.")
+        gpus = _from_pci(usable)
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
     if tree.live and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus, hidden = _visible(gpus, os.environ["CUDA_VISIBLE_DEVICES"])

@@ -30,7 +30,7 @@ def inspect_machine(sysroot: Path | None = None) -> Machine:
         raise InputError([_no_tree(tree.root)])
     online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
     allowed = allowed_cpus(tree, online)
-    memory = host_memory(tree, nodes, virtual=cpu.virtual)
+    memory = host_memory(tree, nodes)
     nvml = query_nvml() if tree.live else NvmlAnswer()
     gpus, gpu_notes = read_gpus(tree, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
     shm = shared_memory(tree)

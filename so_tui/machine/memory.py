@@ -43,14 +43,14 @@ def page_size_bytes(tree: Tree) -> int | None:
     return os.sysconf("SC_PAGE_SIZE") if tree.live else None
 
 
-def host_memory(tree: Tree, nodes: tuple[NumaNode, ...], *, virtual: bool) -> HostMemory:
+def host_memory(tree: Tree, nodes: tuple[NumaNode, ...]) -> HostMemory:
     """Memory of the CPU nodes, corrected where the kernel's node accounting lags behind memory that is still being added."""
     whole = meminfo(tree.text("/proc/meminfo"))
     nodes = _caught_up(nodes, whole)
     total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
     limit = cgroup.memory_limit_bytes(tree) if tree.live else None
     notes = [*_gpu_memory_note(nodes, whole.get("MemTotal"), total)]
-    if tree.live and _grows(tree, virtual):
+    if tree.live and _grows(tree):
         notes.append(f"Memory of this virtual machine may start small and grow on demand; {total / GIB:.1f} GiB is what it has now.")
     if limit is not None and limit < total:
         notes.append(f"The cgroup allows {limit / GIB:.1f} GiB of the host's {total / GIB:.1f} GiB.")
@@ -76,10 +76,8 @@ def _gpu_memory_note(nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_
     ]
 
 
-def _grows(tree: Tree, virtual: bool) -> bool:
+def _grows(tree: Tree) -> bool:
     """A virtual machine whose host can add or return memory: a memory or balloon device is bound, or DMI names Firecracker."""
-    if not virtual:
-        return False
     devices = [name for driver in ("virtio_mem", "virtio_balloon") for name in tree.names(f"/sys/bus/virtio/drivers/{driver}")]
     firecracker = (
         "firecracker" in " ".join(tree.text(f"/sys/class/dmi/id/{field}") or "" for field in ("sys_vendor", "product_name")).lower()

@@ -25,7 +25,9 @@ class NvmlGpu(Struct, frozen=True, kw_only=True):
     mig: bool | None
 
 
-class NvmlAnswer(Struct, frozen=True):
+class NvmlAnswer(Struct, frozen=True, kw_only=True):
+    answered: bool = False
+    """Whether NVML started: then its list is the truth, also an empty one (a job that was given no GPU)."""
     gpus: tuple[NvmlGpu, ...] = ()
     driver: str | None = None
     notes: tuple[str, ...] = ()
@@ -66,7 +68,7 @@ def query_nvml() -> NvmlAnswer:
         count = asker.ask("nvmlDeviceGetCount", read=int) or 0
         gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
         driver = asker.ask("nvmlSystemGetDriverVersion", read=_text)
-        return NvmlAnswer(gpus, driver, tuple(dict.fromkeys(asker.notes)))
+        return NvmlAnswer(answered=True, gpus=gpus, driver=driver, notes=tuple(dict.fromkeys(asker.notes)))
     finally:
         pynvml.nvmlShutdown()
 

@@ -200,13 +200,6 @@ def test_gpu_memory_that_was_not_brought_online(tmp_path: Path) -> None:
     assert "no NUMA node with memory" in only(found(healthy(tmp_path, host))).title
 
 
-def test_gpu_on_the_bus_without_a_driver(tmp_path: Path) -> None:
-    machine = msgspec.structs.replace(healthy(tmp_path / "m", EIGHT_H100), gpus=())
-    finding = only(look_at(Look(machine=machine, tree=Tree(tmp_path / "m"))))
-    assert finding.severity == "warning"
-    assert "H100" in finding.evidence
-
-
 LOGIN_SESSION = {"/proc/self/cgroup": "0::/user.slice/user-1000.slice/session-3.scope\n"}
 KILLING_VENDOR = {"/usr/lib/systemd/logind.conf": "KillUserProcesses=yes\n"}
 
@@ -266,3 +259,20 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
     machine = with_software(with_gpu(healthy(tmp_path), mig=True), ninja=None)
     results = found(machine, environment={"OMP_NUM_THREADS": "1"})
     assert [finding.severity for finding in results] == ["blocks", "warning", "note"]
+
+
+@pytest.mark.parametrize(
+    ("files", "title"),
+    [({}, "no driver for them here"), ({"/proc/driver/nvidia/version": "NVRM version: 580.95.05\n"}, "may not use")],
+)
+def test_gpus_on_the_bus_that_cannot_be_used(tmp_path: Path, files: dict[str, str], title: str) -> None:
+    machine = msgspec.structs.replace(healthy(tmp_path, EIGHT_H100), gpus=())
+    finding = only(found(machine, files, tmp_path))
+    assert finding.severity == "warning"
+    assert title in finding.title
+    assert "H100" in finding.evidence
+
+
+def test_gpus_hidden_by_the_environment(tmp_path: Path) -> None:
+    machine = msgspec.structs.replace(healthy(tmp_path, EIGHT_H100), gpus=(), notes=("CUDA_VISIBLE_DEVICES hides GPU 0.",))
+    assert only(found(machine, environment={"CUDA_VISIBLE_DEVICES": ""})).title == "All GPUs are hidden"

@@ -28,7 +28,7 @@ def vendor(look: Look) -> Iterator[Finding]:
 
 def driver(look: Look) -> Iterator[Finding]:
     if look.machine.gpus:
-        silent = tuple(gpu for gpu in look.nvidia if gpu.uuid is None)
+        silent = tuple(gpu for gpu in look.nvidia if gpu.uuid is None and gpu.compute_mode is None)
         answers = [note for note in look.machine.notes if "NVML" in note]
         if look.tree and silent:
             yield Finding(
@@ -40,13 +40,25 @@ def driver(look: Look) -> Iterator[Finding]:
             )
         return
     on_bus = tuple(gpu for gpu in pci_gpus(look.tree) if gpu.vendor == "nvidia") if look.tree else ()
-    if on_bus:
+    loaded = look.tree is not None and look.tree.exists("/proc/driver/nvidia/version")
+    if any("CUDA_VISIBLE_DEVICES" in note for note in look.machine.notes):
+        yield Finding(
+            severity="note",
+            title="All GPUs are hidden",
+            evidence=f"environment variable CUDA_VISIBLE_DEVICES={look.environment.get('CUDA_VISIBLE_DEVICES', '')}",
+            cost="Runs train on the CPU.",
+            remedy="`unset CUDA_VISIBLE_DEVICES`, and choose with `--gpus`.",
+        )
+    elif on_bus:
         yield Finding(
             severity="warning",
-            title="NVIDIA GPUs on the PCI bus, but no driver for them here",
-            evidence=", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in on_bus) + "; no /proc/driver/nvidia/version",
+            title="NVIDIA GPUs that this process may not use" if loaded else "NVIDIA GPUs on the PCI bus, but no driver for them here",
+            evidence=", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in on_bus)
+            + ("; the driver is loaded, and shows none of them" if loaded else "; no /proc/driver/nvidia/version"),
             cost="Runs train on the CPU.",
-            remedy="Load the NVIDIA driver, or start the container with its GPUs (`--gpus all`, `--nv`).",
+            remedy="Ask the scheduler for GPUs (`--gpus=N`), or start the container with them (`--gpus all`, `--nv`)."
+            if loaded
+            else "Load the NVIDIA driver, or start the container with its GPUs (`--gpus all`, `--nv`).",
         )
     else:
         yield Finding(
