@@ -26,8 +26,6 @@ def impossible(spec: RunSpec, machine: Machine) -> Iterator[str]:
     offload = spec.offload
     if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd"), None):
         yield f"GPU {amd.index} ({amd.name}) is an AMD GPU; the optimizer is written for CUDA. Use a machine with NVIDIA GPUs"
-    if offload.parameters != "none":
-        yield "offload.parameters = cpu is not supported: the bf16 weights stay on the GPU. Use offload.parameters = none and more GPUs"
     if not machine.gpus and offload.mode == "gpu":
         yield f"offload.mode = gpu needs a GPU, and {machine.hostname} has none. Use offload.mode = auto"
     if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":

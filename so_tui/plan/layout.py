@@ -72,11 +72,6 @@ class StateLayout(Struct, frozen=True):
         return sum(sub_group.device == "gpu" for sub_group in self.sub_groups)
 
     @property
-    def cpu_share(self) -> float:
-        """The share of the states that really lies on the CPU; sub-groups are not cut, so it is near ``offload.ratio``, not equal."""
-        return self.cpu_numel / self.numel if self.numel else 0.0
-
-    @property
     def weights_bytes(self) -> int:
         """bf16 weights, always on the GPU."""
         return WEIGHT_BYTES * self.numel

@@ -13,7 +13,7 @@ from msgspec import Struct
 from so_tui.plan.architecture import Architecture
 from so_tui.plan.flops import Flops, hw_flops, peak_flops
 from so_tui.plan.layout import StateLayout
-from so_tui.plan.memory import gradient_buffer_bytes
+from so_tui.plan.memory import gradient_buffer_bytes, own_engine
 from so_tui.plan.types import StepTime
 from so_tui.spec.types import RunSpec
 
@@ -114,11 +114,14 @@ def _gather_s(layout: StateLayout, speed: Speed) -> float:
 
 
 def _copies_s(spec: RunSpec, layout: StateLayout, speed: Speed) -> float:
-    """Gradients on their way to the host: fp32 once a step, and the partition to and fro in every further micro-step."""
+    """Gradients on their way to the host: 4 B a parameter at the step, and in every further micro-step what is accumulated there.
+
+    Our engine sends bf16 gradients and adds them up in place; DeepSpeed fetches its partition, adds, and puts it back.
+    """
     if spec.offload.mode == "gpu":
         return 0.0
-    accumulated = 2 * gradient_buffer_bytes(spec) * layout.numel * (spec.train.gradient_accumulation - 1)
-    return (4 * layout.cpu_numel + accumulated) / speed.link_bytes_per_s
+    again = 2 * layout.cpu_numel if own_engine(spec) else 2 * gradient_buffer_bytes(spec) * layout.numel
+    return (4 * layout.cpu_numel + again * (spec.train.gradient_accumulation - 1)) / speed.link_bytes_per_s
 
 
 def _exposed_s(spec: RunSpec, layout: StateLayout, speed: Speed, adam_s: float, last_backward_s: float) -> float:

@@ -1,0 +1,67 @@
+"""Machines as the planner sees them, built directly."""
+
+from __future__ import annotations
+
+from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+
+MIB = 2**20
+
+
+def superchips(count: int, *, node_mib: int = 117_000, hbm_mib: int = 97_280, name: str = "NVIDIA GH200 120GB") -> Machine:
+    """``count`` Grace Hopper superchips, 72 cores each, one CPU node and one GPU memory node per chip."""
+    nodes = [
+        NumaNode(id=chip, kind="cpu", cpus=tuple(range(72 * chip, 72 * chip + 72)), memory_total_bytes=node_mib * MIB)
+        for chip in range(count)
+    ]
+    gpus = [
+        Gpu(
+            index=chip,
+            name=name,
+            pci_bus_id=f"00{chip}9:01:00.0",
+            numa_node=chip,
+            memory_node=count + 8 * chip,
+            cpus=nodes[chip].cpus,
+            memory_total_bytes=hbm_mib * MIB,
+            c2c=True,
+        )
+        for chip in range(count)
+    ]
+    nodes += [NumaNode(id=count + 8 * chip, kind="gpu-memory", cpus=(), memory_total_bytes=hbm_mib * MIB) for chip in range(count)]
+    return _machine(f"gh200-{count}x", "Neoverse-V2", "aarch64", nodes, gpus)
+
+
+def x86(gpu: str = "", *, gpu_count: int = 1, cores: int = 16, memory_mib: int = 128 * 1024, gpu_mib: int = 143_771) -> Machine:
+    """One CPU node, with GPUs on PCIe when ``gpu`` names one."""
+    node = NumaNode(id=0, kind="cpu", cpus=tuple(range(cores)), memory_total_bytes=memory_mib * MIB)
+    gpus = [
+        Gpu(
+            index=index,
+            name=gpu,
+            pci_bus_id=f"0000:{index + 1:02x}:00.0",
+            numa_node=0,
+            cpus=node.cpus,
+            memory_total_bytes=gpu_mib * MIB,
+            vendor="amd" if "AMD" in gpu else "nvidia",
+        )
+        for index in range(gpu_count if gpu else 0)
+    ]
+    return _machine("box", "Xeon", "x86_64", [node], gpus)
+
+
+def _machine(hostname: str, cpu_name: str, architecture: str, nodes: list[NumaNode], gpus: list[Gpu]) -> Machine:
+    cpus = tuple(cpu for node in nodes for cpu in node.cpus)
+    total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
+    return Machine(
+        hostname=hostname,
+        cpu_name=cpu_name,
+        architecture=architecture,
+        page_size_bytes=4096,
+        online_cpus=cpus,
+        allowed_cpus=cpus,
+        host_memory_bytes=total,
+        shm_total_bytes=total // 2,
+        mpam=Mpam(state="off", evidence=""),
+        software=Software(),
+        numa_nodes=tuple(nodes),
+        gpus=tuple(gpus),
+    )

@@ -1,0 +1,140 @@
+"""Bytes against published and worked figures, and what must hold for any model."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.plan import make_plan
+from so_tui.plan.architecture import architecture
+from so_tui.plan.layout import state_layout
+from so_tui.plan.memory import memory_terms
+from so_tui.plan.types import MemoryTerm
+from so_tui.spec import RunSpec, load_catalog, with_values
+
+from .machines import superchips
+
+PRESETS = load_catalog().presets
+
+
+def spec_of(name: str, **offload: object) -> RunSpec:
+    spec = PRESETS[name].spec
+    return replace(spec, offload=replace(spec.offload, **offload))
+
+
+def terms_of(spec: RunSpec, ranks: int, *, has_gpu: bool = True) -> tuple[MemoryTerm, ...]:
+    return memory_terms(spec, state_layout(spec, ranks), architecture(spec.model.config), has_gpu=has_gpu, local_ranks=ranks)
+
+
+def total(terms: tuple[MemoryTerm, ...], place: str) -> int:
+    return sum(term.bytes for term in terms if term.place == place)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "ratio", "sub_groups", "on_gpu", "host_gb", "shm_gb", "weights_gb", "gpu_states_gb"),
+    [
+        ("llama-3.1-8b", 1, 0.8, 18, 3, 124, 53, 16.1, 22.4),
+        ("qwen3-14b", 1, 0.9, 32, 3, 242, 105, 29.5, 26.9),
+        ("gpt-oss-20b", 1, 0.9, 25, 2, 350, 152, 41.8, 31.4),
+        ("qwen3-30b-a3b", 2, 0.9, 33, 3, 254, 111, 30.5, 22.4),
+    ],
+)
+def test_states_under_deepspeed_are_what_its_own_partition_gives(
+    name: str,
+    ranks: int,
+    ratio: float,
+    sub_groups: int,
+    on_gpu: int,
+    host_gb: float,
+    shm_gb: float,
+    weights_gb: float,
+    gpu_states_gb: float,
+) -> None:
+    """Figures worked out from parameter lists built on meta tensors, in one parameter group."""
+    spec = spec_of(name, mode="superoffload", engine="deepspeed", ratio=ratio)
+    layout = state_layout(spec, ranks)
+    # Norms and biases are a group of their own here, which adds one small sub-group.
+    assert len(layout.sub_groups) == pytest.approx(sub_groups, abs=1)
+    assert layout.gpu_sub_groups == on_gpu
+    states = 16 * layout.cpu_numel + 2 * layout.numel + 4 * layout.largest_sub_group
+    assert states / 1e9 == pytest.approx(host_gb, rel=0.01)
+    assert 8 * layout.cpu_numel / 1e9 == pytest.approx(shm_gb, rel=0.01)
+    assert layout.weights_bytes / 1e9 == pytest.approx(weights_gb, rel=0.01)
+    assert 16 * layout.gpu_numel / 1e9 == pytest.approx(gpu_states_gb, rel=0.02)
+    exact = sum(term.bytes for term in terms_of(spec, ranks) if term.place == "node" and term.confidence == "exact")
+    assert exact == states
+
+
+def test_our_engine_needs_fourteen_bytes_where_deepspeeds_needs_sixteen() -> None:
+    ours = spec_of("qwen3-14b", mode="superoffload", ratio=1.0)
+    theirs = spec_of("qwen3-14b", mode="superoffload", ratio=1.0, engine="deepspeed")
+    parameters = state_layout(ours, 1).numel
+    named = {term.name: term.bytes for term in terms_of(ours, 1) if term.place == "node"}
+    assert named["masters"] + named["moments"] + named["exchange with the GPU"] == 14 * parameters
+    assert total(terms_of(theirs, 1), "node") > total(terms_of(ours, 1), "node")
+    assert total(terms_of(ours, 1), "shm") == 0
+
+
+def test_the_gpu_mode_holds_sixteen_bytes_a_parameter_on_the_gpu() -> None:
+    spec = spec_of("llama-3.1-8b", mode="gpu")
+    named = {term.name: term.bytes for term in terms_of(spec, 1) if term.place == "gpu"}
+    states = named["weights"] + named["masters"] + named["moments"] + named["gradients"]
+    assert states == 16 * state_layout(spec, 1).numel
+
+
+@pytest.mark.parametrize("engine", ["so-tui", "deepspeed"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_more_ratio_moves_bytes_from_the_gpu_to_the_host(engine: str, ranks: int) -> None:
+    plans = [terms_of(spec_of("qwen3-30b-a3b", mode="superoffload", engine=engine, ratio=step / 10), ranks) for step in range(1, 11)]
+    on_gpu = [total(terms, "gpu") for terms in plans]
+    on_host = [total(terms, "node") for terms in plans]
+    assert on_gpu == sorted(on_gpu, reverse=True)
+    assert on_host == sorted(on_host)
+    assert on_gpu[0] > on_gpu[-1]
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_more_ranks_never_need_more_of_each(name: str) -> None:
+    one, four = (state_layout(spec_of(name, mode="gpu"), ranks) for ranks in (1, 4))
+    assert four.weights_bytes < one.weights_bytes
+    assert 0 <= 4 * four.numel - one.numel < 4 * sum(len(sub_group.names) for sub_group in one.sub_groups)
+
+
+def test_larger_batches_need_more_activations_and_the_same_states() -> None:
+    small = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "1"}), 1)
+    large = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "8"}), 1)
+    assert total(large, "gpu") > total(small, "gpu")
+    exact = [[term.bytes for term in terms if term.name in ("weights", "masters", "moments")] for terms in (small, large)]
+    assert exact[0] == exact[1]
+
+
+def test_keeping_activations_costs_more_than_recomputing_them() -> None:
+    spec = spec_of("phi-4", mode="gpu")
+    kept = with_values(spec, {"model.activation_checkpointing": "false"})
+    assert total(terms_of(kept, 1), "gpu") > total(terms_of(spec, 1), "gpu")
+
+
+def test_without_a_gpu_everything_is_on_the_host() -> None:
+    spec = spec_of("tiny", mode="superoffload")
+    assert total(terms_of(spec, 2, has_gpu=False), "gpu") == 0
+    assert total(terms_of(spec, 2, has_gpu=False), "node") < total(terms_of(spec, 2), "node") + total(terms_of(spec, 2), "gpu")
+
+
+def test_a_checkpoint_is_fourteen_bytes_a_parameter() -> None:
+    plan = make_plan(spec_of("qwen3-14b", mode="gpu"), superchips(4))
+    assert plan.disk_bytes == 14 * 14_768_307_200
+
+
+def test_only_rank_zero_merges_a_pretrained_checkpoint() -> None:
+    plan = make_plan(with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4"}), superchips(4))
+    assert plan.host_bytes_per_node[0] > plan.host_bytes_per_node[1] == plan.host_bytes_per_node[3]
+    random = make_plan(
+        with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4", "model.weights": "random"}), superchips(4)
+    )
+    assert random.host_bytes_per_node[0] == random.host_bytes_per_node[1]
+
+
+def test_terms_add_up_to_the_plan() -> None:
+    plan = make_plan(with_values(PRESETS["qwen3-14b"].spec, {"gpus": "2", "offload.ratio": "0.6"}), superchips(4))
+    assert sum(term.bytes for term in plan.breakdown if term.place == "gpu") == plan.gpu_bytes
+    assert sum(term.bytes for term in plan.breakdown if term.place == "node" and term.rank is None) == plan.host_bytes_per_node[1]

@@ -1,0 +1,208 @@
+"""Verdicts, recommendations and reasons on machines people have."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from so_tui.machine.types import Machine
+from so_tui.plan import make_plan, plan_table, plans_json, recommend
+from so_tui.plan.show import render_plan, render_table
+from so_tui.plan.types import Plan
+from so_tui.spec import InputError, RunSpec, load_catalog, with_values
+
+from .machines import superchips, x86
+
+CATALOG = load_catalog()
+QUAD = superchips(4)
+BIG = superchips(1, node_mib=490_037, name="NVIDIA GH200 480GB")
+CPU_ONLY = x86(cores=4, memory_mib=16 * 1024)
+
+
+def spec_of(name: str, **changes: str) -> RunSpec:
+    return with_values(CATALOG.presets[name].spec, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_what_would() -> None:
+    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    assert (plan.fits, plan.verdict, plan.recommended) == (False, "does not fit", False)
+    assert plan.possible
+    said = " ".join(plan.reasons)
+    assert "needs" in said
+    assert "480 GB" in said
+
+
+def test_too_little_host_memory_names_the_node_the_figures_and_the_remedy() -> None:
+    plan = recommend(spec_of("qwen3-14b"), QUAD, 1)
+    assert not plan.fits
+    assert plan.reasons[0].startswith("host node 0 needs ")
+    assert plan.host_bytes_per_node[0] > plan.host_capacity_bytes_per_node[0]
+    assert any("2 GPUs" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-14b", "phi-4"])
+def test_one_large_superchip_holds_what_is_published_for_it(name: str) -> None:
+    plan = recommend(spec_of(name), BIG, 1)
+    assert plan.fits, plan.reasons
+    assert plan.mode == "superoffload"
+
+
+def test_auto_takes_the_gpu_when_everything_fits_there() -> None:
+    plan = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86("NVIDIA H200"))
+    assert (plan.mode, plan.verdict, plan.spec.offload.mode) == ("gpu", "fits", "gpu")
+    assert "auto" in " ".join(plan.reasons)
+
+
+def test_auto_keeps_the_ratio_it_was_given_where_it_offloads() -> None:
+    plan = make_plan(spec_of("qwen3-14b", gpus="1", offload__ratio="0.85"), BIG)
+    assert (plan.mode, plan.ratio) == ("superoffload", 0.85)
+
+
+def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
+    plan = recommend(spec_of("qwen3-14b"), BIG, 1)
+    assert plan.verdict == "fits"
+    less = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__ratio=f"{plan.ratio - 0.05:.2f}"), BIG)
+    assert less.verdict != "fits"
+    given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
+    assert (plan.step_s or 0) <= (given.step_s or 0)
+
+
+def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> None:
+    given = spec_of("llama-3.1-8b", train__micro_batch="64", gpus="4")
+    plan = recommend(given, QUAD)
+    assert plan.fits
+    assert plan.spec.train.micro_batch < 64
+    assert plan.tokens_per_step == make_plan(given, QUAD).tokens_per_step
+    assert any("micro-batch" in reason for reason in plan.reasons)
+
+
+def test_tiny_fits_without_a_gpu() -> None:
+    plan = make_plan(spec_of("tiny"), CPU_ONLY)
+    assert (plan.fits, plan.mode, plan.gpu_bytes, plan.gpu_capacity_bytes) == (True, "superoffload", 0, None)
+    assert [rank.gpu for rank in plan.binding] == [None, None]
+    assert set(plan.host_bytes_per_node) == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "word"),
+    [
+        ({"gpus": "2"}, BIG, "1 GPU"),
+        ({"gpus": "[3]"}, BIG, "GPU 3"),
+        ({"gpus": "1", "offload.mode": "gpu"}, CPU_ONLY, "offload.mode"),
+        ({"gpus": "1", "offload.mode": "superoffload", "offload.engine": "deepspeed"}, CPU_ONLY, "so-tui"),
+        ({"gpus": "1"}, x86("AMD Instinct MI300A"), "AMD"),
+    ],
+)
+def test_what_cannot_run_here_is_a_plan_that_says_so(changes: dict[str, str], machine: Machine, word: str) -> None:
+    plan = make_plan(with_values(CATALOG.presets["tiny"].spec, changes), machine)
+    assert (plan.fits, plan.possible, plan.verdict, plan.step_s) == (False, False, "does not fit", None)
+    assert word in plan.reasons[0]
+
+
+def test_a_model_without_a_table_is_an_input_error() -> None:
+    bare = replace(spec_of("tiny"), model=replace(spec_of("tiny").model, parameters=()))
+    with pytest.raises(InputError, match=r"model\.parameters"):
+        make_plan(bare, QUAD)
+
+
+def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
+    warned = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__engine="deepspeed"), BIG)
+    assert any("gradient_clipping" in warning for warning in warned.warnings)
+    own = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
+    assert not any("gradient_clipping" in warning for warning in own.warnings)
+
+
+def test_a_needless_ratio_is_priced() -> None:
+    plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload", offload__ratio="0.9"), QUAD)
+    assert any("instead of" in warning for warning in plan.warnings)
+
+
+def test_a_memory_limit_of_the_session_counts() -> None:
+    free = make_plan(spec_of("tiny"), CPU_ONLY)
+    limited = make_plan(spec_of("tiny"), replace(CPU_ONLY, memory_limit_bytes=10**9))
+    assert free.fits
+    assert not limited.fits
+    assert "limit" in limited.reasons[0]
+
+
+def test_ranks_that_share_a_node_add_up_there() -> None:
+    two = make_plan(spec_of("qwen3-4b-random", gpus="2", offload__mode="superoffload"), x86("NVIDIA H200", gpu_count=2))
+    node_terms = sum(term.bytes for term in two.breakdown if term.place == "node" and term.rank is None)
+    assert two.host_bytes_per_node == {0: 2 * node_terms}
+
+
+def test_the_spec_of_a_plan_is_what_will_run() -> None:
+    plan = make_plan(spec_of("llama-3.1-8b", gpus="2"), QUAD)
+    assert plan.spec.gpus == (0, 1)
+    assert plan.spec.offload.mode == plan.mode
+    assert [rank.numa_node for rank in plan.binding] == [0, 1]
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+def test_the_table_has_every_preset_and_marks_at_most_one_count() -> None:
+    rows = plan_table(list(CATALOG.presets.values()), QUAD)
+    assert [row.preset for row in rows] == list(CATALOG.presets)
+    for row in rows:
+        marked = [plan for plan in row.cells.values() if plan.recommended]
+        assert len(marked) <= 1
+        assert all(plan.verdict == "fits" for plan in marked)
+    moe = next(row for row in rows if row.preset == "qwen3-30b-a3b")
+    dense = next(row for row in rows if row.preset == "phi-4")
+    assert moe.active_parameters < 0.2 * moe.parameters
+    assert dense.active_parameters == dense.parameters
+
+
+def test_the_json_is_the_contracts() -> None:
+    (row,) = plans_json([recommend(spec_of("qwen3-14b"), QUAD, 4)])["plans"]
+    contract = "preset gpus mode ratio fits verdict recommended reasons warnings gpu_bytes host_bytes_per_node shm_bytes disk_bytes"
+    assert {*contract.split(), "breakdown", "step_s", "useful_tokens_per_s_total", "binding"} <= row.keys()
+    assert "spec" not in row
+    assert row["binding"][1]["numa_node"] == 1
+    assert set(row["host_bytes_per_node"]) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_the_table_never_cuts_a_name_or_a_verdict(width: int) -> None:
+    rows = plan_table(list(CATALOG.presets.values()), QUAD)
+    text = shown(render_table(rows, QUAD), width)
+    assert "…" not in text
+    assert all(name in text for name in CATALOG.presets)
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_a_plan_is_shown_with_every_term_and_reason() -> None:
+    plan = recommend(spec_of("qwen3-30b-a3b"), QUAD, 4)
+    text = " ".join(shown(render_plan(plan, QUAD), 200).split())
+    assert all(term.name in text for term in plan.breakdown if term.bytes)
+    assert all(" ".join(reason.split()) in text for reason in plan.reasons)
+    assert "72-79" in text
+
+
+def shown(renderable: object, width: int) -> str:
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_planning_is_quick_enough_to_follow_typing() -> None:
+    """The whole table of a quad node in 0.2 s, one plan in 10 ms, of this process's own time."""
+    fresh = [
+        replace(preset, spec=replace(preset.spec, offload=replace(preset.spec.offload, sub_group_size=400_000_001)))
+        for preset in CATALOG.presets.values()
+    ]
+    plan_table(fresh[:1], QUAD)
+    begin = time.process_time()
+    plan_table(fresh, QUAD)
+    table_s = time.process_time() - begin
+    specs = [replace(preset.spec, train=replace(preset.spec.train, micro_batch=2), gpus=4) for preset in fresh]
+    begin = time.process_time()
+    for spec in specs:
+        make_plan(spec, QUAD)
+    plan_s = (time.process_time() - begin) / len(specs)
+    assert table_s < 0.2
+    assert plan_s < 0.01
