@@ -107,6 +107,9 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         yield _term("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {_count(live)} (two blocks and what is fetched ahead)")
     in_flight = max(block, layout.largest_parameter)
     yield _term("gradients in flight", gpu, 2 * in_flight, "estimate", f"2 B x {_count(in_flight)} (one block, or the largest parameter)")
+    if own_engine(spec) and layout.cpu_numel:
+        waiting = min(bucket, layout.numel) * 2
+        yield _term("gradients waiting for the link", gpu, 2 * waiting, "estimate", f"2 B x {_count(waiting)} (two buckets)")
     if ranks > 1 or spec.offload.mode == "zerooffload":
         share = partition_numel(layout.largest_parameter, ranks)
         yield _term("temporaries of the largest parameter", gpu, 6 * share, "estimate", f"(2 + 4) B x {_count(share)}")

@@ -51,11 +51,11 @@ _KINDS: tuple[tuple[str, float, float, float, float, float, str], ...] = (
 )
 
 # DeepSpeed's optimizers pass over host memory more often than Adam alone. Exposed seconds as multiples of Adam's own time, from steps of a
-# 4B model on an H200 host: 6.1 s and 4.7 s with and without clipping, 4.45 s with ZeRO-Offload, 1.66 s with no offload; Adam took 0.9 s,
-# the copies 0.26 s.
+# 4B model on an H200 host: 6.1 s and 4.7 s with and without clipping, 4.45 s with ZeRO-Offload, 1.66 s with no offload; Adam took 0.9 s on
+# 13 cores (0.73 s on the 16 that ZeRO-Offload has), the copies 0.26 s.
 _DEEPSPEED_CLIPPED = 4.6
 _DEEPSPEED_UNCLIPPED = 3.1
-_ZERO_OFFLOAD = 2.8
+_ZERO_OFFLOAD = 3.4
 
 # Python, hooks and kernel launches of one layer: the floor for models too small to keep a GPU busy.
 _FORWARD_FLOOR_S = 0.002
@@ -102,7 +102,7 @@ def step_time(
     return StepTime(
         forward_s=micro_steps * forward,
         backward_s=micro_steps * backward + copies,
-        exposed_optimizer_s=_exposed_s(spec, layout, speed, adam, backward),
+        exposed_optimizer_s=_exposed_s(spec, layout, speed, adam, forward, backward),
         data_s=micro_steps * _DATA_S,
     )
 
@@ -114,30 +114,31 @@ def _gather_s(layout: StateLayout, speed: Speed) -> float:
 
 
 def _copies_s(spec: RunSpec, layout: StateLayout, speed: Speed) -> float:
-    """Gradients on their way to the host: 4 B a parameter at the step, and in every further micro-step what is accumulated there.
+    """Gradients on their way to the host, at the step and in every further micro-step: what they take from backward's memory bandwidth.
 
-    Our engine sends bf16 gradients and adds them up in place; DeepSpeed fetches its partition, adds, and puts it back.
+    Our engine sends bf16 gradients and its worker adds them up; DeepSpeed converts to fp32, and fetches, adds to and puts back.
     """
     if spec.offload.mode == "gpu":
         return 0.0
-    again = 2 * layout.cpu_numel if own_engine(spec) else 2 * gradient_buffer_bytes(spec) * layout.numel
-    return (4 * layout.cpu_numel + again * (spec.train.gradient_accumulation - 1)) / speed.link_bytes_per_s
+    further = spec.train.gradient_accumulation - 1
+    if own_engine(spec):
+        return 2 * layout.cpu_numel * (1 + further) / speed.link_bytes_per_s
+    return (4 * layout.cpu_numel + 2 * gradient_buffer_bytes(spec) * layout.numel * further) / speed.link_bytes_per_s
 
 
-def _exposed_s(spec: RunSpec, layout: StateLayout, speed: Speed, adam_s: float, last_backward_s: float) -> float:
-    """From the end of the last backward kernel until the weights are ready."""
+def _exposed_s(spec: RunSpec, layout: StateLayout, speed: Speed, adam_s: float, forward_s: float, last_backward_s: float) -> float:
+    """From the end of the last backward kernel until nothing waits for weights any more."""
     on_gpu = 28 * layout.gpu_numel / speed.hbm_bytes_per_s
     if not layout.cpu_numel:
         return on_gpu
+    clipped = spec.train.gradient_clipping > 0
     if spec.offload.mode == "zerooffload":
         return on_gpu + _ZERO_OFFLOAD * adam_s
-    clipped = spec.train.gradient_clipping > 0
-    if spec.offload.engine == "deepspeed":
+    if not own_engine(spec):
         return on_gpu + (_DEEPSPEED_CLIPPED if clipped else _DEEPSPEED_UNCLIPPED) * adam_s
+    # The sub-group whose gradient comes last is the one the next forward wants first: its Adam and its way back are exposed in any case.
     last = min(layout.largest_sub_group, layout.cpu_numel)
-    way_back = 4 * last / speed.link_bytes_per_s
-    if clipped:
-        # Nothing may be stepped before the norm is known, and the norm needs the last gradient.
-        return on_gpu + adam_s + way_back
-    # The last sub-group's gradient arrives when backward ends: its own Adam and the way back are exposed in any case.
-    return on_gpu + adam_s * last / layout.cpu_numel + way_back + max(0.0, adam_s - last_backward_s)
+    tail = adam_s * last / layout.cpu_numel + 2 * last / speed.link_bytes_per_s
+    # Clipping needs the norm of all gradients, so Adam begins when backward is over and hides behind the next forward instead.
+    hidden = forward_s if clipped else last_backward_s
+    return on_gpu + tail + max(0.0, adam_s - hidden)
