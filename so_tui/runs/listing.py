@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.records import RunState
+from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import InputError, Problem, Refused
 from so_tui.spec.types import RunSpec
 
 LATEST = "latest"
@@ -52,7 +53,8 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
         write_spec(run, spec)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
     except OSError as error:
-        _remove(run.path)
+        with contextlib.suppress(OSError):
+            _remove(run.path)
         remedy = "Free some space there, or choose another folder with --runs-dir."
         raise _unusable(folder, f"cannot write the run: {error.strerror}", remedy) from error
     if folder != default_runs_dir():
@@ -88,6 +90,23 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
 
     near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.4) or [known.name for known in runs[:3]]
     raise _not_found(run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
+
+
+def delete_run(run: RunDirectory) -> None:
+    """Deletes a run that has ended, with the checkpoints in its folder (those kept elsewhere stay).
+
+    Raises Refused while it lives, InputError when the folder is no run or cannot be deleted.
+    """
+    state = state_with_truth(run)
+    if state.state not in FINAL_STATES and state.host:
+        raise Refused([f"{run.name} is {state.state} on {state.host}. Stop it first: so-tui stop {run.name}"])
+    hidden = run.path.with_name(f".{run.name}.deleted")
+    try:
+        run.path.rename(hidden)  # gone at once for every reader, however long the rest takes
+        _remove(hidden)
+    except OSError as error:
+        message = f"cannot be deleted: {error.strerror}"
+        raise InputError([Problem(field="run", value=str(run.path), message=message, remedy="Check who owns its folder.")]) from error
 
 
 def known_folders() -> tuple[Path, ...]:
@@ -143,7 +162,7 @@ def _claim(folder: Path, name: str) -> RunDirectory:
 def _remove(path: Path) -> None:
     import shutil  # pulls in every compression module: not for those who only list runs
 
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path)
 
 
 def _unusable(folder: Path, message: str, remedy: str) -> InputError:

@@ -30,6 +30,8 @@ from so_tui.runs.segments import read_lines, segments
 
 _CHUNK_BYTES = 1 << 18
 _KEPT_EVENTS = 5_000
+_WINDOW_ROWS = 256
+"""Rows of the history (of BUCKET records each) that are read back record by record for a narrow range: 16,384 records, some 50 ms."""
 
 R = TypeVar("R", StartRecord, BindingRecord, PhaseRecord, CheckpointRecord, EvaluationRecord, WarningRecord, EndRecord)
 
@@ -236,7 +238,7 @@ class MetricsReader:
         if begin is None or end is None or end < begin:
             return Overview(metric=metric, first=begin or 0, last=begin or 0, columns=(EMPTY,) * columns)
         history = self._history_pyramid(metric)
-        if history.rows_between(begin, end) < columns:
+        if history.rows_between(begin, end) < min(columns, _WINDOW_ROWS):
             history = self._window_pyramid(metric, begin, end)
         return overview(metric, [history, self._tail_pyramid(metric)], columns, begin, end)
 

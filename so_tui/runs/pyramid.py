@@ -15,7 +15,7 @@ from msgspec import Struct
 
 FANOUT = 4
 _ROWS_PER_COLUMN = 2
-"""A row that straddles two columns counts for one of them: at two rows a column a chart is off by half a column at most."""
+"""A row that straddles two columns counts for both: at two rows a column an extreme is drawn half a column too wide at most."""
 
 
 class Column(Struct, frozen=True, array_like=True):
@@ -120,8 +120,8 @@ class Pyramid:
         """How many rows of the base touch the range."""
         return max(0, bisect_right(self.base.first, last) - bisect_left(self.base.last, first))
 
-    def rows(self, first: float, last: float, at_least: int) -> Iterator[tuple[float, float, float, float]]:
-        """(last step, minimum, maximum, value) of rows that touch the range, from the highest floor that has at least so many."""
+    def rows(self, first: float, last: float, at_least: int) -> Iterator[tuple[float, float, float, float, float]]:
+        """(first step, last step, minimum, maximum, value) of rows in the range, from the highest floor with at least so many."""
         wanted, level = self.rows_between(first, last) // FANOUT, 0
         while wanted >= at_least and level + 1 < len(self.floors):
             wanted, level = wanted // FANOUT, level + 1
@@ -130,7 +130,7 @@ class Pyramid:
             start = max(done, bisect_left(floor.last, first))
             stop = bisect_right(floor.first, last)
             cut = slice(start, stop)
-            yield from zip(floor.last[cut], floor.minimum[cut], floor.maximum[cut], floor.value[cut], strict=True)
+            yield from zip(floor.first[cut], floor.last[cut], floor.minimum[cut], floor.maximum[cut], floor.value[cut], strict=True)
             done = len(floor) * FANOUT
 
 
@@ -138,16 +138,21 @@ def overview(metric: str, pyramids: list[Pyramid], columns: int, first: int, las
     """Draws the pyramids (in step order) into columns. ``columns`` >= 1 and ``first`` <= ``last``."""
     rows = [0] * columns
     low, high, value = [math.inf] * columns, [-math.inf] * columns, [math.nan] * columns
-    scale = columns / (last - first + 1)
+    scale, rightmost = columns / (last - first + 1), columns - 1
     for pyramid in pyramids:
-        for step, row_low, row_high, row_value in pyramid.rows(first, last, _ROWS_PER_COLUMN * columns):
-            index = min(int((step - first) * scale), columns - 1)
-            rows[index] += 1
-            value[index] = row_value
-            if row_low < low[index]:
-                low[index] = row_low
-            if row_high > high[index]:
-                high[index] = row_high
+        for row_first, row_last, row_low, row_high, row_value in pyramid.rows(first, last, _ROWS_PER_COLUMN * columns):
+            right = min(int((row_last - first) * scale), rightmost)
+            left = right if row_first == row_last else max(0, int((row_first - first) * scale))
+            if not rows[left] or left == right:
+                value[left] = row_value
+            for index in range(left, right + 1):  # nearly always one
+                rows[index] += 1
+                if row_low < low[index]:
+                    low[index] = row_low
+                if row_high > high[index]:
+                    high[index] = row_high
+            for index in range(left + 1, right + 1):
+                value[index] = row_value
     return Overview(metric=metric, first=first, last=last, columns=tuple(map(_column, rows, low, high, value)))
 
 

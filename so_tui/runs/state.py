@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replaces the file as a whole. Raises OSError and leaves the old file and no other when that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # others may write it too, from other hosts
     try:
         with temporary.open("wb") as file:
             file.write(content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from so_tui.runs.codec import encode_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.index import index_path, write_index
@@ -19,10 +21,9 @@ class MetricsWriter:
     def __init__(self, run: RunDirectory, attempt: int, *, segment_bytes: int = 4 * MEBIBYTE) -> None:
         """Makes ``metrics/`` and indexes what a killed attempt left without. Raises OSError."""
         self._attempt = attempt
-        self._segments = SegmentWriter(run.metrics_dir, limit_bytes=segment_bytes, on_closed=write_index)
-        for path in segments(run.metrics_dir).values():
-            if not index_path(path).exists():
-                write_index(path)
+        self._folder = run.metrics_dir
+        self._segments = SegmentWriter(run.metrics_dir, limit_bytes=segment_bytes, on_closed=lambda _: self._index_closed())
+        self._index_closed()
 
     def append(self, record: MetricRecord) -> None:
         """Writes one record. Raises ValueError for another attempt's record, OSError when the disk is full."""
@@ -33,3 +34,12 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes and indexes the last segment. Raises OSError."""
         self._segments.close()
+
+    def _index_closed(self) -> None:
+        """Indexes what has no index; called while no segment is open."""
+        for path in segments(self._folder).values():
+            if not index_path(path).exists():
+                # An index only saves the reader work: a disk too full for it must not cost the record that comes next, whose own
+                # write tells of the disk. The next segment's end, or the next attempt, tries again.
+                with contextlib.suppress(OSError):
+                    write_index(path)

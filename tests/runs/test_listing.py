@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,9 +13,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import RunDirectory, create_run, default_runs_dir, find_run, list_runs, new_attempt, read_spec, read_state, write_state
+from so_tui.runs import (
+    RunDirectory,
+    create_run,
+    default_runs_dir,
+    delete_run,
+    find_run,
+    list_runs,
+    new_attempt,
+    read_spec,
+    read_state,
+    write_state,
+)
+from so_tui.runs.liveness import identify
 from so_tui.runs.state import write_atomic
-from so_tui.spec.errors import InputError
+from so_tui.spec.errors import InputError, Refused
 from so_tui.spec.types import RunSpec
 
 
@@ -115,6 +128,20 @@ def test_a_folder_that_cannot_hold_runs_is_told_and_left_as_it_was(spec: RunSpec
 def test_a_folder_that_is_not_ours_to_write_is_told(spec: RunSpec) -> None:
     with pytest.raises(InputError, match=r"cannot make a run here: (Permission denied|Operation not permitted|Read-only)"):
         create_run(spec, Path("/sys/kernel/so-tui-runs"))  # not even root makes folders there
+
+
+def test_a_run_that_ended_can_be_deleted_and_a_living_one_not(spec: RunSpec) -> None:
+    kept, ended, living = (create_run(spec, name=name) for name in ("kept", "ended", "living"))
+    write_state(ended, msgspec.structs.replace(read_state(ended), state="finished"))
+    mine = identify(os.getpid(), "supervisor")
+    write_state(living, msgspec.structs.replace(read_state(living), state="training", host=socket.gethostname(), supervisor=mine))
+    delete_run(ended)
+    with pytest.raises(Refused, match="so-tui stop living"):
+        delete_run(living)
+    assert {run.name for run in list_runs()} == {"kept", "living"}
+    assert sorted(path.name for path in kept.path.parent.iterdir()) == ["kept", "living"]
+    with pytest.raises(InputError):
+        delete_run(ended)
 
 
 FULL_DISK = """

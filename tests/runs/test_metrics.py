@@ -245,6 +245,15 @@ def test_without_indexes_the_segments_are_read_themselves(run: RunDirectory, ste
     assert losses(reader, 500) == [float(i) for i in range(500)]
 
 
+def test_a_missing_index_is_made_up_for(run: RunDirectory, step: Step) -> None:
+    writer = write(run, 1, [step(i) for i in range(100)], close=False, segment_bytes=20_000)
+    first = index_path(segments(run.metrics_dir)[1])
+    first.unlink()
+    for i in range(100, 200):
+        writer.append(step(i))
+    assert first.exists()
+
+
 def test_a_full_disk_is_told_and_does_not_spoil_the_next_record(run: RunDirectory, step: Step) -> None:
     writer = write(run, 1, [step(0)], close=False)
     size = segments(run.metrics_dir)[1].stat().st_size
@@ -305,6 +314,7 @@ def test_a_million_records_open_in_under_a_second(run: RunDirectory, step: Step)
     views = [reader.overview(metric, 240, 0, count) for metric in ("loss", "model_tflops_per_gpu", "step_s", "time")]
     opened_s = time.process_time() - began
     assert all(column.rows for view in views for column in view.columns)
+    assert all(column.rows for column in reader.overview("loss", 40_000, 0, count).columns)
     assert (views[0].columns[100].minimum, views[0].columns[100].maximum) == (0.0, 999.0)
     began = time.process_time()
     reader.overview("loss", 240, 0, count)
