@@ -51,14 +51,16 @@ def remedies(spec: RunSpec, site: Site) -> Iterator[str]:
 
 
 def halved_batch(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment | None:
-    """The largest smaller micro-batch that fits with the same tokens per optimizer step; None when none does."""
-    train = spec.train
+    """The largest smaller micro-batch that fits with the same tokens per optimizer step, or is tight where none fits; None when none is."""
+    train, tight = spec.train, None
     while train.micro_batch % 2 == 0:
         train = replace(train, micro_batch=train.micro_batch // 2, gradient_accumulation=2 * train.gradient_accumulation)
         found = best(replace(spec, train=train), site, ranks=ranks)
-        if found.verdict != "does not fit":
+        if found.verdict == "fits":
             return found
-    return None
+        if found.verdict == "tight":
+            tight = tight or found
+    return tight
 
 
 def _holds(spec: RunSpec, site: Site, ranks: int | None = None) -> str | None:

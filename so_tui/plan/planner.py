@@ -45,7 +45,8 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
     site = site_of(machine, wanted.gpus, wanted.offload.cpu_adam_cores_fraction)
     chosen = best(wanted, site)
     choices: tuple[str, ...] = ()
-    if chosen.verdict == "does not fit" and (smaller := halved_batch(wanted, site)) is not None:
+    smaller = None if chosen.verdict == "fits" else halved_batch(wanted, site)
+    if smaller is not None and (smaller.verdict == "fits" or chosen.verdict == "does not fit"):
         choices = (_smaller_batch(wanted, smaller, chosen),)
         wanted, chosen = replace(wanted, train=smaller.spec.train), smaller
     plan = _plan(wanted, site, chosen, (*choices, *_choices(wanted, site, chosen)))
