@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import command, environment
-from so_tui.launch.prepare import prepare
+from so_tui.launch import command, environment, prepare
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import MetricRecord

@@ -41,9 +41,10 @@ def arguments(batch: Batch, implementation: str) -> dict[str, Any]:
 
 
 def _register_varlen() -> str:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
     from transformers import AttentionInterface
 
+    varlen_attn: Any = varlen.varlen_attn
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 repeats the key heads itself, later ones share them
 
     def attend(
@@ -66,9 +67,11 @@ def _register_varlen() -> str:
             key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-        options = {"scale": scaling, "window_size": window} | ({"enable_gqa": True} if grouped and heads != key.shape[1] else {})
-        mixed = varlen_attn(*flat, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
-        return mixed.unflatten(0, (rows, width)), None
+        options: dict[str, Any] = {"scale": scaling, "window_size": window} | (
+            {"enable_gqa": True} if grouped and heads != key.shape[1] else {}
+        )
+        mixed: Tensor = varlen_attn(*flat, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
+        return mixed.view(rows, width, heads, -1), None
 
     AttentionInterface.register(VARLEN, attend)
     return VARLEN

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec import Struct
+from torch import Tensor
 
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.packing import Sequences, one_each, pack
@@ -22,21 +23,22 @@ from so_tui_trainer.tokens import Documents
 _PADDING_MULTIPLE = 8
 
 
-class Batch(Struct, frozen=True):
+@dataclass(frozen=True)
+class Batch:
     """One micro-batch of one rank; ``rows`` x ``width`` tokens, documents end to end in each row, padding at its end.
 
     Padding is a document of its own: nothing attends to it, and it carries no loss.
     """
 
-    input_ids: torch.Tensor
+    input_ids: Tensor
     """[rows, width] int64"""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """[rows, width] int64, restarting at every document"""
-    boundaries: torch.Tensor
+    boundaries: Tensor
     """[documents + 1] int32: cumulative document lengths over the flattened rows, padding included"""
-    predictors: torch.Tensor
+    predictors: Tensor
     """[trained] int64: places in the flattened rows whose next token carries loss. Found on the host: the device need not be asked."""
-    targets: torch.Tensor
+    targets: Tensor
     """[trained] int64: these next tokens"""
     longest: int
     """Tokens of the longest document: the kernels want it on the host."""
@@ -44,10 +46,11 @@ class Batch(Struct, frozen=True):
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; does not wait for the copy."""
         names = ("input_ids", "position_ids", "boundaries", "predictors", "targets")
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in names), self.longest)
+        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in names), longest=self.longest)
 
 
-class Work(Struct, frozen=True):
+@dataclass(frozen=True)
+class Work:
     """What a step works on, all ranks and micro-batches together."""
 
     useful_tokens: int
@@ -142,7 +145,7 @@ class Batches:
         tensors = [torch.from_numpy(array) for array in (ids, positions, boundaries, predicted - 1, ids.ravel()[predicted])]
         if self._pin:
             tensors = [tensor.pin_memory() for tensor in tensors]
-        return Batch(*tensors, max(lengths))
+        return Batch(*tensors, longest=max(lengths))
 
     def _width(self, indices: npt.NDArray[np.int64]) -> int:
         """Packed sequences are nearly full and keep one width, which the allocator likes; others end with the longest of the batch."""

@@ -70,7 +70,7 @@ class StepClock:
     def _stamp(self) -> torch.cuda.Event | float:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -81,4 +81,5 @@ def _between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> 
         assert isinstance(end, float)
         return end - start
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3

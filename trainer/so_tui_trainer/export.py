@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,8 +29,11 @@ def export(checkpoint: Path, folder: Path) -> int:
 
     spec = read_manifest(checkpoint).spec
     config = load_config(spec.model)
+    if hasattr(config, "quantization_config"):  # what was trained is not quantised any more
+        del config.quantization_config
+    factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = factory.from_config(config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state = {name: master.to(torch.bfloat16) for name, master in masters(optimizer_folder(checkpoint), shapes)}
     if missing := shapes.keys() - state.keys():

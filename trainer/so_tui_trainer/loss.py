@@ -27,7 +27,9 @@ class HeadLoss(nn.Module):
         ``hidden``: [rows, width, size]; ``predictors``: [trained], the places in the flattened rows that predict; ``targets``: [trained],
         what they should. Other tokens get no logits. Without trained tokens the loss is 0, with zero gradients.
         """
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden.flatten(0, -2).index_select(0, predictors), self.weight, targets, scale)
+        loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, -2).index_select(0, predictors), self.weight, targets, scale
+        )
         return loss
 
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ class Metrics:
             **rates,
         )
 
-    def _rates(self, work: Work, times: StepTimes) -> dict[str, float]:
+    def _rates(self, work: Work, times: StepTimes) -> dict[str, Any]:
         """Every field of a record that is a time or a quantity by time."""
         checkpointing, lengths = self._spec.model.activation_checkpointing, work.document_lengths.tolist()
         model = model_flops(self._flops, work.useful_tokens, lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ class Zero3:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
         self.config = config
-        set_hf_deepspeed_config(self)
+        set_hf_deepspeed_config(self)  # type: ignore[no-untyped-call]
 
     def is_zero3(self) -> bool:
         return True
@@ -43,7 +44,7 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.causal = causal
         self.attention = implementation
-        self.loss = HeadLoss(causal.get_output_embeddings().weight)
+        self.loss = HeadLoss(_head(causal))
 
     def forward(self, batch: Batch, scale: float) -> Tensor:
         """``scale`` times the summed loss of the batch's trained tokens."""
@@ -65,8 +66,12 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
     try:
         if model.weights == "random":
             shape = dict(model.config)
-            return AutoConfig.for_model(shape.pop("model_type"), **shape)
-        return AutoConfig.from_pretrained(resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code)
+            config: PretrainedConfig = AutoConfig.for_model(shape.pop("model_type"), **shape)
+            return config
+        found: PretrainedConfig = AutoConfig.from_pretrained(
+            resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        return found
     except KeyError as error:
         remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
         raise InputError([Problem(field="model.config", value="", message=f"lacks {error}", remedy=remedy)]) from error
@@ -88,8 +93,7 @@ def build(spec: RunSpec, device: torch.device) -> TrainedModel:
     _refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.activation_checkpointing:
-        # Reentrant checkpointing runs ZeRO-3's end-of-backward work several times per backward.
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _enable_checkpointing(causal)
     if spec.model.leaf_modules:
         from deepspeed.utils import set_z3_leaf_modules
 
@@ -133,31 +137,36 @@ def expected_first_loss(config: PretrainedConfig) -> float:
     initial spread make ``hidden_size * initializer_range**2``.
     """
     spread = float(getattr(config, "initializer_range", None) or 0.02)
-    return math.log(config.vocab_size) + config.hidden_size * spread**2 / 2
+    vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
+    return math.log(vocabulary) + hidden * spread**2 / 2
 
 
 def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedModel]:
     from transformers import AutoModelForCausalLM
 
     try:
-        found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
+        found: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError as error:
         message = f"is a {config.model_type}, which transformers knows no causal language model for"
         raise InputError([Problem(field="model.id", value=model.id, message=message, remedy="Choose a causal language model.")]) from error
-    return found
+    model_class: type[PreTrainedModel] = found
+    return model_class
 
 
 def _random(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
     """transformers initialises under ZeRO-3 with each module's parameters gathered; the first loss is checked against what that gives."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)
+    factory: Any = AutoModelForCausalLM
+    causal: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)
+    return causal
 
 
 def _pretrained(model: ModelSpec, config: PretrainedConfig, implementation: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    causal, info = AutoModelForCausalLM.from_pretrained(
+    factory: Any = AutoModelForCausalLM
+    causal, info = factory.from_pretrained(
         resolve_source(model.id),
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
@@ -179,13 +188,25 @@ def _dequantised(config: PretrainedConfig) -> dict[str, Any]:
     quantisation = getattr(config, "quantization_config", None)
     if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
         return {}
-    from transformers import Mxfp4Config
+    from transformers.utils.quantization_config import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
+def _enable_checkpointing(causal: PreTrainedModel) -> None:
+    with warnings.catch_warnings():  # a later name of the method is not in all supported versions
+        warnings.simplefilter("ignore", FutureWarning)
+        # Reentrant checkpointing would run ZeRO-3's end-of-backward work several times per backward.
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[no-untyped-call]
+
+
+def _head(causal: PreTrainedModel) -> nn.Parameter:
+    weight: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    return weight
+
+
 def _refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
-    head = causal.get_output_embeddings()
+    head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
     if getattr(head, "bias", None) is not None:
         message = "its output projection has a bias"

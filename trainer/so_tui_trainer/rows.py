@@ -145,7 +145,7 @@ def _uniform(part: Dataset, spec: DataSpec) -> Dataset:
 
 def _open(source: str, spec: DataSpec) -> Dataset:
     import datasets
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HTTPError
 
     name = resolve_source(source)
     path = Path(name).expanduser()
@@ -155,7 +155,7 @@ def _open(source: str, spec: DataSpec) -> Dataset:
         if not path.is_dir() and _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
         return datasets.load_dataset(str(path) if path.is_dir() else name, split=spec.split)
-    except (OSError, ValueError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
         raise InputError([_unreadable(source, spec, error)]) from error
 
 

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +69,8 @@ class Session:
 
     def train(self) -> Outcome:
         """The attempt itself. Raises whatever goes wrong."""
+        # DeepSpeed calls torch by a name that will go.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._phase("loading", "starting the ranks")
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
         bindings = ranks.gather(self.report)
@@ -206,8 +210,6 @@ class Session:
         torch.use_deterministic_algorithms(self.spec.train.deterministic)
 
     def _export(self, ranks: Ranks, outcome: Outcome) -> None:
-        from pathlib import Path
-
         from so_tui_trainer.export import export
 
         self._phase("saving", "Hugging Face folder")

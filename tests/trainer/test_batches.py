@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+import torch
+from launching import tiny
+
+from so_tui.spec import RunSpec
+from so_tui_trainer.batches import Batches
+from so_tui_trainer.tokens import Counts, Documents
+
+
+def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:
+    """Made-up documents; every token but the first quarter is trained."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, longest, size=count)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    trained = np.concatenate([np.arange(length) >= max(1, length // 4) for length in lengths])
+    tokens = rng.integers(1, 2000, size=offsets[-1]).astype(np.int32)
+    return Documents(tokens, trained, offsets, Counts(count, 0, 0), "made-up")
+
+
+def spec(**changes: str) -> RunSpec:
+    return tiny(**({"data__sequence_length": "64", "train__micro_batch": "2", "train__gradient_accumulation": "3"} | changes))
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_ranks_share_a_step_and_its_counts_are_those_of_all(packing: str) -> None:
+    ranks = [Batches(documents(), spec(data__packing=packing), rank) for rank in range(2)]
+    for step in (1, 2, 9):
+        batches = [batch for rank in ranks for batch in rank.micro_batches(step)]
+        work = ranks[0].work(step)
+        assert len(batches) == 6
+        assert sum(len(batch.targets) for batch in batches) == work.trained_tokens
+        assert sum(batch.input_ids.numel() for batch in batches) == work.computed_tokens
+        assert work.document_lengths.sum() == work.useful_tokens
+
+
+def test_a_step_needs_no_history() -> None:
+    one, other = Batches(documents(), spec(), 0), Batches(documents(), spec(), 0)
+    for step in range(1, 8):
+        list(one.micro_batches(step))
+    for a, b in zip(one.micro_batches(8), other.micro_batches(8), strict=True):
+        assert torch.equal(a.input_ids, b.input_ids)
+
+
+def test_an_epoch_meets_every_sequence_once_and_the_next_in_another_order() -> None:
+    batches = Batches(documents(), spec(), 0)
+    count = len(batches.sequences)
+    first, second = batches._indices(0, count).tolist(), batches._indices(count, count).tolist()
+    assert sorted(first) == sorted(second) == list(range(count))
+    assert first != second
+
+
+def test_targets_are_the_next_tokens_of_the_same_document() -> None:
+    batches = Batches(documents(), spec(), 0)
+    for batch in batches.micro_batches(1):
+        flat, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        assert torch.equal(flat[batch.predictors + 1], batch.targets)
+        assert torch.equal(positions[batch.predictors] + 1, positions[batch.predictors + 1])
+        starts = (positions == 0).nonzero().flatten()
+        assert torch.equal(starts.to(torch.int32), batch.boundaries[:-1])
+        assert batch.boundaries[-1] == flat.numel()
+        assert batch.longest == batch.boundaries.diff().max()
+
+
+def test_length_of_a_run() -> None:
+    docs = documents()
+    sequences = len(Batches(docs, spec(), 0).sequences)
+    assert Batches(docs, spec(train__steps="7"), 0).total_steps() == 7
+    assert Batches(docs, spec(train__epochs="2"), 0).total_steps() == -(-2 * sequences // 12)
+    assert Batches(docs, spec(train__tokens="1"), 0).total_steps() == 1
+    benchmark = spec(benchmark__warmup_steps="2", benchmark__measured_steps="5")
+    assert Batches(docs, benchmark, 0).total_steps() == 7

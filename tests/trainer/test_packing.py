@@ -1,0 +1,34 @@
+import numpy as np
+import pytest
+
+from so_tui_trainer.packing import one_each, pack
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_document_lies_in_exactly_one_sequence_that_holds_it(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 257, size=500)
+    sequences = pack(lengths, 256)
+    assert sorted(sequences.documents.tolist()) == list(range(500))
+    assert sequences.sums(lengths).max() <= 256
+    assert sequences.sums(lengths).sum() == lengths.sum()
+
+
+def test_best_fit_decreasing_leaves_little_room() -> None:
+    lengths = np.random.default_rng(0).integers(1, 120, size=5000)
+    sequences = pack(lengths, 256)
+    assert lengths.sum() / (len(sequences) * 256) > 0.99
+
+
+def test_a_document_goes_where_it_leaves_least() -> None:
+    sequences = pack(np.array([6, 5, 4, 5]), 10)
+    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == [[0, 2], [1, 3]]
+
+
+def test_equal_input_packs_equally() -> None:
+    lengths = np.full(100, 7)
+    assert pack(lengths, 64).documents.tolist() == pack(lengths, 64).documents.tolist()
+
+
+def test_without_packing_each_document_is_a_sequence() -> None:
+    sequences = one_each(3)
+    assert [sequences.of(index).tolist() for index in range(3)] == [[0], [1], [2]]

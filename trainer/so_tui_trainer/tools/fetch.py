@@ -1,0 +1,48 @@
+"""Download a run's model and data ahead of it: ``{"spec": tree}`` in, a line of progress for every file out.
+
+{"message": text, "done_bytes": n, "total_bytes": n} ... {"message": text, "bytes": n, "done": true}
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from so_tui.spec import RunSpec, resolve_source
+from so_tui_trainer.tools.channel import Answer, requested_spec, serve
+from so_tui_trainer.tools.hub import missing_files, remote_files
+
+
+def fetch(request: Answer) -> Iterator[Answer]:
+    """Raises InputError for what cannot be had; what is here already is not downloaded again."""
+    from so_tui_trainer.rows import open_rows
+    from so_tui_trainer.tokens import load_tokenizer
+
+    spec = requested_spec(request)
+    total = 0
+    if spec.model.weights == "pretrained" and not Path(resolve_source(spec.model.id)).expanduser().is_dir():
+        for answer in _model(spec):
+            total = answer["done_bytes"]
+            yield answer
+    load_tokenizer(spec)
+    yield {"message": f"tokenizer of {spec.model.tokenizer or spec.model.id}: ready"}
+    rows = open_rows(spec.data, spec.train.seed)
+    yield {"message": f"data: {len(rows):,} rows ready"}
+    yield {"message": f"everything of {spec.name} is here", "bytes": total, "done": True}
+
+
+def _model(spec: RunSpec) -> Iterator[Answer]:
+    from huggingface_hub import hf_hub_download
+
+    missing = missing_files(spec.model, remote_files(spec.model))
+    total, done = sum(missing.values()), 0
+    yield {"message": f"{spec.model.id}: {total / 1e9:.1f} GB in {len(missing)} files to download", "done_bytes": 0, "total_bytes": total}
+    for name, size in sorted(missing.items(), key=lambda item: item[1]):
+        hf_hub_download(spec.model.id, name, revision=spec.model.revision)
+        done += size
+        yield {"message": f"{name}: {size / 1e9:.2f} GB ({done / max(1, total):.0%})", "done_bytes": done, "total_bytes": total}
+
+
+if __name__ == "__main__":
+    sys.exit(serve(fetch))

@@ -1,0 +1,82 @@
+"""A model's files on the hub, and which of them are here."""
+
+from __future__ import annotations
+
+import os
+import socket
+from fnmatch import fnmatch
+from urllib.parse import urlsplit
+
+from so_tui.spec import InputError, ModelSpec, Problem
+
+WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
+"""What loading may need; weights in other formats stay on the hub."""
+_CONNECT_S = 3.0
+_UNWANTED = ("original/*", "metal/*", "onnx/*")
+
+
+def stay_offline_when_cut_off() -> None:
+    """Without a way to the hub, look at the local cache only: every look-up would otherwise wait half a minute for retries.
+
+    Call it before anything imports huggingface_hub, which reads its settings once.
+    """
+    if any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=_CONNECT_S).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def remote_files(model: ModelSpec) -> dict[str, int]:
+    """Wanted files of the model on the hub, with their bytes; those of the local cache when the hub cannot be reached.
+
+    Raises InputError: no such model, gated without permission, or neither hub nor cache at hand.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        info = HfApi().model_info(model.id, revision=model.revision, files_metadata=True)
+    except GatedRepoError as error:
+        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
+        raise InputError([_problem(model, "is gated, and this user has no access", remedy)]) from error
+    except RevisionNotFoundError as error:
+        problem = Problem(field="model.revision", value=model.revision, message="is not on the hub", remedy="Name a branch, tag or commit.")
+        raise InputError([problem]) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        remedy = "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); or name a folder."
+        raise InputError([_problem(model, "is not on the hub, or private", remedy)]) from error
+    except (OfflineModeIsEnabled, HTTPError, OSError) as error:
+        if _cached(model, "config.json"):
+            return {}
+        remedy = "Connect, or fetch it with `so-tui fetch` where there is a network and the same cache folder."
+        raise InputError([_problem(model, "is not in the local cache, and the hub cannot be reached", remedy)]) from error
+    return {file.rfilename: file.size or 0 for file in info.siblings or () if _wanted(file.rfilename)}
+
+
+def missing_files(model: ModelSpec, files: dict[str, int]) -> dict[str, int]:
+    """Of these files, those that are not in the local cache."""
+    return {name: size for name, size in files.items() if not _cached(model, name)}
+
+
+def _cached(model: ModelSpec, name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)
+
+
+def _wanted(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in WANTED) and not any(fnmatch(name, pattern) for pattern in _UNWANTED)
+
+
+def _problem(model: ModelSpec, message: str, remedy: str) -> Problem:
+    return Problem(field="model.id", value=model.id, message=message, remedy=remedy)
