@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from so_tui import __version__
 
@@ -37,9 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
     machine_file = argparse.ArgumentParser(add_help=False)
     machine_file.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
     runs_folder = argparse.ArgumentParser(add_help=False)
-    runs_folder.add_argument("--runs-dir", metavar="DIR", help="folder of the runs (default: so-tui/runs in the XDG state folder)")
+    runs_folder.add_argument(
+        "--runs-dir", type=Path, metavar="DIR", help="folder of the runs (default: so-tui/runs in the XDG state folder)"
+    )
     changes = argparse.ArgumentParser(add_help=False)
-    changes.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help="change any key of the preset, e.g. offload.ratio=0.5")
+    changes.add_argument(
+        "--set", metavar="A.B=VALUE", action="append", default=[], help="change any key of the preset, e.g. offload.ratio=0.5"
+    )
     changes.add_argument("--gpus", metavar="N|LIST", help="short for --set gpus=N, or a list such as 0,2")
 
     def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:

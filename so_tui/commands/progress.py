@@ -82,9 +82,7 @@ class _Printer:
             case StartRecord():
                 self._total_steps = record.total_steps
                 size = f"{record.parameters / 1e9:.3g} B parameters on {_count(record.ranks, 'rank')}"
-                self._line(
-                    record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps"
-                )
+                self._line(record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps")
             case PhaseRecord():
                 self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
             case BindingRecord():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from so_tui.commands.common import usable_terminal
 from so_tui.runs import RunDirectory
@@ -25,7 +26,7 @@ def open_screen(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def show_screen(runs_dir: str | None, open_run: RunDirectory | None = None) -> None:
+def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None) -> None:
     """Run the Textual application until the user leaves it."""
     from so_tui.ui.app import SoTuiApp
 
