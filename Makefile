@@ -22,7 +22,7 @@ TRAIN := $(VENV)/.train
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test test-gpu check screenshots lock wheel clean
+.PHONY: help demo test test-gpu check check-aarch64 screenshots lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -65,6 +65,14 @@ check: $(TRAIN)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory check-aarch64
+
+# Grace is aarch64: every locked package must have a wheel for it (DeepSpeed is built from source everywhere, torch is the user's choice).
+AARCH64 := $(foreach tag,manylinux2014 manylinux_2_17 manylinux_2_26 manylinux_2_28 manylinux_2_34,--platform $(tag)_aarch64)
+check-aarch64: $(LIGHT)
+	@grep -hv '^deepspeed==' locks/light.txt locks/train.txt >$(VENV)/aarch64.txt
+	@$(PIP) install --dry-run --no-deps --only-binary=:all: --python-version 3.11 $(AARCH64) --target $(VENV)/aarch64 -r $(VENV)/aarch64.txt
+	@echo "every locked package has an aarch64 wheel"
 
 screenshots: $(TRAIN)
 	@$(BIN)/python screenshots/make.py
