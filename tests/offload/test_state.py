@@ -9,7 +9,7 @@ import pytest
 from so_tui_trainer import offload
 from tests.offload import support
 
-MODES = [("gpu", 0.0), ("zerooffload", 1.0), ("zerooffload", 0.5)]
+MODES = [("gpu", 0.0), ("zerooffload", 1.0), ("zerooffload", 0.5), ("superoffload", 1.0), ("superoffload", 0.5), ("superoffload", 0.0)]
 
 
 @pytest.mark.parametrize(("mode", "ratio"), MODES)

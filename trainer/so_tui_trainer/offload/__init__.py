@@ -9,7 +9,6 @@ All functions are called by every rank, from the main thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,11 @@ __all__ = [
     "initialize",
     "load_state",
     "save_state",
+    "set_learning_rate",
     "settle",
     "stats",
+    "uses_worker",
+    "worker_pid",
 ]
 
 ParameterGroups = Sequence[dict[str, Any]]
@@ -42,28 +44,46 @@ ParameterGroups = Sequence[dict[str, Any]]
 
 
 def initialize(
-    model: torch.nn.Module, parameter_groups: ParameterGroups, ds_config: Mapping[str, Any], spec: RunSpec, binding: RankBinding
+    model: torch.nn.Module,
+    parameter_groups: ParameterGroups,
+    ds_config: Mapping[str, Any],
+    spec: RunSpec,
+    binding: RankBinding,
+    *,
+    silence_limit_s: float = 30.0,
 ) -> Any:
     """A ``deepspeed.DeepSpeedEngine`` whose optimizer is AdamW with the spec's settings, working where ``spec.offload`` says.
 
     ``ds_config`` is the run's DeepSpeed config (ZeRO-3). The learning rate of a step is what the engine's parameter groups say when the
-    step's last backward begins: set it before. Raises OffloadError for another DeepSpeed version or a mode that cannot run here.
+    step's last backward begins: set it before. ``silence_limit_s``: how long our Adam worker may compute without progress before it counts
+    as stuck. Raises OffloadError for another DeepSpeed version or a mode that cannot run here.
     """
     deepspeed_0_19_8.check_version()
     groups = _trainable(parameter_groups)
-    config = deepcopy(dict(ds_config))
-    if spec.offload.mode == "gpu":
-        optimizer = _torch_adamw(groups, spec)
-    elif spec.offload.mode in ("zerooffload", "superoffload"):
-        optimizer = _cpu_adam(groups, spec)
+    if spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui":
+        engine = _initialize_super_offload(model, groups, ds_config, spec, binding, silence_limit_s)
     else:
-        raise OffloadError(f"offload.mode = {spec.offload.mode} must be resolved by the planner before training starts.")
-    if spec.offload.mode == "superoffload" and not torch.cuda.is_available():
-        raise OffloadError('DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or mode = "zerooffload".')
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    deepspeed_0_19_8.share_hyperparameters(engine)
+        config = {"zero_allow_untested_optimizer": True, **ds_config}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, spec), config=config)
+        deepspeed_0_19_8.share_hyperparameters(engine)
     engine.so_tui_spec = spec
     return engine
+
+
+def uses_worker(engine: Any) -> bool:
+    """Whether Adam runs in a process of its own, on the binding's ``adam_cpus``."""
+    return worker_pid(engine) is not None
+
+
+def worker_pid(engine: Any) -> int | None:
+    """Process of our Adam worker, where there is one."""
+    core = deepspeed_0_19_8.super_offload(engine)
+    return core.worker_pid if core else None
+
+
+def set_learning_rate(engine: Any, learning_rate: float) -> None:
+    """For the step whose last backward begins next: sub-groups are stepped while backward runs."""
+    deepspeed_0_19_8.set_learning_rate(engine, learning_rate)
 
 
 def save_state(engine: Any, folder: Path) -> int:
@@ -94,12 +114,16 @@ def gradient_norm(engine: Any) -> float | None:
 
 
 def stats(engine: Any) -> OffloadStats:
-    """What the last step cost. May wait for the GPU."""
-    return OffloadStats()
+    """What the last step cost, from the end of the step before. May wait for the GPU."""
+    core = deepspeed_0_19_8.super_offload(engine)
+    return core.stats() if core else OffloadStats()
 
 
 def settle(engine: Any) -> None:
-    """Waits until the weights are those of the last step."""
+    """Waits until the weights are those of the last step. Raises OffloadError when the state in memory is not sound."""
+    core = deepspeed_0_19_8.super_offload(engine)
+    if core:
+        core.settle()
 
 
 def close(engine: Any) -> None:
@@ -123,6 +147,40 @@ def _settings(spec: RunSpec) -> dict[str, Any]:
         "eps": train.epsilon,
         "weight_decay": train.weight_decay,
     }
+
+
+def _initialize_super_offload(
+    model: torch.nn.Module,
+    groups: list[dict[str, Any]],
+    ds_config: Mapping[str, Any],
+    spec: RunSpec,
+    binding: RankBinding,
+    silence_limit_s: float,
+) -> Any:
+    settings = deepspeed_0_19_8.SuperOffloadSettings(
+        ratio=spec.offload.ratio,
+        accumulation=spec.train.gradient_accumulation,
+        clipping=spec.train.gradient_clipping,
+        cpus=binding.adam_cpus or binding.cpus,
+        silence_limit_s=silence_limit_s,
+    )
+    config = deepspeed_0_19_8.super_offload_config(ds_config, spec.offload.sub_group_size)
+    with deepspeed_0_19_8.own_super_offload(settings):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, spec), config=config)
+    if deepspeed_0_19_8.super_offload(engine) is None:
+        raise OffloadError(f"DeepSpeed did not take our optimizer; it made a {type(engine.optimizer).__name__}.")
+    return engine
+
+
+def _deepspeed_optimizer(groups: list[dict[str, Any]], spec: RunSpec) -> torch.optim.Optimizer:
+    mode = spec.offload.mode
+    if mode == "gpu":
+        return _torch_adamw(groups, spec)
+    if mode == "superoffload" and not torch.cuda.is_available():
+        raise OffloadError('DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or mode = "zerooffload".')
+    if mode in ("zerooffload", "superoffload"):
+        return _cpu_adam(groups, spec)
+    raise OffloadError(f"offload.mode = {mode} must be resolved by the planner before training starts.")
 
 
 def _torch_adamw(groups: list[dict[str, Any]], spec: RunSpec) -> torch.optim.Optimizer:

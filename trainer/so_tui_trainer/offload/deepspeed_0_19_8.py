@@ -5,14 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.superoffload import superoffload_stage3
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from so_tui.plan.layout import gpu_sub_groups, sub_group_slices
 from so_tui_trainer.offload.errors import OffloadError
+from so_tui_trainer.offload.superoffload import Gradient, SubGroup, SuperOffload
 
 VERSION = "0.19.8"
 
@@ -71,10 +81,16 @@ def parameter_names(engine: Engine) -> tuple[tuple[str, ...], ...]:
 def sub_group_states(engine: Engine) -> list[SubGroupState]:
     """The optimizer state of every sub-group of this rank, for reading and for writing in place. Moments that do not exist yet are made."""
     optimizer = engine.optimizer
-    own = getattr(optimizer, "sub_group_states", None)
-    if own is not None:
-        return cast(list[SubGroupState], own())
+    if isinstance(optimizer, SuperOffloadStage3):
+        return [_own_state(optimizer.core, index) for index in range(len(optimizer.fp16_groups))]
     return [_stage3_state(optimizer, index) for index in range(len(optimizer.fp16_groups))]
+
+
+def _own_state(core: SuperOffload, index: int) -> SubGroupState:
+    group = core.sub_groups[index]
+    first, second = core.moments(index)
+    device = "gpu" if group.on_gpu else "cpu"
+    return SubGroupState(device, group.weights, core.master(index), first, second, core.steps_taken, core.set_steps_taken)
 
 
 def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
@@ -122,6 +138,12 @@ def publish_weights(engine: Engine) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
+def set_learning_rate(engine: Engine, learning_rate: float) -> None:
+    """For all parameter groups, wherever they are stepped."""
+    for group in engine.optimizer.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
 def replay_bias_correction(engine: Engine) -> None:
     """Brings DeepSpeedCPUAdam's C++ object to where the loaded states are, to the last bit.
 
@@ -143,5 +165,184 @@ def replay_bias_correction(engine: Engine) -> None:
 
 def last_gradient_norm(engine: Engine) -> float | None:
     """Global norm of the last step's gradients before clipping; None before the first step."""
+    core = super_offload(engine)
+    if core is not None:
+        return core.gradient_norm()
     norm = engine.get_global_grad_norm()
     return None if norm is None else float(norm)
+
+
+# -- our own optimizer in DeepSpeed's place ------------------------------------------------------------------------------------------
+
+LARGEST_BUCKET = 100_000_000
+"""Elements: a gradient leaves for the host when its bucket is full, so small buckets start the copies and the worker early."""
+
+
+@dataclass(frozen=True)
+class SuperOffloadSettings:
+    ratio: float
+    accumulation: int
+    clipping: float
+    cpus: Sequence[int]
+    silence_limit_s: float
+
+
+def super_offload(engine: Engine) -> SuperOffload | None:
+    """What steps this engine's sub-groups, where it is ours."""
+    optimizer = engine.optimizer
+    return optimizer.core if isinstance(optimizer, SuperOffloadStage3) else None
+
+
+def super_offload_config(ds_config: Mapping[str, Any], sub_group_size: int) -> dict[str, Any]:
+    """The run's config with what our optimizer needs. DeepSpeed asks for its SuperOffload class where ``super_offload`` is set."""
+    config = deepcopy(dict(ds_config))
+    config.pop("data_types", None)  # gradients are handed over in the weights' type and added up in fp32 by the worker
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    zero = config["zero_optimization"]
+    zero["offload_optimizer"] = {"device": "cpu", "super_offload": True, "ratio": 1.0, "pin_memory": False}
+    zero["sub_group_size"] = sub_group_size
+    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", LARGEST_BUCKET)), LARGEST_BUCKET)
+    # Parameters that stay gathered would have to be gathered again right after the step, when most have not landed.
+    zero["stage3_param_persistence_threshold"] = 0
+    return config
+
+
+@contextmanager
+def own_super_offload(settings: SuperOffloadSettings) -> Iterator[None]:
+    """While this lasts, an engine that wants DeepSpeed's SuperOffload optimizer gets ours."""
+    original = superoffload_stage3.SuperOffloadOptimizer_Stage3
+    superoffload_stage3.SuperOffloadOptimizer_Stage3 = partial(SuperOffloadStage3, settings)
+    try:
+        yield
+    finally:
+        superoffload_stage3.SuperOffloadOptimizer_Stage3 = original
+
+
+class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """ZeRO-3 as far as the reduced gradients; from there on ``SuperOffload``.
+
+    DeepSpeed keeps partitioning, gathering, hooks, buckets and reduction. Taken over are: the cut into sub-groups (``plan.layout``), the
+    creation of states, what happens to a reduced gradient, and the step. Every gathering of parameters first waits for their weights.
+    """
+
+    def __init__(self, settings: SuperOffloadSettings, *arguments: Any, **keywords: Any) -> None:
+        self._settings = settings
+        self._ungated: list[tuple[Any, str, Any]] = []
+        super().__init__(*arguments, **keywords)
+
+    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
+        super()._configure_offloading(offload_optimizer_config, offload_param_config)
+        if self.offload_param:
+            raise OffloadError("offload.parameters: weights in CPU memory are not supported with SuperOffload.")
+
+    def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
+        slices = sub_group_slices([parameter.partition_numel() for parameter in params_group], self.sub_group_size)
+        return [params_group[start:stop] for start, stop in slices]
+
+    def _setup_for_real_optimizer(self) -> None:
+        settings = self._settings
+        numels = [weights.numel() for weights in self.fp16_partitioned_groups_flat]
+        on_gpu = gpu_sub_groups(numels, settings.ratio)
+        self.core = SuperOffload(
+            [self._sub_group(index, index < on_gpu) for index in range(len(numels))],
+            self.optimizer,
+            accumulation=settings.accumulation,
+            clipping=settings.clipping,
+            cpus=settings.cpus,
+            all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
+            silence_limit_s=settings.silence_limit_s,
+        )
+        self.fp32_partitioned_groups_flat = [self.core.master(index) for index in range(len(numels))]
+        self.subgroup_to_device = {index: "gpu" if index < on_gpu else "cpu" for index in range(len(numels))}
+        self._member = {
+            parameter.ds_id: (index, member) for index, group in enumerate(self.fp16_groups) for member, parameter in enumerate(group)
+        }
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for dtype, bucket in self.ipg_buckets.items():
+            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name())
+        # Names that other methods of the base class expect.
+        self.grad_partitions_flat_buffer = None
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
+        self._gate_gathering()
+        comm.barrier()
+
+    def _sub_group(self, index: int, on_gpu: bool) -> SubGroup:
+        parameters = self.fp16_groups[index]
+        offsets = [0]
+        for parameter in parameters[:-1]:
+            offsets.append(offsets[-1] + parameter.partition_numel())
+        return SubGroup(
+            weights=self.fp16_partitioned_groups_flat[index],
+            parameter_group=self.sub_group_to_group_id[index],
+            names=tuple(self.param_names[parameter] for parameter in parameters),
+            offsets=tuple(offsets),
+            on_gpu=on_gpu,
+        )
+
+    def _gate_gathering(self) -> None:
+        """DeepSpeed gathers through two functions that it hangs on every parameter; both wait for the weights now."""
+
+        def gated(function: Callable[..., Any], own: Any) -> Callable[..., Any]:
+            def gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
+                parameters = [own] if param_list is None else list(param_list)
+                self.core.land({self._member[parameter.ds_id][0] for parameter in parameters if parameter.ds_id in self._member})
+                return function(parameters, *arguments, **keywords)
+
+            return gather
+
+        for parameter in self.module.parameters():
+            for name in ("all_gather", "all_gather_coalesced"):
+                original = getattr(parameter, name)
+                self._ungated.append((parameter, name, original))
+                setattr(parameter, name, gated(original, parameter))
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+        gradients = [
+            Gradient(*self._member[parameter.ds_id], self._kept(partition))
+            for parameter, partition in zip(params_to_release, grad_partitions, strict=True)
+        ]
+        self.core.receive(gradients, boundary=self.is_gradient_accumulation_boundary())
+        for parameter in params_to_release:
+            if not get_accelerator().is_synchronized_device() and parameter.grad is not None:
+                parameter.grad.record_stream(get_accelerator().current_stream())
+            parameter.grad = None
+
+    def _kept(self, partition: torch.Tensor) -> torch.Tensor:
+        """A lone gradient in a bucket is reduced inside the bucket, which the next one overwrites while this one is still being copied."""
+        if get_accelerator().is_synchronized_device():
+            return partition
+        storage = partition.untyped_storage().data_ptr()
+        in_bucket = any(storage == bucket.buffer.untyped_storage().data_ptr() for bucket in self.ipg_buckets.values())
+        return partition.clone() if in_bucket else partition
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """As in the base class, but the host does not wait for the GPU."""
+        for dtype in sort_dtypes(self.ipg_buckets.keys()):
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+        if not get_accelerator().resolves_data_dependency():
+            get_accelerator().default_stream().wait_stream(self.reduce_and_partition_stream)
+        for parameter_id in self.params_already_reduced:
+            self.params_already_reduced[parameter_id] = False
+        self._epilogue_ran_this_backward = True
+        self.core.end_of_backward()
+
+    def step(self, closure: None = None) -> None:
+        self._pre_step()
+        self._partition_all_parameters()
+        self.core.step()
+        self._global_grad_norm = None  # ``last_gradient_norm`` reads it when somebody asks
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OffloadError("This optimizer's state is saved by so_tui_trainer.offload.save_state.")
+
+    def load_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        raise OffloadError("This optimizer's state is loaded by so_tui_trainer.offload.load_state.")
+
+    def destroy(self) -> None:
+        self.core.close()
+        for parameter, name, original in self._ungated:
+            setattr(parameter, name, original)
+        self._ungated.clear()
+        super().destroy()

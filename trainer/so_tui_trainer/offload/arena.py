@@ -1,0 +1,115 @@
+"""The memory that the training process and its Adam worker share: every CPU sub-group's arrays, allocated once, exact in size.
+
+It is an anonymous file (memfd), so it needs no room in /dev/shm, has no name that could be left behind, and ends with its last process.
+Only the exchange, where gradients arrive and weights leave, is page-locked: 2 of 14 bytes per parameter; the rest never meets the GPU.
+The pages lie where the process's memory policy puts them when the worker first writes to them (shared memory follows the policy of
+whoever touches it first, and the worker inherits the policy of the training process).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from so_tui_trainer.offload.errors import OffloadError
+from so_tui_trainer.offload.worker import layout
+
+
+class Arena:
+    """Shared arrays of the sub-groups with ``numels`` elements; ``dtype`` is that of the weights.
+
+    Raises OffloadError when the host has less memory than they need.
+    """
+
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, accumulate: bool, page_lock: bool) -> None:
+        self.numels = tuple(numels)
+        self.dtype = dtype
+        self.accumulate = accumulate
+        self._places = layout(self.numels, dtype.itemsize, accumulate)
+        _check_room(self._places.bytes)
+        self.descriptor = os.memfd_create("so-tui-offload", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, self._places.bytes)
+        self._memory = mmap.mmap(self.descriptor, self._places.bytes)
+        _prefer_huge_pages(self._memory)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._page_locked = page_lock
+
+    @property
+    def bytes(self) -> int:
+        return self._places.bytes
+
+    @property
+    def progress(self) -> int:
+        """Counts up while the worker computes."""
+        return int.from_bytes(self._memory[:8], "little")
+
+    def exchange(self, index: int) -> torch.Tensor:
+        return self._view(self._places.exchange, index, self.dtype)
+
+    def master(self, index: int) -> torch.Tensor:
+        return self._view(self._places.master, index, torch.float32)
+
+    def first_moment(self, index: int) -> torch.Tensor:
+        return self._view(self._places.first_moment, index, torch.float32)
+
+    def second_moment(self, index: int) -> torch.Tensor:
+        return self._view(self._places.second_moment, index, torch.float32)
+
+    def lock_pages(self) -> None:
+        """Page-locks the exchange, so that copies run at the full rate of the bus and beside computing. Once, after construction."""
+        if self._page_locked:
+            code = int(_cuda_runtime().cudaHostRegister(*self._exchange_range(), 0))
+            if code != 0:
+                self._page_locked = False
+                raise OffloadError(
+                    f"Page-locking {self._places.exchange_bytes / 1e9:.1f} GB of host memory failed (CUDA error {code}). "
+                    "Check the memory limit of the container or job."
+                )
+
+    def close(self) -> None:
+        """Gives up this process's hold on the memory; it is freed when the last tensor and the worker are gone."""
+        if self.descriptor < 0:
+            return
+        if self._page_locked:
+            _cuda_runtime().cudaHostUnregister(self._exchange_range()[0])
+            self._page_locked = False
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+    def _exchange_range(self) -> tuple[int, int]:
+        return self._bytes.data_ptr() + self._places.exchange_start, self._places.exchange_bytes
+
+    def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._bytes.narrow(0, offsets[index], self.numels[index] * dtype.itemsize).view(dtype)
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check_room(needed_bytes: int) -> None:
+    """Shared memory that is not there ends a process with SIGBUS or the OOM killer: better to say so before."""
+    available = next(
+        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")), None
+    )
+    if available is not None and needed_bytes > available:
+        raise OffloadError(
+            f"The optimizer states of this rank need {needed_bytes / 1e9:.1f} GB of host memory, but only {available / 1e9:.1f} GB are "
+            "available. Lower offload.ratio, use more GPUs, or a smaller model."
+        )
+
+
+def _prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Fewer address translations for arrays of gigabytes. The kernel may be set to refuse it for shared memory, which costs only speed."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError as error:
+            if error.errno != 22:  # EINVAL: this kernel has none
+                raise

@@ -1,0 +1,65 @@
+"""Compiles ``adam.cpp`` for this CPU, once: a second of work, kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from so_tui_trainer.offload.errors import OffloadError
+
+SOURCE = Path(__file__).with_name("adam.cpp")
+# No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are vectorised.
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+
+
+def library() -> Path:
+    """The compiled library. Raises OffloadError when there is no C++ compiler or it fails."""
+    compiler = _compiler()
+    folder = _cache_folder()
+    path = folder / f"adam-{_fingerprint(compiler)}.so"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / path.name
+            done = subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise OffloadError(f"{compiler} could not compile the CPU Adam kernel:\n{done.stderr.strip()[-2000:]}")
+            built.replace(path)  # atomic, so ranks that compile at the same time do not disturb each other
+    return path
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    raise OffloadError("The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to choose one). None was found.")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "so-tui" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}"
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}"
+
+
+def _fingerprint(compiler: str) -> str:
+    """Changes with the source, the flags, the compiler and the instructions of this CPU (a home folder may serve different machines)."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = (SOURCE.read_text(), *FLAGS, compiler, version, platform.machine(), _instructions())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _instructions() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
