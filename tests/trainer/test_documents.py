@@ -122,7 +122,8 @@ def test_with_a_chat_template_each_assistant_turn_is_trained() -> None:
 def test_a_turn_that_the_template_renders_differently_later_is_context_only() -> None:
     tokenizer = load_tokenizer(tiny())
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}(thinks){% endif %}{{ m.content }}{{ '\\n' }}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}(thinks){% endif %}"
+        "{{ m.content }}{{ '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     parts = segments(tokenizer, [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")])

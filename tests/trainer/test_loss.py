@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from so_tui_trainer import loss as loss_module
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.loss import HeadLoss
-from so_tui_trainer.model import TrainedModel, decays, expected_first_loss, load_config, parameter_groups
+from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config, parameter_groups
 
 
 @pytest.fixture(params=[1, 7, 1000], ids=lambda tokens: f"chunks of {tokens}")
@@ -81,7 +81,7 @@ def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
         shape = spec(gpus="1", train__micro_batch=micro_batch, train__gradient_accumulation=accumulation)
         batches = Batches(documents(), shape, 0)
         weight = 1 / batches.work(1).trained_tokens
-        losses.append(sum(float(model(batch, weight)) for batch in batches.micro_batches(1)))
+        losses.append(sum(model(batch, weight).item() for batch in batches.micro_batches(1)))
     assert losses[0] == pytest.approx(losses[1])
 
 
@@ -90,7 +90,7 @@ def test_random_weights_start_where_they_must() -> None:
     config = load_config(tiny().model)
     model = TrainedModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "sdpa")
     batch = next(Batches(documents(), spec(), 0).micro_batches(1))
-    assert float(model(batch, 1 / len(batch.targets))) == pytest.approx(expected_first_loss(config), abs=0.1)
+    assert model(batch, 1 / len(batch.targets)).item() == pytest.approx(expected_first_loss(config), abs=0.1)
 
 
 def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
@@ -102,4 +102,3 @@ def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
     order = [name for name, _ in model.named_parameters()]
     assert decay["names"] == [name for name in order if name in set(decay["names"])]
     assert len(order) == len(decay["names"]) + len(rest["names"])
-    assert not decays("layer.bias", nn.Parameter(torch.zeros(2, 2)))

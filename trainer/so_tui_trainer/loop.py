@@ -157,12 +157,8 @@ class Loop:
         """Weights that were left uninitialised train for hours before anyone notices; they show in the first loss."""
         message = f"the first loss is {loss:.2f}, where random weights of this shape give about {expected:.2f}"
         if abs(loss - expected) > _WRONG_FIRST_LOSS:
-            reason = (
-                f"the first loss is {loss:.2f}, where random weights of this shape give {expected:.2f}: they are not initialised rightly"
-            )
-            raise TrainingError(reason, "Check `[model.config]` against the model's own config.json.")
+            raise TrainingError(f"{message}: they are not initialised rightly", "Check `[model.config]` against the model's config.json.")
         if abs(loss - expected) > _ODD_FIRST_LOSS:
-            message = f"the first loss is {loss:.2f}, where random weights of this shape give about {expected:.2f}"
             self.recorder.write(WarningRecord(attempt=self.recorder.attempt, time=time.time(), message=message))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
+from so_tui.spec.types import decays
 from so_tui_trainer import attention
 from so_tui_trainer.batches import Batch
 from so_tui_trainer.loss import HeadLoss
@@ -104,11 +105,16 @@ def build(spec: RunSpec, device: torch.device) -> TrainedModel:
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
-    """For AdamW: the parameters with weight decay, then those without (norms, biases), each in the model's order."""
+    """For AdamW: the parameters with weight decay, then those without (norms, biases), each in the model's order.
+
+    Under ZeRO-3 a parameter here is empty, and its shape is in ``ds_shape``.
+    """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = []
     for decay in (True, False):
-        members = [(name, parameter) for name, parameter in named if decays(name, parameter) == decay]
+        members = [
+            (name, parameter) for name, parameter in named if decays(name, len(getattr(parameter, "ds_shape", parameter.shape))) == decay
+        ]
         if members:
             groups.append(
                 {
@@ -119,12 +125,6 @@ def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
                 }
             )
     return groups
-
-
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, not to norms, sinks and biases. Shapes under ZeRO-3 are in ``ds_shape``."""
-    dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-    return dimensions > 1 and not name.endswith("bias")
 
 
 def parameter_count(model: nn.Module) -> int:

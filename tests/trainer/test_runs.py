@@ -1,0 +1,201 @@
+"""Real runs of the tiny preset through DeepSpeed's launcher, on the CPU."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launching import log, records, start, tiny, train
+
+from so_tui.runs import RunDirectory, control, create_run
+from so_tui.runs.records import (
+    BindingRecord,
+    CheckpointRecord,
+    EndRecord,
+    MetricRecord,
+    PhaseRecord,
+    ResumedRecord,
+    StartRecord,
+    StepRecord,
+)
+from so_tui_trainer import checkpoint
+from so_tui_trainer.model import expected_first_loss, load_config
+
+pytestmark = pytest.mark.slow
+
+
+def steps_of(found: list[MetricRecord]) -> list[StepRecord]:
+    return [record for record in found if isinstance(record, StepRecord)]
+
+
+def end_of(found: list[MetricRecord]) -> EndRecord:
+    last = found[-1]
+    assert isinstance(last, EndRecord)
+    return last
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Two ranks, twelve steps, a checkpoint every five, an export at the end."""
+    spec = tiny(offload__mode="zerooffload", train__steps="12", checkpoint__every_steps="5", checkpoint__export="true")
+    run, code = train(spec, tmp_path_factory.mktemp("finished"), port=29701)
+    assert code == 0, log(run)
+    return run
+
+
+def test_a_run_tells_its_story_and_its_end_is_the_last_word(finished: RunDirectory) -> None:
+    found = records(finished)
+    start_record = next(record for record in found if isinstance(record, StartRecord))
+    assert (start_record.ranks, start_record.total_steps) == (2, 12)
+    assert start_record.parameters == tiny().model.parameter_count or not tiny().model.parameters
+    binding = next(record for record in found if isinstance(record, BindingRecord))
+    assert [rank.rank for rank in binding.ranks] == [0, 1]
+    assert all(rank.cpus and not rank.problem for rank in binding.ranks)
+    assert [record.phase for record in found if isinstance(record, PhaseRecord)][-1] == "saving"
+    assert [record.step for record in steps_of(found)] == list(range(1, 13))
+    end = end_of(found)
+    assert (end.state, end.step) == ("finished", 12)
+    assert Path(end.saved).name == "step-000012"
+
+
+def test_the_loss_starts_at_that_of_random_weights_and_falls(finished: RunDirectory) -> None:
+    losses = [record.loss for record in steps_of(records(finished))]
+    assert losses[0] == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_figures_of_a_step_agree_with_each_other(finished: RunDirectory) -> None:
+    for record in steps_of(records(finished)):
+        parts = record.data_s + record.forward_s + record.backward_s + record.exposed_optimizer_s + record.other_s
+        assert parts == pytest.approx(record.step_s, rel=0.02)
+        assert record.useful_tokens_per_s_total == pytest.approx(record.useful_tokens / record.step_s)
+        assert 0 < record.trained_tokens < record.useful_tokens <= 2048
+        assert 0 < record.model_tflops_per_gpu < record.hw_tflops_per_gpu
+        assert record.gradient_norm is not None
+        assert record.gradient_norm > 0
+        assert record.host_memory_bytes is not None
+        assert record.gpu_memory_peak_bytes is None
+
+
+def test_old_checkpoints_go_and_nothing_partial_stays(finished: RunDirectory) -> None:
+    saved = [record.step for record in records(finished) if isinstance(record, CheckpointRecord)]
+    assert saved == [5, 10, 12]
+    assert sorted(path.name for path in finished.checkpoints_dir.iterdir()) == ["step-000010", "step-000012"]
+
+
+def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDirectory) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from so_tui_trainer.export import masters
+
+    model, info = AutoModelForCausalLM.from_pretrained(finished.path / "export", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(finished.path / "export")
+    ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")["input_ids"]
+    found = checkpoint.newest(finished.checkpoints_dir)
+    assert found is not None
+    other = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
+    weights = dict(masters(checkpoint.optimizer_folder(found[0]), shapes))
+    other.load_state_dict({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, strict=False)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        assert torch.equal(logits, other(input_ids=ids).logits)
+    assert logits.std() > 0.5  # it learned something: random weights give 0.28
+
+
+def test_the_export_tool_answers_in_json(finished: RunDirectory, tmp_path: Path) -> None:
+    request = json.dumps({"run": str(finished.path), "to": str(tmp_path / "model")})
+    command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["done"]
+    assert answer["step"] == 12
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size <= answer["bytes"]
+
+
+def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished: RunDirectory, tmp_path: Path) -> None:
+    spec = tiny(offload__mode="zerooffload", train__steps="12")
+    run = create_run(spec, tmp_path)
+    process = start(run, spec, port=29702)
+    while not any(isinstance(record, StepRecord) and record.step >= 3 for record in records(run)):
+        assert process.poll() is None, log(run)
+        time.sleep(0.05)
+    control.request(run, "stop")
+    assert process.wait(timeout=120) == 0, log(run)
+    end = end_of(records(run))
+    assert end.state == "stopped"
+    assert 3 < end.step < 12
+    assert Path(end.saved).is_dir()
+    control.clear(run, "stop")
+    assert start(run, spec, port=29703).wait(timeout=300) == 0, log(run, 2)
+    second = [record for record in records(run) if record.attempt == 2]
+    assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
+    assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
+    straight = {record.step: record.loss for record in steps_of(records(finished))}
+    assert {record.step: record.loss for record in steps_of(second)} == {step: loss for step, loss in straight.items() if step > end.step}
+
+
+def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished: RunDirectory, tmp_path: Path) -> None:
+    """One rank with two micro-batches meets the sequences of two ranks with one, and gets the same loss and gradient."""
+    spec = tiny(offload__mode="zerooffload", gpus="1", train__gradient_accumulation="2", train__steps="2", checkpoint__at_end="false")
+    run, code = train(spec, tmp_path, port=29704)
+    assert code == 0, log(run)
+    for one, two in zip(steps_of(records(run)), steps_of(records(finished)), strict=False):
+        assert (one.useful_tokens, one.trained_tokens) == (two.useful_tokens, two.trained_tokens)
+        assert one.loss == pytest.approx(two.loss, rel=5e-3)
+        assert one.gradient_norm == pytest.approx(two.gradient_norm, rel=2e-2)
+    assert end_of(records(run)).saved == ""
+
+
+def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n')
+    spec = tiny(offload__mode="zerooffload", data__source=str(rows), data__format="auto")
+    run, code = train(spec, tmp_path / "runs", port=29705)
+    assert code == 1
+    end = end_of(records(run))
+    assert end.state == "failed"
+    assert "question" in end.reason
+    assert end.suggestion
+
+
+def test_a_loss_that_is_not_finite_names_its_step_and_saves_nothing(tmp_path: Path) -> None:
+    spec = tiny(
+        offload__mode="zerooffload",
+        train__learning_rate="1.0",
+        train__gradient_clipping="0.0",
+        train__schedule="constant",
+        train__epsilon="1e-30",
+        train__steps="60",
+        train__log_interval="60",
+        benchmark__measured_steps="0",
+    )
+    run, code = train(spec, tmp_path, port=29706)
+    end = end_of(records(run))
+    if end.state == "finished":
+        pytest.skip("this learning rate did not spoil the weights here")
+    assert code == 1
+    assert "step" in end.reason
+    assert checkpoint.newest(run.checkpoints_dir) is None
+
+
+def test_a_benchmark_ends_after_its_steps_with_medians(tmp_path: Path) -> None:
+    spec = tiny(
+        offload__mode="zerooffload",
+        benchmark__warmup_steps="2",
+        benchmark__measured_steps="3",
+        train__log_interval="100",
+        checkpoint__at_end="false",
+        train__deterministic="true",
+    )
+    run, code = train(spec, tmp_path, port=29707)
+    assert code == 0, log(run)
+    end = end_of(records(run))
+    assert (end.state, end.step, end.summary["measured_steps"]) == ("finished", 5, 3)
+    assert end.summary["step_s"] > 0
+    assert [record.step for record in steps_of(records(run))] == [1, 5]
