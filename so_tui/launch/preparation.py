@@ -32,8 +32,8 @@ class Launch(Struct, frozen=True, kw_only=True):
 def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
     """Plan the spec on the machine and derive the start.
 
-    Raises InputError for values that this machine cannot have (more GPUs than there are), Refused when the run does not fit
-    (``force`` goes on) or cannot run here at all. ``inherited`` is the environment to start from, by default this process's.
+    Raises InputError for a model that is not described well enough to plan, Refused when the run does not fit (``force`` goes on) or
+    cannot run here at all. ``inherited`` is the environment to start from, by default this process's.
     """
     inherited = os.environ if inherited is None else inherited
     plan = make_plan(spec, machine)

@@ -28,6 +28,8 @@ class Stat:
     parent: int
     cpu_ticks: int
     start_time: int
+    wait_status: int
+    """Of a zombie, as wait(2) encodes it; 0 where the kernel does not show it to us."""
 
     @property
     def alive(self) -> bool:
@@ -42,7 +44,13 @@ def read_stat(pid: int) -> Stat | None:
         return None
     # The command name stands in parentheses and may contain anything; the numbers begin after the last one.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Stat(state=fields[0].decode(), parent=int(fields[1]), cpu_ticks=int(fields[11]) + int(fields[12]), start_time=int(fields[19]))
+    return Stat(
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        start_time=int(fields[19]),
+        wait_status=int(fields[49]),
+    )
 
 
 def send(process: Process, signum: signal.Signals) -> None:
@@ -65,6 +73,7 @@ class ProcessTree:
         self._supervisor_pid = supervisor_pid
         self._living: dict[int, Process] = {process.pid: process for process in known}
         self._gone: list[Process] = []
+        self._exit_codes: dict[int, int] = {}
         self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
         self._counted_ticks: dict[int, int] = {}
@@ -78,6 +87,10 @@ class ProcessTree:
     def gone(self) -> tuple[Process, ...]:
         """Those that have ended, in the order in which that was noticed."""
         return tuple(self._gone)
+
+    def exit_code(self, process: Process) -> int | None:
+        """How an ended process ended (below 0: by that signal). None where its parent was faster than we to collect it."""
+        return self._exit_codes.get(process.pid)
 
     def look(self, *, thorough: bool = False) -> None:
         """Find new processes, notice those that ended, reap orphans. ``thorough`` examines every process of the host again."""
@@ -127,12 +140,18 @@ class ProcessTree:
                 if _age_ticks(stat) < _YOUNG_TICKS:
                     self._living[pid] = self._described(pid, stat)
                 continue
-            if stat is not None and stat.parent == self._supervisor_pid and process.role != "runner":
-                # An orphan that came to us as its subreaper. The runner is left to whoever started it and wants its exit code.
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+            if stat is not None and stat.start_time == process.start_time:
+                self._note_zombie(process, stat)
             self._gone.append(self._living.pop(pid))
             self._stats.pop(pid, None)
+
+    def _note_zombie(self, process: Process, stat: Stat) -> None:
+        if stat.wait_status:
+            self._exit_codes[process.pid] = os.waitstatus_to_exitcode(stat.wait_status)
+        if stat.parent == self._supervisor_pid and process.role != "runner":
+            # An orphan that came to us as its subreaper. The runner is left to whoever started it and wants its exit code.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)

@@ -49,7 +49,8 @@ def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 def _is_path(text: str) -> bool:
     """Whether a text can only mean a path: it is written like one, or has a data file's ending (no hub name does)."""
-    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(_DATA_SUFFIXES)
+    written_so = text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(_DATA_SUFFIXES)
+    return written_so and not text.startswith(_BUILTIN)
 
 
 def _absolute(text: str) -> str:

@@ -125,6 +125,8 @@ class Supervisor:
         self._act()
         self._trim()
         self._state = progress.observed(self._state, self._reader, self._attempt)
+        if self._stop is not None:
+            self._state = msgspec.structs.replace(self._state, detail=self._state.detail or "asked to stop")
         self._state = msgspec.structs.replace(self._state, heartbeat=self._state.heartbeat + 1, processes=self._tree.alive)
         self._write_state()
 
@@ -189,6 +191,7 @@ class Supervisor:
             failures=_failures(self._run.attempt_dir(self._attempt)),
             runner_status=self._job.status(),
             first_gone=self._first_gone,
+            first_gone_code=self._tree.exit_code(self._first_gone) if self._first_gone else None,
             stop_overdue_s=self._stop.grace_s if self._stop and self._closing.stop_overdue(time.monotonic()) else None,
             gone_unseen=self._gone_unseen,
             oom_kills=oom_kills() - self._oom_kills_before,
@@ -219,6 +222,7 @@ class Supervisor:
         return RunState(
             name=self._run.name,
             state="starting",
+            detail="DeepSpeed's launcher starts the ranks",
             attempt=self._attempt,
             host=self._host,
             step=found.step,

@@ -36,7 +36,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
     runner_status: int | None = None
     """As subprocess tells it: below 0 it is a signal's number; None when it is not known (another supervisor had started it)."""
     first_gone: Process | None = None
-    """The first of runner, launcher and ranks that vanished while others lived."""
+    """The first of runner, launcher and ranks that ended."""
+    first_gone_code: int | None = None
+    """Its exit code (below 0: a signal's number), where that could be seen."""
     stop_overdue_s: float | None = None
     """A stop was asked for and not carried out within so many seconds."""
     gone_unseen: bool = False
@@ -89,20 +91,25 @@ def conclude(evidence: Evidence) -> End:
 
 def _by_exit(evidence: Evidence, again: str) -> End:
     """A failure of which only who died, and how, is known."""
-    status, gone, code = evidence.runner_status, evidence.first_gone, _rank_code(evidence.log)
-    if status is not None and status < 0:
-        return _killed("DeepSpeed's runner", -status, again)
-    # A launcher that lived to see a rank fail reports its code. The runner returns 0 when a signal killed the launcher.
-    if gone is not None and ((gone.role == "launcher" and code is None and not status) or (gone.role == "runner" and status is None)):
-        reason = f"DeepSpeed's {gone.role} (pid {gone.pid}) vanished while its ranks were running: it was killed"
-        return End(state="failed", reason=reason, suggestion=f"{_WHO_KILLS}. {again}")
+    gone, status, reported = evidence.first_gone, evidence.runner_status, _rank_code(evidence.log)
+    code = evidence.first_gone_code
+    if gone is None or gone.role == "runner":
+        who, code = "DeepSpeed's runner", status if code is None else code
+    elif gone.role == "launcher" and reported is None:
+        who = "DeepSpeed's launcher"
+    else:
+        # A launcher that lived to see a rank fail reports that rank's code.
+        who, code = f"rank {gone.rank}" if gone.role == "rank" else "a rank", reported if code is None else code
     if code is not None and code < 0:
-        return _killed(f"rank {gone.rank}" if gone is not None and gone.role == "rank" else "a rank", -code, again)
+        return _killed(who, -code, again)
+    if gone is not None and code is None and who != "a rank":
+        reason = f"{who} (pid {gone.pid}) vanished while training went on: it was killed"
+        return End(state="failed", reason=reason, suggestion=f"{_WHO_KILLS}. {again}")
     log = f"The log has the whole story: `so-tui logs {evidence.name}`. {again}"
     if error := _last_error(evidence.log):
         return End(state="failed", reason=error, suggestion=log)
-    told = f"with exit code {status}" if status is not None else "without a word of the trainer"
-    return End(state="failed", reason=f"the training processes ended {told}", suggestion=log)
+    told = f"ended with exit code {code}" if code else "ended without a word of the trainer"
+    return End(state="failed", reason=f"{who} {told}", suggestion=log)
 
 
 _WHO_KILLS = "Nothing in so-tui does that on its own: look for the kernel's out-of-memory killer (`dmesg`), a scheduler or a person"

@@ -10,7 +10,7 @@ from so_tui.launch import launch_json, prepare
 from so_tui.launch.command import argv
 from so_tui.launch.preparation import visible_machine
 from so_tui.machine.types import Gpu, Software
-from so_tui.spec import InputError, OffloadSpec, Refused, RunSpec, find_preset
+from so_tui.spec import OffloadSpec, Refused, RunSpec, find_preset
 from tests.launch.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
 
@@ -76,9 +76,9 @@ def test_a_hostfile_of_the_site_is_never_read(tiny: RunSpec) -> None:
 
 
 def test_more_gpus_than_there_are(tiny: RunSpec) -> None:
-    with pytest.raises(InputError) as caught:
-        prepare(with_gpus(tiny, 8), quad_gh200())
-    assert [problem.field for problem in caught.value.problems] == ["gpus"]
+    with pytest.raises(Refused, match="quad has 4 GPUs") as caught:
+        prepare(with_gpus(tiny, 8), quad_gh200(), force=True)
+    assert not caught.value.forceable
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""A run of two ranks of the fake trainer, started by the real supervisor and the real ``deepspeed`` launcher on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import start
+from so_tui.machine import Machine, inspect_machine
+from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.records import FINAL_STATES, Process, RunState
+from so_tui.spec import RunSpec, find_preset
+
+FAKE_TRAINER = Path(__file__).parent / "fake_trainer"
+Until = Callable[[RunState], bool]
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """This machine as a CPU-only one: the fake trainer uses no GPU, and the tests own none."""
+    return msgspec.structs.replace(inspect_machine(), gpus=())
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> RunSpec:
+    return msgspec.structs.replace(find_preset("tiny").spec, gpus=2)
+
+
+class Runs:
+    """Starts runs in a folder of the test's own, and leaves nothing alive behind."""
+
+    def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
+        self.folder = folder
+        self.spec = spec
+        self._machine = machine
+        self._started: list[RunDirectory] = []
+
+    def start(self) -> RunDirectory:
+        run = start(self.spec, self._machine, runs_dir=self.folder, force=True)
+        self._started.append(run)
+        return run
+
+    def adopt(self, run: RunDirectory) -> None:
+        """Have a run that was started otherwise cleaned up too."""
+        self._started.append(run)
+
+    def training(self) -> tuple[RunDirectory, RunState]:
+        """A run that has done its first steps, with all its processes known."""
+        run = self.start()
+        return run, wait_for(run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state))
+
+    def clean_up(self) -> None:
+        for run in self._started:
+            with contextlib.suppress(Exception):
+                state = read_state(run)
+                for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
+                    if alive(process):
+                        os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: RunSpec, machine: Machine) -> Iterator[Runs]:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_TRAINER))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    started = Runs(tmp_path / "runs", two_ranks, machine)
+    yield started
+    started.clean_up()
+
+
+def roles(state: RunState) -> set[str]:
+    return {process.role for process in state.processes}
+
+
+def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
+    return next(process for process in state.processes if process.role == role and (rank is None or process.rank == rank))
+
+
+def kill(process: Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0) -> RunState:
+    """The first state that satisfies ``until``; fails when the run ends before, or in too long."""
+    deadline = time.monotonic() + timeout_s
+    while not until(state := read_state(run)):
+        assert state.state not in FINAL_STATES, state
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+    return state
+
+
+def ended(state: RunState) -> bool:
+    return state.state in FINAL_STATES

@@ -1,0 +1,239 @@
+"""Runs under the real supervisor and the real ``deepspeed`` launcher: every death is told truthfully, and nothing is left alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch import ensure_supervised, resume, start, stop
+from so_tui.launch.stopping import request_stop, stop_request
+from so_tui.machine import Machine
+from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.records import RunState
+from so_tui.spec import InputError
+from tests.launch.conftest import Runs, ended, kill, process_of, wait_for
+
+pytestmark = pytest.mark.slow
+
+WITHIN_S = 15.0
+"""Seconds between a death and the final state; this machine may be busy."""
+
+
+def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
+    """No process known before lives, none on the host carries the run's mark, and its shared memory is gone."""
+    mark = f"SO_TUI_RUN={run.path}".encode()
+    marked = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark in environ and "Z" not in (folder / "stat").read_text().rpartition(")")[2].split()[0]:
+            marked.append(folder.name)
+    shared = [path for process in before.processes for path in Path("/dev/shm").glob(f"torch_{process.pid}_*")]
+    return not any(alive(process) for process in before.processes) and not marked and not shared
+
+
+def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", "steps=15")
+    monkeypatch.setenv("HF_TOKEN", "hf_do_not_write_me")
+    run = runs.start()
+    first = read_state(run)
+    assert first.state == "starting"
+    assert first.supervisor is not None
+    middle = wait_for(run, lambda state: state.step >= 2)
+    assert {process.rank for process in middle.processes if process.role == "rank"} == {0, 1}
+    last = wait_for(run, ended)
+    assert (last.state, last.step, last.total_steps, last.exit_code, last.saved_step) == ("finished", 15, 15, 0, 15)
+    assert last.heartbeat > middle.heartbeat > first.heartbeat
+    assert nothing_is_left(run, middle)
+    files = {path.name for path in run.attempt_dir(1).iterdir()}
+    host = last.host
+    assert {f"machine.{host}.json", "plan.json", "ds_config.json", "command.json", f"output.{host}.log"} <= files
+    assert "rank 1 of 2" in run.log_path(1, host).read_text()
+    assert any(run.samples_dir(host).iterdir())
+    written = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
+    assert b"hf_do_not_write_me" not in written
+
+
+def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", "steps=5 bad-exit lingers")
+    last = wait_for(runs.start(), ended)
+    assert (last.state, last.exit_code) == ("finished", 0)
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "manners", "told"),
+    [
+        ("runner", None, "", "DeepSpeed's runner was ended by SIGKILL"),
+        ("launcher", None, "", "DeepSpeed's launcher"),
+        ("launcher", None, "orphans deaf", "DeepSpeed's launcher"),
+        ("rank", 1, "", "rank 1 was ended by SIGKILL"),
+        ("rank", 0, "deaf", "rank 0 was ended by SIGKILL"),
+    ],
+)
+def test_kill_9_of_any_process(runs: Runs, monkeypatch: pytest.MonkeyPatch, role: str, rank: int | None, manners: str, told: str) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", manners)
+    run, before = runs.training()
+    kill(process_of(before, role, rank))
+    last = wait_for(run, ended, timeout_s=WITHIN_S)
+    assert (last.state, last.exit_code) == ("failed", 1)
+    assert told in last.reason
+    assert "resume" in last.suggestion
+    assert nothing_is_left(run, before)
+
+
+def test_an_exception_of_a_rank_is_the_reason(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", "crash")
+    run = runs.start()
+    last = wait_for(run, ended)
+    assert (last.state, last.reason) == ("failed", "RuntimeError: the loss is a teapot")
+    assert "so-tui logs" in last.suggestion
+
+
+def test_stop_ends_with_the_trainers_word(runs: Runs) -> None:
+    run, before = runs.training()
+    last = stop(run, grace_s=30)
+    assert (last.state, last.exit_code) == ("stopped", 4)
+    assert last.saved_step == last.step
+    assert nothing_is_left(run, before)
+    assert stop(run, grace_s=30) == last
+
+
+def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", "stubborn deaf")
+    run, before = runs.training()
+    last = stop(run, grace_s=1)
+    assert (last.state, last.exit_code) == ("failed", 1)
+    assert "within 1 s" in last.reason
+    assert nothing_is_left(run, before)
+
+
+def test_a_signal_to_the_supervisor_is_a_wish_to_stop(runs: Runs) -> None:
+    run, before = runs.training()
+    assert before.supervisor is not None
+    os.kill(before.supervisor.pid, signal.SIGTERM)
+    assert wait_for(run, ended, timeout_s=WITHIN_S).state == "stopped"
+
+
+def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:
+    run, before = runs.training()
+    assert before.supervisor is not None
+    kill(before.supervisor)
+    time.sleep(1)
+    ranks = [process for process in before.processes if process.role == "rank"]
+    assert all(alive(process) for process in ranks)
+    assert ensure_supervised(run)
+    ensure_supervised(run)  # a second look at the same time must not make a second supervisor
+    after = wait_for(run, lambda state: state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 3)
+    assert after.attempt == 1
+    assert after.step > before.step
+    assert {process.pid for process in ranks} <= {process.pid for process in after.processes}
+    assert not ensure_supervised(run)
+    last = stop(run, grace_s=30)
+    assert last.state == "stopped"
+    assert nothing_is_left(run, after)
+
+
+def test_a_takeover_tells_a_later_death(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", "orphans")
+    run, before = runs.training()
+    assert before.supervisor is not None
+    kill(before.supervisor)
+    time.sleep(0.5)
+    ensure_supervised(run)
+    wait_for(run, lambda state: state.supervisor != before.supervisor)
+    kill(process_of(before, "launcher"))
+    last = wait_for(run, ended, timeout_s=WITHIN_S)
+    assert last.state == "failed"
+    assert "launcher" in last.reason
+    assert nothing_is_left(run, before)
+
+
+def test_everything_killed_at_once_is_lost(runs: Runs) -> None:
+    run, before = runs.training()
+    assert before.supervisor is not None
+    for process in (before.supervisor, *before.processes):
+        kill(process)
+    time.sleep(0.5)
+    assert ensure_supervised(run)
+    last = wait_for(run, ended, timeout_s=WITHIN_S)
+    assert (last.state, last.exit_code) == ("lost", 1)
+    assert nothing_is_left(run, before)
+
+
+def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TRAINER", "steps=40")
+    run, before = runs.training()
+    assert before.supervisor is not None
+    kill(before.supervisor)
+    deadline = time.monotonic() + 30
+    while any(alive(process) for process in before.processes) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ensure_supervised(run)
+    last = wait_for(run, ended, timeout_s=WITHIN_S)
+    assert (last.state, last.step) == ("finished", 40)
+
+
+def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
+    (one, _), (two, _) = runs.training(), runs.training()
+    ports = {json.loads(run.command_path(1).read_bytes())["port"] for run in (one, two)}
+    assert len(ports) == 2
+    with pytest.raises(InputError, match="still runs"):
+        resume(one, machine)
+    stopped = stop(one, grace_s=30)
+    assert resume(one, machine) == 2
+    assert stop_request(one) is None
+    again = wait_for(one, lambda state: state.attempt == 2 and state.state == "training")
+    assert (again.started, again.ended) == (stopped.started, None)
+    assert {path.name for path in one.attempt_dir(2).iterdir()} >= {"plan.json", "ds_config.json", "command.json"}
+    request_stop(two)
+    assert stop(one, grace_s=30).attempt == 2
+    assert wait_for(two, ended).state == "stopped"
+
+
+def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs, tmp_path: Path) -> None:
+    script = (
+        "import msgspec, sys, time\n"
+        "from so_tui.launch import start\n"
+        "from so_tui.machine import inspect_machine\n"
+        "from so_tui.spec import find_preset\n"
+        "machine = msgspec.structs.replace(inspect_machine(), gpus=())\n"
+        f"run = start(find_preset('tiny').spec, machine, runs_dir={str(runs.folder)!r}, force=True)\n"
+        "print(run.path, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
+        assert program.stdout is not None
+        run = RunDirectory(Path(program.stdout.readline().strip()))
+        os.killpg(program.pid, signal.SIGKILL)
+    runs.adopt(run)
+    wait_for(run, lambda state: state.step >= 2)
+    assert stop(run, grace_s=30).state == "stopped"
+
+
+def test_a_supervisor_that_cannot_start_leaves_nothing(runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(Exception, match="supervisor ended at once"):
+        start(runs.spec, machine, runs_dir=runs.folder, force=True)
+    assert not list(runs.folder.iterdir())
+
+
+def test_the_supervisor_is_light(runs: Runs) -> None:
+    run, before = runs.training()
+    assert before.supervisor is not None
+    time.sleep(5)
+    folder = Path(f"/proc/{before.supervisor.pid}")
+    kib = int(next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+    assert kib < 40 * 1024
+    samples = [json.loads(line) for path in run.samples_dir(before.host).glob("raw-*") for line in path.read_text().splitlines()]
+    spent_s = sum(sample["supervisor_cpu_s"] for sample in samples[1:])
+    assert spent_s < 0.01 * sum(sample["interval_s"] for sample in samples[1:])
+    assert stop(run, grace_s=30).state == "stopped"
