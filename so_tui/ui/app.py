@@ -1,0 +1,287 @@
+"""The application: five screens, what they share (presets, machine, runs), and starting runs.
+
+Nothing is computed before the first paint: presets, machine, plans and runs come from named thread workers as typed messages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual import work
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.reactive import var
+from textual.screen import Screen
+from textual.worker import Worker, WorkerState
+
+from so_tui.ui import messages
+from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
+from so_tui.ui.page import PAGES, Page
+from so_tui.ui.theme import DARK, THEMES, fallback_variables
+from so_tui.ui.widgets.plot import GlyphName
+
+if TYPE_CHECKING:
+    from so_tui.machine.types import Machine
+    from so_tui.runs import RunDirectory
+    from so_tui.spec import Catalog, RunSpec
+    from so_tui.ui.runlist import RunLister, RunRow
+
+RUNS_POLL_S = 2.0
+StartRun = Callable[..., "RunDirectory"]
+
+
+def _presets() -> Screen[Any]:
+    from so_tui.ui.screens.presets import PresetsScreen
+
+    return PresetsScreen()
+
+
+def _configure() -> Screen[Any]:
+    from so_tui.ui.screens.configure import ConfigureScreen
+
+    return ConfigureScreen()
+
+
+def _dashboard() -> Screen[Any]:
+    from so_tui.ui.screens.dashboard import DashboardScreen
+
+    return DashboardScreen()
+
+
+def _runs() -> Screen[Any]:
+    from so_tui.ui.screens.runs import RunsScreen
+
+    return RunsScreen()
+
+
+def _machine() -> Screen[Any]:
+    from so_tui.ui.screens.machine import MachineScreen
+
+    return MachineScreen()
+
+
+class SoTuiApp(App[None]):
+    """``catalog`` and ``machine`` are loaded after the first paint where they are not given."""
+
+    TITLE = "so-tui"
+    CSS_PATH = "app.tcss"
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
+        "presets": _presets,
+        "configure": _configure,
+        "dashboard": _dashboard,
+        "runs": _runs,
+        "machine": _machine,
+    }
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]  # noqa: RUF012 - Textual's own attribute
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]  # noqa: RUF012
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(str(number), f"show('{name}')", title, show=False, id=f"show-{name}", tooltip=f"Go to {title}")
+            for number, (name, title) in enumerate(PAGES, 1)
+        ),
+        Binding("question_mark,f1", "help", "Help", key_display="?", show=False, id="help", tooltip="Every key of this screen"),
+        Binding("q", "quit", "Quit", id="quit", tooltip="Leave the screen; runs go on training"),
+    ]
+
+    catalog: var[Catalog | None] = var(None)
+    machine: var[Machine | None] = var(None)
+    runs: var[tuple[RunRow, ...]] = var(())
+    doctor_line: var[str] = var("")
+    findings: var[tuple[Any, ...] | None] = var(None)
+    glyphs: var[GlyphName] = var[GlyphName]("braille")
+
+    def __init__(
+        self,
+        catalog: Catalog | None = None,
+        machine: Machine | None = None,
+        runs_dir: Path | str | None = None,
+        open_run: RunDirectory | None = None,
+        *,
+        start: StartRun | None = None,
+    ) -> None:
+        """``start`` replaces ``so_tui.launch.start``, for tests whose subject is not the launch."""
+        self._given = (catalog, machine)
+        self.runs_dir = Path(runs_dir) if runs_dir else None
+        self.opened = open_run
+        self._start = start
+        self._lister: RunLister | None = None
+        # Per instance, before Textual reads it: a run that is to be shown needs no other screen first.
+        setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
+        super().__init__()
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = DARK.name
+        self.set_reactive(SoTuiApp.glyphs, chosen_glyphs(os.environ))
+        if self.glyphs == "ascii":
+            self._filters.append(PlainCharacters())
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return fallback_variables(self.current_theme.to_color_system().generate())
+
+    def on_mount(self) -> None:
+        self.call_after_refresh(self._after_first_paint)
+
+    def _after_first_paint(self) -> None:
+        self.load()
+        self.list_runs()
+        self.set_interval(RUNS_POLL_S, self.list_runs)
+
+    # What is shared: presets, machine, runs.
+
+    @work(thread=True, exclusive=True, group="load", name="look at presets and machine", exit_on_error=False)
+    def load(self) -> None:
+        """Read the presets and look at the machine."""
+        from so_tui.spec import load_catalog
+
+        catalog, machine = self._given
+        catalog = catalog or load_catalog()
+        if machine is None:
+            from so_tui.machine import inspect_machine
+
+            machine = inspect_machine()
+        self.post_message(messages.Loaded(catalog, machine))
+
+    def look_again(self) -> None:
+        """Inspect the machine afresh, also where one was given."""
+        self._given = (self.catalog, None)
+        self.load()
+
+    def on_loaded(self, message: messages.Loaded) -> None:
+        self.catalog, self.machine = message.catalog, message.machine
+        self.diagnose()
+
+    @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)
+    def diagnose(self) -> None:
+        """Ask doctor about the machine."""
+        from so_tui.machine.doctor import findings
+
+        if self.machine is not None:
+            self.post_message(messages.Diagnosed(findings(self.machine)))
+
+    def on_diagnosed(self, message: messages.Diagnosed) -> None:
+        from so_tui.ui.screens.findings import doctor_words
+
+        self.findings = message.findings
+        self.doctor_line = doctor_words(message.findings)
+
+    def reload_presets(self, *, then_edit: str) -> None:
+        """Read the presets again after one was saved, and go on editing that one."""
+        from so_tui.spec import load_catalog
+        from so_tui.ui.screens.configure import ConfigureScreen
+
+        self.catalog = load_catalog()
+        screen = self.screen_stack[0]
+        if isinstance(screen, ConfigureScreen):
+            screen.edit(then_edit)
+
+    def list_runs(self) -> None:
+        """Read the list of runs, unless the reading before is still under way (a slow file system)."""
+        if not any(worker.group == "runs" and worker.is_running for worker in self.workers):
+            self._list_runs()
+
+    @work(thread=True, group="runs", name="list runs", exit_on_error=False)
+    def _list_runs(self) -> None:
+        from so_tui.ui.runlist import RunLister
+
+        self._lister = self._lister or RunLister(self.runs_dir)
+        self.post_message(messages.RunsListed(self._lister.rows()))
+
+    def on_runs_listed(self, message: messages.RunsListed) -> None:
+        self.runs = message.runs
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        self.tell_failed_worker(event)
+
+    def tell_failed_worker(self, event: Worker.StateChanged) -> None:
+        """A worker that failed in a way it did not foresee says so; nothing fails silently."""
+        error = event.worker.error
+        if event.state is WorkerState.ERROR and error is not None:
+            self.notify(f"{event.worker.name}: {type(error).__name__}: {error}", title="This did not work", severity="error", markup=False)
+
+    # Starting and opening runs.
+
+    def ask_launch(self, spec: RunSpec, facts: Iterable[Content]) -> None:
+        """Ask once, then start ``spec`` on this machine."""
+        from so_tui.ui.screens.dialogs import Question
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.notify(f"Starting {spec.label} …")
+                self.launch(spec)
+
+        self.push_screen(Question(f"Launch {spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
+
+    @work(thread=True, exclusive=True, group="launch", name="launch", exit_on_error=False)
+    def launch(self, spec: RunSpec, force: bool = False) -> None:
+        """Check everything, then hand the run to its supervisor. A refusal comes back with its reasons."""
+        from so_tui.spec.errors import Refused, SoTuiError
+
+        machine = self.machine
+        assert machine is not None
+        try:
+            if self._start is not None:
+                run = self._start(spec, machine, runs_dir=self.runs_dir, force=force)
+            else:
+                from so_tui.launch import preflight, start
+
+                preflight(spec, machine)
+                run = start(spec, machine, runs_dir=self.runs_dir, force=force)
+        except SoTuiError as error:
+            retry = spec if isinstance(error, Refused) and error.forceable else None
+            self.post_message(messages.Failed(f"{spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
+        else:
+            self.post_message(messages.Launched(run))
+
+    def on_launched(self, message: messages.Launched) -> None:
+        self.list_runs()
+        self.open_run(message.run)
+
+    def on_failed(self, message: messages.Failed) -> None:
+        from so_tui.ui.screens.dialogs import Notice
+
+        def answered(forced: bool | None) -> None:
+            if forced and message.retry_forced is not None:
+                self.launch(message.retry_forced, force=True)
+
+        offer = "Launch all the same" if message.retry_forced is not None else ""
+        self.push_screen(Notice(message.title, message.lines, offer=offer), answered)
+
+    def open_run(self, run: RunDirectory) -> None:
+        """Show ``run`` on the dashboard."""
+        from so_tui.ui.screens.dashboard import DashboardScreen
+
+        self.opened = run
+        self.switch_mode("dashboard")
+        screen = self.screen_stack[0]
+        if isinstance(screen, DashboardScreen):
+            screen.follow(run)
+
+    # Commands.
+
+    def action_show(self, name: str) -> None:
+        self.switch_mode(name)
+
+    async def action_quit(self) -> None:
+        live = [row.run.name for row in self.runs if row.live]
+        self.exit(message=f"{', '.join(live)} goes on training. `so-tui watch {live[0]}` shows it again." if live else None)
+
+    def action_help(self) -> None:
+        from so_tui.ui.screens.dialogs import KeysHelp
+        from so_tui.ui.screens.help import key_groups
+
+        page = self.screen
+        if isinstance(page, Page):
+            title = dict(PAGES)[page.PAGE]
+            self.push_screen(KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page)))
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Every command of the screen and of the program, with its key; then what Textual brings."""
+        from so_tui.ui.screens.help import commands
+
+        yield from commands(self, screen)
+        yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
+        yield SystemCommand("Screenshot", "Save a picture (SVG) of this screen", lambda: self.set_timer(0.1, self.deliver_screenshot))

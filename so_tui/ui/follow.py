@@ -1,0 +1,305 @@
+"""From a run directory to what the dashboard draws: polled in a worker thread, handed over as frozen snapshots.
+
+The follower owns the series and is the only one to append; a snapshot names them together with their lengths, so the event loop may read
+what it was shown while the next poll appends.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from so_tui.machine import load_machine
+from so_tui.machine.types import Machine
+from so_tui.plan.types import Plan
+from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, read_spec
+from so_tui.runs.records import (
+    FINAL_STATES,
+    BindingRecord,
+    CheckpointRecord,
+    EndRecord,
+    GpuSample,
+    NodeSample,
+    PhaseRecord,
+    ResumedRecord,
+    RunState,
+    Sample,
+    StartRecord,
+    StepRecord,
+    WarningRecord,
+)
+from so_tui.spec import InputError, RunSpec
+from so_tui.ui.series import Ema, Line, Series
+
+METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
+PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
+EMA_DECAY = 0.98
+OVERVIEW_COLUMNS = 4000
+"""Rows that the part of a run before it was opened is drawn from: more than any terminal has dots."""
+HISTORY_ROWS = 1500
+RECENT_STEPS = 30
+MOST_POLLS = 10
+"""Polls of the reader, 0.1 s each at most, in one of ours: a run that writes fast is caught up with, and the screen still moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One NUMA node of one host: its newest sample, and its load over time."""
+
+    host: str
+    id: int
+    cpus: tuple[int, ...]
+    sample: NodeSample
+    mean: Series
+    band: Series
+    times: array[float]
+    length: int
+
+    def lines(self) -> tuple[Line, Line]:
+        """Band and mean, to be drawn in this order."""
+        return Line(self.band, self.length, self.times, None, "band"), Line(self.mean, self.length, self.times, None, "main")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """One GPU of one host: its newest sample and its load over time."""
+
+    host: str
+    sample: GpuSample
+    busy: Series
+    times: array[float]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that is known of a run at one poll."""
+
+    run: RunDirectory
+    spec: RunSpec | None
+    plan: Plan | None
+    machine: Machine | None
+    state: RunState | None
+    start: StartRecord | None
+    phase: PhaseRecord | None
+    binding: BindingRecord | None
+    end: EndRecord | None
+    latest: StepRecord | None
+    recent: tuple[StepRecord, ...]
+    checkpoints: tuple[CheckpointRecord, ...]
+    resumes: tuple[ResumedRecord, ...]
+    warnings: tuple[WarningRecord, ...]
+    steps: array[float]
+    times: array[float]
+    length: int
+    series: dict[str, Series]
+    nodes: tuple[NodeView, ...]
+    gpus: tuple[GpuView, ...]
+    sample: Sample | None
+    log_lines: tuple[LogLine, ...]
+    log_partial: str
+    silent_s: float
+    """How long the supervisor's heartbeat has not moved, by our own clock."""
+    trouble: str = ""
+    """Why this poll could not read; everything else is what was known before."""
+
+    @property
+    def live(self) -> bool:
+        return self.state is not None and self.state.state not in FINAL_STATES
+
+    @property
+    def hosts(self) -> int:
+        return len({node.host for node in self.nodes})
+
+    def line(self, metric: str, role: str) -> Line:
+        return Line(self.series[metric], self.length, self.times, self.steps, role)
+
+    def recent_mean(self, name: str) -> float:
+        """Median over the newest steps of a field of the step record; NaN where none has it."""
+        values = [value for record in self.recent if (value := getattr(record, name)) is not None]
+        return statistics.median(values) if values else math.nan
+
+
+@dataclass(slots=True)
+class _Load:
+    mean: Series = field(default_factory=Series)
+    band: Series = field(default_factory=Series)
+    times: array[float] = field(default_factory=lambda: array("d"))
+
+
+class RunFollower:
+    """Follows one run for one thread at a time."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._watch = HeartbeatWatch()
+        self._reader = RunReader(run, watch=self._watch)
+        self._nodes: dict[tuple[str, int], _Load] = {}
+        self._gpus: dict[tuple[str, int], _Load] = {}
+        self._latest_samples: dict[str, Sample] = {}
+        self._attempt = -1
+        self._spec: RunSpec | None = None
+        self._plan: Plan | None = None
+        self._machine: Machine | None = None
+        self._seeded = False
+        self._restart_series()
+
+    def _restart_series(self) -> None:
+        self._steps, self._times = array("d"), array("d")
+        self._series = {name: Series() for name in (*METRICS, "ema", "norm_ema")}
+        self._ema, self._norm_ema = Ema(EMA_DECAY), Ema(EMA_DECAY)
+        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+
+    def poll(self) -> Snapshot:
+        """Read what is new. A directory that cannot be read right now is told in ``trouble``; what was known stays."""
+        lines: list[LogLine] = []
+        trouble = ""
+        try:
+            for _ in range(MOST_POLLS):
+                update = self._reader.poll()
+                lines += update.log_lines
+                if update.superseded or not self._seeded:
+                    self._restart_series()
+                    self._seed()
+                    self._seeded = True
+                for record in update.steps:
+                    self._add_step(record)
+                for host, samples in update.samples.items():
+                    self._add_samples(host, samples)
+                self._read_attempt(update.state)
+                if not update.more:
+                    break
+        except OSError as error:
+            trouble = f"{error.strerror or error} ({error.filename or self.run.path})"
+        return self._snapshot(tuple(lines), trouble)
+
+    def _seed(self) -> None:
+        """Draw the part of the run before now from the reader's own overview, without reading every record."""
+        first, latest = self._reader.metrics.first_step, self._reader.latest
+        if first is None or latest is None:
+            return
+        columns = min(OVERVIEW_COLUMNS, latest.step - first + 1)
+        drawn = {name: self._reader.overview(name, columns, first, latest.step).columns for name in (*METRICS, "time")}
+        width = (latest.step - first + 1) / columns
+        for index in range(columns):
+            if not drawn["time"][index].rows:
+                continue
+            self._steps.append(float(int(first + (index + 1) * width) - 1) if width > 1 else float(first + index))
+            self._times.append(drawn["time"][index].last)
+            for name in METRICS:
+                column = drawn[name][index]
+                finite = math.isfinite(column.last)
+                self._series[name].append(column.minimum if finite else math.nan, column.maximum if finite else math.nan)
+            self._series["ema"].append(self._ema.add(drawn["loss"][index].last))
+            self._series["norm_ema"].append(self._norm_ema.add(drawn["gradient_norm"][index].last))
+        self._recent.extend(self._reader.recent(RECENT_STEPS))
+
+    def _add_step(self, record: StepRecord) -> None:
+        if self._steps and record.step <= self._steps[-1]:
+            return  # drawn already from the overview
+        self._steps.append(float(record.step))
+        self._times.append(record.time)
+        for name in METRICS:
+            value = getattr(record, name)
+            self._series[name].append(math.nan if value is None else float(value))
+        self._series["ema"].append(self._ema.add(record.loss))
+        self._series["norm_ema"].append(self._norm_ema.add(math.nan if record.gradient_norm is None else record.gradient_norm))
+        self._recent.append(record)
+
+    def _add_samples(self, host: str, samples: tuple[Sample, ...]) -> None:
+        if host not in self._latest_samples and samples:
+            start = self._reader.start
+            if start is not None and samples[0].time - start.time > 2:
+                for rollup in self._reader.sample_history(host, start.time, math.nextafter(samples[0].time, 0), HISTORY_ROWS):
+                    self._add_sample(host, rollup.mean)
+        for sample in samples:
+            self._add_sample(host, sample)
+            self._latest_samples[host] = sample
+
+    def _add_sample(self, host: str, sample: Sample) -> None:
+        for node in sample.nodes:
+            if not node.cores:
+                continue
+            load = self._nodes.setdefault((host, node.id), _Load())
+            load.times.append(sample.time)
+            load.mean.append(sum(node.cores) / len(node.cores))
+            load.band.append(float(min(node.cores)), float(max(node.cores)))
+        for gpu in sample.gpus:
+            load = self._gpus.setdefault((host, gpu.index), _Load())
+            load.times.append(sample.time)
+            load.mean.append(math.nan if gpu.busy_percent is None else float(gpu.busy_percent))
+
+    def _read_attempt(self, state: RunState | None) -> None:
+        """Plan and machine of the newest attempt, once each."""
+        import msgspec
+
+        if state is None or (state.attempt == self._attempt and self._plan is not None):
+            return
+        self._attempt = state.attempt
+        try:
+            self._spec = self._spec or read_spec(self.run)
+            self._plan = msgspec.json.decode(self.run.plan_path(state.attempt).read_bytes(), type=Plan)
+            self._machine = load_machine(self.run.machine_path(state.attempt, state.host))
+        except (OSError, InputError, msgspec.DecodeError):
+            return  # not written yet, or by another version: the dashboard does without what only they know
+
+    def _snapshot(self, lines: tuple[LogLine, ...], trouble: str) -> Snapshot:
+        reader, state = self._reader, self._reader.state
+        samples = self._latest_samples
+        return Snapshot(
+            run=self.run,
+            spec=self._spec,
+            plan=self._plan,
+            machine=self._machine,
+            state=state,
+            start=reader.start,
+            phase=reader.phase,
+            binding=reader.binding,
+            end=reader.end,
+            latest=reader.latest,
+            recent=tuple(self._recent),
+            checkpoints=reader.checkpoints,
+            resumes=reader.metrics.resumes,
+            warnings=reader.warnings,
+            steps=self._steps,
+            times=self._times,
+            length=len(self._series["norm_ema"]),
+            series=self._series,
+            nodes=tuple(self._node_views()),
+            gpus=tuple(
+                GpuView(host, gpu, load.mean, load.times, len(load.mean))
+                for host, sample in samples.items()
+                for gpu in sample.gpus
+                if (load := self._gpus.get((host, gpu.index))) is not None
+            ),
+            sample=next(iter(samples.values()), None),
+            log_lines=lines,
+            log_partial=reader.log_partial,
+            silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
+            trouble=trouble,
+        )
+
+    def _node_views(self) -> list[NodeView]:
+        cpus = {node.id: node.cpus for node in self._machine.numa_nodes} if self._machine else {}
+        views = []
+        for host, sample in self._latest_samples.items():
+            for node in sample.nodes:
+                load = self._nodes.get((host, node.id))
+                if load is not None and node.cores:
+                    known = cpus.get(node.id, ())
+                    views.append(
+                        NodeView(
+                            host,
+                            node.id,
+                            known if len(known) == len(node.cores) else tuple(range(len(node.cores))),
+                            node,
+                            load.mean,
+                            load.band,
+                            load.times,
+                            len(load.mean),
+                        )
+                    )
+        return views

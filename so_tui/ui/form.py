@@ -1,0 +1,118 @@
+"""The form behind Configure, without widgets: which fields in which order, and what was typed over a preset. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from so_tui.spec import FieldInfo, RunSpec, complete_tree, differences, field_index
+
+LENGTH = "train.length"
+"""Stands for the three keys of which a run has one."""
+LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
+
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Where", ("gpus",)),
+    ("Offload", ("offload.mode", "offload.ratio", "offload.cpu_adam_cores_fraction", "offload.engine")),
+    ("Batch", ("train.micro_batch", "train.gradient_accumulation", "data.sequence_length", "data.packing")),
+    ("Data", ("data.source", "data.split", "data.format")),
+    ("Length", (LENGTH,)),
+    (
+        "Optimizer",
+        ("train.learning_rate", "train.schedule", "train.warmup_ratio", "train.weight_decay", "train.gradient_clipping"),
+    ),
+    ("Checkpoints", ("checkpoint.every_steps", "checkpoint.at_end", "checkpoint.keep", "checkpoint.folder", "checkpoint.export")),
+    ("Logging", ("train.log_interval", "train.seed", "train.deterministic")),
+)
+
+LABELS = {
+    "gpus": "GPUs",
+    LENGTH: "train for",
+    "offload.ratio": "ratio on the CPU",
+    "offload.cpu_adam_cores_fraction": "CPU-Adam cores",
+    "train.gradient_accumulation": "accumulation",
+    "train.warmup_ratio": "warm-up share",
+    "train.gradient_clipping": "clipping",
+    "checkpoint.every_steps": "save every",
+    "checkpoint.at_end": "save at the end",
+    "checkpoint.export": "export at the end",
+}
+
+# What identifies a preset rather than configures a run, and what has no single value to type.
+_NOT_IN_FORM = ("name", "title")
+
+
+def label(path: str) -> str:
+    """What the form calls a field."""
+    return LABELS.get(path) or path.rpartition(".")[2].replace("_", " ")
+
+
+def advanced_paths() -> tuple[str, ...]:
+    """Fields that no group names, in the order of the types."""
+    named = {path for _, paths in GROUPS for path in paths} | set(LENGTH_KEYS) | set(_NOT_IN_FORM)
+    return tuple(path for path, info in field_index().items() if path not in named and info.type_name not in ("table", "list"))
+
+
+def hint(info: FieldInfo) -> str:
+    """What to type: the range with its unit; nothing where the control itself shows it."""
+    return info.range_text.replace("_", " ") or info.unit
+
+
+def text_of(value: Any) -> str:
+    """A value as it is typed into a field and read back by ``parse_value``."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, int) for item in value) and value:
+            return ",".join(map(str, value)) if len(value) > 1 else f"[{value[0]}]"
+        return "[" + ", ".join(_inline(item) for item in value) + "]"
+    return str(value)
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + " }"
+    return f'"{value}"' if isinstance(value, str) else text_of(value)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A tree as dotted paths; tables that are values themselves (a model's shape) stay whole."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and path not in field_index():
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def values_of(spec: RunSpec) -> dict[str, str]:
+    """Every field of the form as text."""
+    known = field_index()
+    return {path: text_of(value) for path, value in flat(complete_tree(spec)) if path in known}
+
+
+def edits_between(base: RunSpec, wanted: RunSpec) -> dict[str, str]:
+    """What to type over ``base`` to get ``wanted``."""
+    known = field_index()
+    changes = differences(complete_tree(wanted), complete_tree(base))
+    return {path: text_of(value) for path, value in flat(changes) if path in known and path not in _NOT_IN_FORM}
+
+
+def length_of(values: Mapping[str, str]) -> tuple[str, str]:
+    """The length's key and text: the one of the three that is not 0."""
+    for path in LENGTH_KEYS:
+        if values.get(path, "0") not in ("0", "0.0", ""):
+            return path, values[path]
+    return LENGTH_KEYS[0], values.get(LENGTH_KEYS[0], "0")
+
+
+def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str) -> dict[str, str]:
+    """``edits`` after typing ``text`` into ``path``; what equals the preset is no edit, and one length replaces the others."""
+    changed = {key: value for key, value in edits.items() if key != path}
+    if path in LENGTH_KEYS:
+        changed = {key: value for key, value in changed.items() if key not in LENGTH_KEYS}
+    if text != base.get(path, ""):
+        changed[path] = text
+    return changed

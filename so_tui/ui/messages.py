@@ -1,0 +1,75 @@
+"""What workers tell the screens: each a frozen value, posted from a thread, handled in the event loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.message import Message
+
+if TYPE_CHECKING:
+    from so_tui.machine.doctor import Finding
+    from so_tui.machine.types import Machine
+    from so_tui.plan.types import Plan
+    from so_tui.runs import RunDirectory
+    from so_tui.spec import Catalog, Problem, RunSpec
+    from so_tui.ui.follow import Snapshot
+    from so_tui.ui.runlist import RunRow
+
+
+class Loaded(Message):
+    """The presets and the machine are known."""
+
+    def __init__(self, catalog: Catalog, machine: Machine) -> None:
+        self.catalog, self.machine = catalog, machine
+        super().__init__()
+
+
+class Failed(Message):
+    """A worker could not do its work; ``title`` says what was tried."""
+
+    def __init__(self, title: str, lines: tuple[str, ...], *, retry_forced: RunSpec | None = None) -> None:
+        self.title, self.lines, self.retry_forced = title, lines, retry_forced
+        super().__init__()
+
+
+class RunsListed(Message):
+    """The runs that the index knows, newest first."""
+
+    def __init__(self, runs: tuple[RunRow, ...]) -> None:
+        self.runs = runs
+        super().__init__()
+
+
+class Launched(Message):
+    """A run was started and is in the supervisor's hands."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        super().__init__()
+
+
+class Planned(Message):
+    """The plan of what stands in the form, or what is wrong with it; ``serial`` tells an old answer from a new one."""
+
+    def __init__(self, serial: int, plan: Plan | None, problems: tuple[Problem, ...], command: str = "") -> None:
+        self.serial, self.plan, self.problems, self.command = serial, plan, problems, command
+        super().__init__()
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, Planned)
+
+
+class Diagnosed(Message):
+    """Doctor's findings, worst first."""
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        self.findings = findings
+        super().__init__()
+
+
+class SnapshotReady(Message):
+    """What a poll of a run brought; ``generation`` tells the run that is shown from one that was left."""
+
+    def __init__(self, generation: int, snapshot: Snapshot) -> None:
+        self.generation, self.snapshot = generation, snapshot
+        super().__init__()

@@ -1,0 +1,126 @@
+"""What the five screens share: the line that says where I am, the way between screens, and the line of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Footer
+from textual.worker import Worker
+
+from so_tui.ui.summary import machine_facts
+from so_tui.ui.text import plural
+
+if TYPE_CHECKING:
+    from so_tui.ui.app import SoTuiApp
+
+PAGES: tuple[tuple[str, str], ...] = (
+    ("presets", "Presets"),
+    ("configure", "Configure"),
+    ("dashboard", "Dashboard"),
+    ("runs", "Runs"),
+    ("machine", "Machine"),
+)
+
+
+class TopLine(Widget):
+    """Host, machine and live runs: where I am, on every screen."""
+
+    DEFAULT_CSS = """
+    TopLine { height: 1; background: $surface; padding: 0 1; }
+    """
+
+    def on_mount(self) -> None:
+        for name in ("machine", "runs", "doctor_line"):
+            self.watch(self.app, name, self._changed, init=False)
+
+    def _changed(self) -> None:
+        self.refresh()
+
+    def render(self) -> Content:
+        app: SoTuiApp = self.app  # type: ignore[assignment]
+        live = sum(1 for run in app.runs if run.live)
+        right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no run live", "$faint")
+        left = Content.styled("so-tui", "bold $accent")
+        width = self.size.width
+        if app.machine is None:
+            left += Content.styled("  looking at this machine …", "$faint")
+        else:
+            left += Content.assemble("  ", (app.machine.hostname, "bold"), "  ")
+            gap = ""
+            for fact in [*machine_facts(app.machine), *([app.doctor_line] if app.doctor_line else [])]:
+                if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
+                    break
+                left += Content.styled(gap + fact, "$faint")
+                gap = " · "
+        return left + " " * max(1, width - left.cell_length - right.cell_length) + right
+
+
+class Navigation(Widget):
+    """The five screens with their keys; the one that is shown is marked."""
+
+    DEFAULT_CSS = """
+    Navigation {
+        height: 1; padding: 0 1;
+        link-style: none; link-color: $foreground;
+        link-style-hover: bold; link-color-hover: $accent; link-background-hover: $panel;
+    }
+    """
+
+    def __init__(self, current: str) -> None:
+        self._current = current
+        super().__init__()
+
+    def render(self) -> Content:
+        pieces: list[str] = []
+        for number, (name, title) in enumerate(PAGES, 1):
+            if name == self._current:
+                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background] {number} {title} [/]")
+            else:
+                pieces.append(f"[@click=app.show('{name}')] {number} {title} [/]")
+        left = Content.from_markup(" ".join(pieces))
+        right = Content.from_markup("[@click=app.help]? help[/]")
+        room = self.size.width - left.cell_length - right.cell_length
+        return left + " " * room + right if room > 0 else left
+
+
+class Page(Screen[None]):
+    """One of the five screens."""
+
+    PAGE: ClassVar[str]
+    HELP_TEXT: ClassVar[str] = ""
+    """What this screen is for, in a sentence or two; the help opens with it."""
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave_field", "Leave the field", show=False),
+    ]
+
+    @property
+    def so(self) -> SoTuiApp:
+        """The app, typed."""
+        app: Any = self.app
+        return app  # type: ignore[no-any-return]
+
+    def compose(self) -> ComposeResult:
+        yield TopLine()
+        yield Navigation(self.PAGE)
+        yield from self.body()
+        yield Footer()
+
+    def body(self) -> Iterable[Widget]:
+        """The screen's own widgets."""
+        raise NotImplementedError
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        self.so.tell_failed_worker(event)
+
+    def action_leave_field(self) -> None:
+        """Take the keyboard out of a text field, so that single keys are commands again."""
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            self.set_focus(None)

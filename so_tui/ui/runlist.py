@@ -1,0 +1,83 @@
+"""Every run as a row: read in a worker, and only again where something changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec, state_with_truth
+from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.spec import InputError, RunSpec
+
+SUPERVISION_S = 10.0
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run as the list of runs shows it."""
+
+    run: RunDirectory
+    spec: RunSpec | None
+    """None when its ``spec.json`` cannot be read."""
+    state: RunState
+
+    @property
+    def live(self) -> bool:
+        return self.state.state not in FINAL_STATES
+
+
+class RunLister:
+    """Lists runs again and again for one thread at a time; what has ended and did not change is not read twice."""
+
+    def __init__(self, runs_dir: Path | None) -> None:
+        self._runs_dir = runs_dir
+        self._looked_after: dict[Path, float] = {}
+        self._watch = HeartbeatWatch()
+        self._ended: dict[Path, tuple[int, RunRow]] = {}
+
+    def rows(self) -> tuple[RunRow, ...]:
+        """All runs, newest first."""
+        rows = []
+        for run in list_runs(self._runs_dir):
+            changed = _changed_ns(run)
+            known = self._ended.get(run.path)
+            if known is not None and known[0] == changed:
+                rows.append(known[1])
+                continue
+            row = RunRow(run, _spec(run), self._state(run))
+            if row.live:
+                self._keep_supervised(run)
+            if not row.live:
+                self._ended[run.path] = (changed, row)
+            rows.append(row)
+        return tuple(rows)
+
+    def _keep_supervised(self, run: RunDirectory) -> None:
+        """Whoever looks keeps a run supervised; now and then, because a supervisor needs a moment to take over."""
+        from so_tui.launch import ensure_supervised
+
+        now = time.monotonic()
+        if now - self._looked_after.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
+            self._looked_after[run.path] = now
+            ensure_supervised(run)
+
+    def _state(self, run: RunDirectory) -> RunState:
+        try:
+            return state_with_truth(run, self._watch)
+        except InputError as error:
+            return RunState(name=run.name, state="lost", reason=error.problems[0].message, suggestion=error.problems[0].remedy)
+
+
+def _changed_ns(run: RunDirectory) -> int:
+    try:
+        return run.state_path.stat().st_mtime_ns
+    except OSError:  # deleted in this moment: state_with_truth tells what is left
+        return 0
+
+
+def _spec(run: RunDirectory) -> RunSpec | None:
+    try:
+        return read_spec(run)
+    except InputError:
+        return None

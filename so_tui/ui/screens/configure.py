@@ -1,0 +1,330 @@
+"""Configure: everything a run needs, and beside it the plan, which answers while you type."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.timer import Timer
+from textual.widget import Widget
+from textual.widgets import Button, Static
+
+from so_tui.spec import InputError, Refused, RunSpec, field_index, save_preset, with_values
+from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, values_of, with_edit
+from so_tui.ui.messages import Failed, Planned
+from so_tui.ui.page import Page
+from so_tui.ui.text import plural
+from so_tui.ui.widgets import plan_view
+from so_tui.ui.widgets.field import FieldRow
+
+if TYPE_CHECKING:
+    from so_tui.plan.types import Plan
+
+DEBOUNCE_S = 0.12
+
+
+def launch_facts(plan: Plan) -> list[Content]:
+    """What the question before a launch says."""
+    spec = plan.spec
+    steps = spec.train.steps
+    return [
+        plan_view.headline(plan),
+        *plan_view.memory_lines(plan, 70),
+        Content(plan_view.length_text(plan, steps)),
+        Content.styled("Closing this screen does not stop it.", "$faint"),
+    ]
+
+
+class ConfigureScreen(Page):
+    PAGE = "configure"
+    CSS_PATH = "configure.tcss"
+    AUTO_FOCUS = ""
+    # Nothing has the keyboard at first, so that single keys are commands; tab goes to the first field.
+    HELP_TEXT = (
+        "Every change is planned at once: whether it fits, how fast it will be, what would be started. • marks what differs from the "
+        "preset, ✗ what cannot run. Leave a text field with esc to use single keys; F5 and ^s work everywhere."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run on this machine (asks once)"),
+        Binding("ctrl+s", "save", "Save", id="save", tooltip="Keep these settings under a name"),
+        Binding("equals_sign", "differences", "Changes", key_display="=", id="differences", tooltip="What differs from the preset"),
+        Binding("u", "reset", "Undo", id="reset", tooltip="Back to what the preset says"),
+        Binding("y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"),
+    ]
+
+    def __init__(self) -> None:
+        self._base: RunSpec | None = None
+        self._base_values: dict[str, str] = {}
+        self._drafts: dict[str, dict[str, str]] = {}
+        self._planned: Planned | None = None
+        self._serial = 0
+        self._timer: Timer | None = None
+        super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        yield Static("Choose a preset first: press 1, then enter on a row.", id="form-title")
+        with Horizontal(id="columns"):
+            yield VerticalScroll(id="form", can_focus=False)
+            with Vertical(id="plan"):
+                yield Static(id="verdict")
+                with VerticalScroll(id="plan-pane", can_focus=False):
+                    yield Static(id="plan-text")
+                with Horizontal(id="buttons"):
+                    yield Button("Launch  F5", id="launch", compact=True, disabled=True)
+                    yield Button("Save  ^s", id="save", compact=True)
+                    yield Button("Copy command  y", id="copy", compact=True)
+
+    def on_mount(self) -> None:
+        self.watch(self.app, "machine", self._machine_known)
+
+    def _machine_known(self) -> None:
+        catalog = self.so.catalog
+        if self.so.machine is None or catalog is None:
+            return
+        if self._base is None and catalog.presets:
+            self.edit(list(catalog.presets)[-1])
+        else:
+            self.replan()
+
+    # What is edited.
+
+    @property
+    def _edits(self) -> dict[str, str]:
+        return self._drafts.setdefault(self._base.name, {}) if self._base else {}
+
+    def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
+        """Show a preset with what was typed over it before; ``wanted`` (a recommendation) is typed over it where nothing was."""
+        catalog = self.so.catalog
+        if catalog is None or preset not in catalog.presets:
+            return
+        self._base = catalog.presets[preset].spec
+        self._base_values = values_of(self._base)
+        if wanted is not None:
+            self._drafts[preset] = {**self._drafts.get(preset, {}), **edits_between(self._base, wanted)}
+        self.call_after_refresh(self._show_form)
+
+    async def _show_form(self) -> None:
+        form = self.query_one("#form", VerticalScroll)
+        values = {**self._base_values, **self._edits}
+        if form.query(FieldRow):
+            for row in form.query(FieldRow):
+                row.show_value(self._shown_value(row.path, values))
+        else:
+            widgets: list[Widget] = []
+            for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
+                widgets.append(Static(title, classes="group"))
+                widgets += [FieldRow(path, field_index().get(path), self._shown_value(path, values)) for path in paths]
+            await form.mount_all(widgets)
+        self.replan()
+
+    def _shown_value(self, path: str, values: dict[str, str]) -> str:
+        if path == LENGTH:
+            key, text = length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._length_values(values)})
+            return f"{key.rpartition('.')[2]} {text}"
+        return values.get(path, "")
+
+    def _length_values(self, values: dict[str, str]) -> dict[str, str]:
+        """The lengths in force: one that was typed hides those of the preset."""
+        typed = {path: text for path, text in self._edits.items() if path in LENGTH_KEYS}
+        return typed or {path: values.get(path, "0") for path in LENGTH_KEYS}
+
+    @on(FieldRow.Edited)
+    def _edited(self, message: FieldRow.Edited) -> None:
+        if self._base is None:
+            return
+        self._drafts[self._base.name] = with_edit(self._edits, self._base_values, message.path, message.text)
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+
+    # The plan of it.
+
+    def replan(self) -> None:
+        """Plan what stands in the form; an answer to an older question is dropped."""
+        if self._base is None or self.so.machine is None:
+            return
+        self._serial += 1
+        self._plan(self._serial, self._base, dict(self._edits))
+
+    @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
+    def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
+        from so_tui.launch import prepare
+        from so_tui.plan import make_plan
+
+        machine = self.so.machine
+        assert machine is not None
+        try:
+            spec = with_values(base, edits)
+            plan = make_plan(spec, machine)
+        except InputError as error:
+            self.post_message(Planned(serial, None, error.problems))
+            return
+        try:
+            command = shlex.join(prepare(spec, machine, force=True).argv)
+        except Refused:
+            command = ""  # the plan's own reasons say why nothing can be started
+        self.post_message(Planned(serial, plan, (), command))
+
+    @on(Planned)
+    def _show_plan(self, message: Planned) -> None:
+        if message.serial != self._serial or self._base is None:
+            return
+        self._planned = message
+        self._mark_fields(message)
+        self._show_title()
+        plan = message.plan
+        self.query_one("#launch", Button).disabled = plan is None or not message.command
+        if plan is None:
+            count = plural(len(message.problems), "field")
+            self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to mend before this can be planned", "bold $error"))
+            lines = [
+                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.remedy}")
+                for problem in message.problems
+            ]
+            self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
+            return
+        self.query_one("#verdict", Static).update(plan_view.headline(plan))
+        self.query_one("#plan-text", Static).update(self._plan_content(plan, message.command))
+
+    def _plan_content(self, plan: Plan, command: str) -> Content:
+        width = max(30, self.query_one("#plan-pane").content_size.width - 1)
+        sections: list[tuple[str, list[Content]]] = [
+            ("", [*plan_view.memory_lines(plan, width), *plan_view.step_lines(plan, width)]),
+            (
+                "why",
+                [Content(f"{reason}") for reason in plan.reasons]
+                + [Content.assemble(("mind: ", "$warning"), text) for text in plan.warnings],
+            ),
+            ("where the GPU memory goes", plan_view.terms_table([term for term in plan.breakdown if term.place == "gpu"], width)),
+            ("where the host memory goes", plan_view.terms_table([term for term in plan.breakdown if term.place == "node"], width)),
+            ("binding", plan_view.binding_lines(plan)),
+            ("the command   y copies it", [Content(command)]),
+        ]
+        lines: list[Content] = []
+        for title, body in sections:
+            if body:
+                lines += [*([Content(""), Content.styled(title, "bold $faint")] if title else []), *body]
+        return Content("\n").join(lines)
+
+    def _mark_fields(self, message: Planned) -> None:
+        problems: dict[str, str] = {}
+        for problem in message.problems:
+            path = LENGTH if problem.field in LENGTH_KEYS else problem.field
+            problems.setdefault(path, f"{problem.message}. {problem.remedy}".rstrip(". ") + ".")
+        edits = self._edits
+        for row in self.query(FieldRow):
+            if row.path == LENGTH:
+                edited = any(path in edits for path in LENGTH_KEYS)
+                was = " ".join(reversed(self._length_was())) if edited else None
+            else:
+                was = self._base_values.get(row.path, "") if row.path in edits else None
+            row.show_status(was=was, problem=problems.get(row.path, ""), advice=self._advice(row.path, message.plan))
+
+    def _length_was(self) -> tuple[str, str]:
+        key, text = length_of(self._base_values)
+        return key.rpartition(".")[2], text
+
+    def _advice(self, path: str, plan: Plan | None) -> str:
+        """What the plan makes of a field, where that says more than its range."""
+        machine = self.so.machine
+        if path == "gpus" and machine is not None:
+            return f"of {plural(len(machine.gpus), 'GPU')} here, or a list: 0,1" if machine.gpus else "ranks: this machine has no GPU"
+        if plan is None:
+            return ""
+        if path == "offload.mode" and plan.spec.offload.mode != self._edits.get(path, self._base_values.get(path)):
+            return f"→ {plan.mode}"
+        if path == "train.gradient_accumulation":
+            return f"= {plan_view.length_text(plan, 0)}"
+        if path == LENGTH and plan.spec.train.steps:
+            return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
+        if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
+            rank = plan.binding[0]
+            return f"{len(rank.adam_cpus)} of {len(rank.cpus)} cores a rank, {len(rank.main_cpus)} for the rest"
+        return ""
+
+    def _show_title(self) -> None:
+        assert self._base is not None
+        changes = f"{plural(len(self._edits), 'change')}" if self._edits else "no changes"
+        self.query_one("#form-title", Static).update(
+            Content.assemble((self._base.label, "bold"), (f"   preset {self._base.name}, {changes}", "$faint"))
+        )
+
+    # Commands.
+
+    def action_launch(self) -> None:
+        planned = self._planned
+        if planned is None:
+            return
+        if planned.plan is None:
+            self._go_to_first_problem(planned)
+        elif not planned.plan.fits:
+            forced = planned.plan.spec if planned.command else None
+            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reasons, retry_forced=forced))
+        else:
+            self.so.ask_launch(planned.plan.spec, launch_facts(planned.plan))
+
+    def _go_to_first_problem(self, planned: Planned) -> None:
+        wrong = planned.problems[0]
+        self.notify(f"{label(wrong.field)}: {wrong.message}", title="Not launched", severity="error", markup=False)
+        rows = self.query(FieldRow).filter(".-wrong")
+        if rows:
+            rows.first().scroll_visible()
+            rows.first().focus_control()
+
+    def action_save(self) -> None:
+        planned, base = self._planned, self._base
+        if planned is None or planned.plan is None or base is None:
+            self.notify("Mend the marked fields first", severity="error")
+            return
+        from so_tui.ui.screens.dialogs import AskName
+
+        spec = with_values(base, self._edits)
+
+        def named(name: str | None) -> None:
+            if name:
+                self._save(spec, name, base.name)
+
+        self.app.push_screen(AskName("Save as preset", "A short name: small letters, digits, - . _", f"{base.name}-mine"), named)
+
+    def _save(self, spec: RunSpec, name: str, base: str) -> None:
+        try:
+            path = save_preset(spec, name, base=base)
+        except InputError as error:
+            self.app.post_message(Failed("The preset was not saved", tuple(map(str, error.problems))))
+            return
+        self.notify(f"Saved as {name} in {path}", markup=False)
+        self.so.reload_presets(then_edit=name)
+
+    def action_differences(self) -> None:
+        from so_tui.ui.screens.dialogs import Notice
+
+        lines = [f"{path}: {self._base_values.get(path, '') or 'empty'} → {text or 'empty'}" for path, text in sorted(self._edits.items())]
+        title = f"What differs from preset {self._base.name}" if self._base else "No preset chosen"
+        self.app.push_screen(Notice(title, lines or ["Nothing: every field is as the preset says."], bad=False))
+
+    def action_reset(self) -> None:
+        if self._base is None or not self._edits:
+            return
+        from so_tui.ui.screens.dialogs import Question
+
+        def answered(yes: bool | None) -> None:
+            if yes and self._base is not None:
+                self._drafts[self._base.name] = {}
+                self.call_after_refresh(self._show_form)
+
+        lines = [f"{plural(len(self._edits), 'change')} will be gone."]
+        self.app.push_screen(Question(f"Back to preset {self._base.name}?", lines, yes="Undo all changes"), answered)
+
+    def action_copy(self) -> None:
+        if self._planned is not None and self._planned.command:
+            self.app.copy_to_clipboard(self._planned.command)
+            self.notify("The command is in the clipboard")
+
+    @on(Button.Pressed)
+    def _button(self, event: Button.Pressed) -> None:
+        {"launch": self.action_launch, "save": self.action_save, "copy": self.action_copy}[event.button.id or ""]()

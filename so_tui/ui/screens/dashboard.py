@@ -1,0 +1,356 @@
+"""Dashboard: one run, live or past, on one axis: loss, throughput, the step's anatomy, the NUMA nodes, the GPUs, the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from textual import on, work
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.content import Content
+from textual.reactive import var
+from textual.widget import Widget
+from textual.widgets import Input, Static
+
+from so_tui.runs import RunDirectory
+from so_tui.ui.follow import RunFollower, Snapshot
+from so_tui.ui.messages import SnapshotReady
+from so_tui.ui.page import Page
+from so_tui.ui.screens.run_actions import RunActions
+from so_tui.ui.text import plural, rate, significant
+from so_tui.ui.view import View, axis_of, extent_of, rows_for
+from so_tui.ui.widgets import stats
+from so_tui.ui.widgets.chart import GUTTER, Chart, Mark
+from so_tui.ui.widgets.log import LogView
+from so_tui.ui.widgets.nodes import NodePanel, NodePicture
+from so_tui.ui.widgets.rule import Rule
+
+POLL_S = 1.0
+EMPTY = (
+    "No run yet. This is where a run is watched: its loss and speed, where the time of a step goes, every NUMA node, GPU and core.\n\n"
+    "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a run."
+)
+
+
+class DashboardScreen(RunActions, Page):
+    PAGE = "dashboard"
+    CSS_PATH = "dashboard.tcss"
+    AUTO_FOCUS = "#loss"
+    HELP_TEXT = (
+        "Everything shares one axis: steps, or time (x). Raw values are dim, their moving average is bright, gaps are values that are not "
+        "numbers. A node's dim band reaches from its idlest to its busiest core. Cells are cores: A runs Adam, m the training process. "
+        "Leaving this screen does not touch the run."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
+        Binding("c", "checkpoint", "Save now", id="checkpoint", tooltip="Save a checkpoint after this step, and go on"),
+        Binding("r", "resume", "Resume", id="resume", tooltip="Go on from the last checkpoint of a run that has ended"),
+        Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
+        Binding("z,plus", "zoom(0.5)", "Zoom", key_display="z", id="zoom", tooltip="Look closer (also + and the wheel)"),
+        Binding("Z,minus", "zoom(2)", "Zoom out", key_display="Z", show=False, id="zoom-out", tooltip="Also -"),
+        Binding("0", "whole", "Whole run", show=False, id="whole"),
+        Binding("i", "inspect", "Inspect", id="inspect", tooltip="A cursor on all charts; arrows move it, shift by ten"),
+        Binding("left", "point(-1)", "Cursor left", show=False),
+        Binding("right", "point(1)", "Cursor right", show=False),
+        Binding("shift+left", "point(-10)", "Cursor far left", show=False),
+        Binding("shift+right", "point(10)", "Cursor far right", show=False),
+        Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic loss"),
+        Binding("m", "maximise", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
+        Binding("slash", "find", "Search", key_display="/", id="find", tooltip="n and N go to the next and previous match"),
+        Binding("f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"),
+        Binding(
+            "equals_sign",
+            "differences",
+            "Settings",
+            key_display="=",
+            show=False,
+            id="differences",
+            tooltip="What differs from the preset's defaults",
+        ),
+        Binding("y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"),
+    ]
+
+    view: var[View] = var(View())
+
+    def __init__(self) -> None:
+        self._run: RunDirectory | None = None
+        self._follower: RunFollower | None = None
+        self._generation = 0
+        self._snapshot: Snapshot | None = None
+        super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        glyphs = self.so.glyphs
+        yield Static(Content.from_markup(EMPTY), id="empty")
+        with VerticalScroll(id="panels", can_focus=False):
+            yield Static(id="title")
+            yield Static(id="news")
+            with Horizontal(id="charts"):
+                yield Chart("loss", glyphs=glyphs, id="loss")
+                yield Chart("throughput", zero=True, glyphs=glyphs, id="throughput")
+                yield Chart("gradient norm", glyphs=glyphs, id="norm")
+            yield Static(id="anatomy")
+            yield Rule("NUMA nodes", id="nodes-rule")
+            yield NodePanel(glyphs=glyphs, id="nodes")
+            yield Static(id="gpus")
+            yield Rule("log", id="log-rule")
+            yield Input(placeholder="search the log: enter and n go back through the matches, esc ends", compact=True, id="search")
+            yield LogView(id="log")
+
+    def on_mount(self) -> None:
+        self.query_one("#panels").display = False
+        self.set_interval(POLL_S, self._tick)
+        if self.so.opened is not None:
+            self.follow(self.so.opened)
+        else:
+            self.watch(self.app, "runs", self._take_newest)
+
+    def _take_newest(self) -> None:
+        if self._run is None and self.so.runs:
+            self.follow(self.so.runs[0].run)
+
+    @property
+    def chosen_run(self) -> RunDirectory | None:
+        return self._run
+
+    def follow(self, run: RunDirectory) -> None:
+        """Show another run."""
+        if self._run is not None and run.path == self._run.path:
+            return
+        self._run = run
+        self._generation += 1
+        self._follower = RunFollower(run)
+        self._snapshot = None
+        self.view = View(unit=self.view.unit)
+        self.query_one(LogView).clear()
+        self.query_one("#empty").display = False
+        self.query_one("#panels").display = True
+        self._tick()
+
+    # Following.
+
+    def on_screen_resume(self) -> None:
+        self._tick()
+
+    def _tick(self) -> None:
+        """Poll, unless this screen is not shown or the poll before is still under way (a slow file system)."""
+        if self._follower is None or not self.is_current:
+            return
+        if not any(worker.group == "follow" and worker.is_running for worker in self.workers):
+            self._poll(self._generation, self._follower)
+
+    @work(thread=True, group="follow", name="follow the run", exit_on_error=False)
+    def _poll(self, generation: int, follower: RunFollower) -> None:
+        self.post_message(SnapshotReady(generation, follower.poll()))
+
+    @on(SnapshotReady)
+    def _take(self, message: SnapshotReady) -> None:
+        if message.generation != self._generation:
+            return
+        before, self._snapshot = self._snapshot, message.snapshot
+        self._show(message.snapshot)
+        if before is None or before.live != message.snapshot.live:
+            self.refresh_bindings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action in ("stop", "checkpoint", "resume"):
+            live = self._snapshot is not None and self._snapshot.live
+            return self._snapshot is not None and (live if action != "resume" else not live)
+        return True
+
+    # Drawing.
+
+    def _show(self, snapshot: Snapshot) -> None:
+        now = time.time()
+        width = self.query_one("#panels").scrollable_content_region.width or self.size.width - 2
+        self.query_one("#title", Static).update(stats.title_line(snapshot, now, width))
+        news = stats.news_line(snapshot)
+        self.query_one("#news").display = news is not None
+        if news is not None:
+            self.query_one("#news", Static).update(news)
+        anatomy = stats.anatomy_lines(snapshot, width)
+        self.query_one("#anatomy", Static).update(anatomy)
+        gpus = stats.gpu_lines(snapshot.gpus, width)
+        self.query_one("#gpus").display = bool(snapshot.gpus)
+        self.query_one("#gpus", Static).update(gpus)
+        log = self.query_one(LogView)
+        log.extend((line.text for line in snapshot.log_lines), snapshot.log_partial)
+        self._share_rows(snapshot, anatomy.plain.count("\n") + 1, gpus.plain.count("\n") + 1 if snapshot.gpus else 0, news is not None)
+        self._show_log_rule()
+        self._draw_charts(snapshot)
+
+    def _share_rows(self, snapshot: Snapshot, anatomy: int, gpus: int, news: bool) -> None:
+        height = self.size.height - 3
+        crowded = height < 12 + 3 * len(snapshot.nodes)
+        self.query_one("#nodes-rule").display = not crowded
+        rows = rows_for(height, len(snapshot.nodes), gpus, 1 + news + anatomy + (1 if crowded else 2))
+        self.query_one("#charts").styles.height = rows.charts
+        self.query_one(LogView).styles.height = rows.log
+        self.query_one(NodePanel).set_plot_height(rows.plot)
+
+    def _draw_charts(self, snapshot: Snapshot) -> None:
+        axis = axis_of(snapshot, self.view)
+        extent = extent_of(snapshot, self.view.unit)
+        note = self.view.words(extent) if extent else ""
+        cursor = self.view.cursor
+        marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
+        marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
+        for chart in self.query(Chart):
+            chart.waiting = stats.waiting_words(snapshot)
+        step_axis = axis if snapshot.length else None
+        loss = self.query_one("#loss", Chart)
+        loss.show(
+            [snapshot.line("loss", "raw"), snapshot.line("ema", "main")], ["now", "mean"], step_axis, marks=marks, cursor=cursor, note=note
+        )
+        latest = snapshot.latest
+        throughput = self.query_one("#throughput", Chart)
+        speed = "TFLOPS/GPU"
+        if latest is not None and cursor is None:
+            tokens = f"{rate(latest.useful_tokens_per_s_total)} tokens/s"
+            mfu = f"   MFU {100 * latest.mfu:.1f} %" if latest.mfu is not None else ""
+            speed = f"TFLOPS/GPU   {tokens}{mfu}" if throughput.size.width >= 52 else f"TFLOPS  {tokens}"
+        throughput.show([snapshot.line("model_tflops_per_gpu", "main")], ["."], step_axis, marks=marks, cursor=cursor, note=speed)
+        norm = self.query_one("#norm", Chart)
+        if norm.display:
+            rate_words = "" if latest is None or cursor is not None else f"learning rate {significant(latest.learning_rate)}"
+            norm.show(
+                [snapshot.line("gradient_norm", "raw"), snapshot.line("norm_ema", "main")],
+                [".", ""],
+                step_axis,
+                marks=marks,
+                cursor=cursor,
+                note=rate_words,
+            )
+        self.query_one(NodePanel).show(self._pictures(snapshot), axis)
+        cores = sum(len(node.cpus) for node in snapshot.nodes)
+        words = (
+            f"NUMA   {plural(len(snapshot.nodes), 'node')}, {plural(cores, 'core')}   a cell is a core: A Adam, m main, o other"
+            if cores
+            else "NUMA   waiting for the first sample"
+        )
+        self.query_one("#nodes-rule", Rule).update(Content.styled(words, "$faint"))
+
+    def _pictures(self, snapshot: Snapshot) -> tuple[NodePicture, ...]:
+        ranks = snapshot.binding.ranks if snapshot.binding is not None else ()
+        pictures = []
+        for node in snapshot.nodes:
+            own = set(node.cpus)
+            here = [rank for rank in ranks if own.intersection(rank.cpus) and rank.host in (node.host, "")]
+            words = " · ".join(f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in here)
+            adam = frozenset(cpu for rank in here for cpu in rank.adam_cpus)
+            main = frozenset(cpu for rank in here for cpu in rank.main_cpus)
+            host = node.host if snapshot.hosts > 1 else ""
+            pictures.append(NodePicture(node, f"{host} {words}".strip(), adam, main))
+        return tuple(pictures)
+
+    def _show_log_rule(self) -> None:
+        log = self.query_one(LogView)
+        words = "log   following" if log.following else "log   paused, f follows"
+        if log.needle:
+            words += f"   {plural(log.matches, 'line')} with “{log.needle}”, n and N go through them"
+        self.query_one("#log-rule", Rule).update(Content.styled(words, "$faint"))
+
+    def on_resize(self) -> None:
+        if self._snapshot is not None:
+            self._show(replace(self._snapshot, log_lines=()))
+
+    def watch_view(self) -> None:
+        if self._snapshot is not None:
+            self._draw_charts(self._snapshot)
+
+    # The axis.
+
+    def _extent(self) -> tuple[float, float] | None:
+        return extent_of(self._snapshot, self.view.unit) if self._snapshot is not None else None
+
+    def action_axis(self) -> None:
+        self.view = View(unit="time" if self.view.unit == "step" else "step")
+
+    def action_zoom(self, factor: float) -> None:
+        extent = self._extent()
+        if extent is not None:
+            self.view = self.view.zoomed(factor, extent)
+
+    def action_whole(self) -> None:
+        self.view = View(unit=self.view.unit)
+
+    def action_inspect(self) -> None:
+        extent = self._extent()
+        if self.view.cursor is not None:
+            self.view = replace(self.view, cursor=None)
+        elif extent is not None:
+            self.view = replace(self.view, cursor=self.view.resolved(extent)[1])
+            self.query_one("#loss").focus()
+
+    def action_point(self, columns: int) -> None:
+        extent = self._extent()
+        if extent is None:
+            return
+        if self.view.cursor is None:
+            self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
+        else:
+            chart = self.query_one("#loss", Chart)
+            self.view = self.view.pointed(columns, extent, max(8, chart.size.width - GUTTER))
+
+    @on(Chart.CursorMoved)
+    def _pointed(self, message: Chart.CursorMoved) -> None:
+        self.view = replace(self.view, cursor=message.x)
+
+    @on(Chart.Zoomed)
+    def _wheel(self, message: Chart.Zoomed) -> None:
+        extent = self._extent()
+        if extent is not None:
+            self.view = self.view.zoomed(message.factor, extent, message.x)
+
+    def action_log_scale(self) -> None:
+        loss = self.query_one("#loss", Chart)
+        loss.log_scale = not loss.log_scale
+        loss.redraw()
+
+    def action_maximise(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            focused = self.focused
+            self.maximize(focused if focused is not None and focused.allow_maximize else self.query_one("#loss"))
+        self.call_after_refresh(self.watch_view)
+
+    # The log.
+
+    @on(LogView.Moved)
+    def _log_moved(self) -> None:
+        self._show_log_rule()
+
+    def action_find(self) -> None:
+        field = self.query_one("#search", Input)
+        field.display = True
+        field.focus()
+
+    @on(Input.Changed, "#search")
+    def _search_changed(self, event: Input.Changed) -> None:
+        self.query_one(LogView).needle = event.value
+
+    @on(Input.Submitted, "#search")
+    def _search_done(self) -> None:
+        log = self.query_one(LogView)
+        log.focus()
+        log.action_next_match(-1)
+
+    def action_follow(self) -> None:
+        self.query_one(LogView).action_follow()
+
+    def action_leave_field(self) -> None:
+        field = self.query_one("#search", Input)
+        if self.maximized is not None:
+            self.minimize()
+        elif field.display:
+            field.value = ""
+            field.display = False
+            self.query_one("#loss").focus()
+        elif self.view.cursor is not None:
+            self.view = replace(self.view, cursor=None)
+        else:
+            self.set_focus(self.query_one("#loss"))

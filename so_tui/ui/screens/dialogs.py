@@ -1,0 +1,140 @@
+"""Questions and answers over a screen: yes or no, a name, what went wrong, the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static
+
+
+class Question(ModalScreen[bool]):
+    """Asks once, yes or no. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
+
+    CSS_PATH = "dialogs.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape", "answer(False)", "No"),
+        Binding("left,right", "app.focus_next", "Other button", show=False),
+    ]
+
+    def __init__(self, title: str, lines: Sequence[str | Content], *, yes: str, no: str = "No", default_yes: bool = False) -> None:
+        self._title, self._lines, self._yes, self._no, self._default_yes = title, lines, yes, no, default_yes
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(Content(self._title), classes="dialog-title")
+            with VerticalScroll(classes="dialog-body", can_focus=False):
+                for line in self._lines:
+                    yield Static(Content(line) if isinstance(line, str) else line)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button(Content(f"{self._yes}  y"), id="yes", compact=True)
+                yield Button(Content(f"{self._no}  n"), id="no", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#yes" if self._default_yes else "#no").focus()
+
+    def action_answer(self, answer: bool) -> None:
+        self.dismiss(answer)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "yes")
+
+
+class AskName(ModalScreen[str | None]):
+    """Asks for a name; None when it was left."""
+
+    CSS_PATH = "dialogs.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
+
+    def __init__(self, title: str, hint: str, value: str) -> None:
+        self._title, self._hint, self._value = title, hint, value
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(Content(self._title), classes="dialog-title")
+            yield Static(Content(self._hint), classes="faint")
+            yield Input(self._value, compact=True)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Save", id="yes", compact=True)
+                yield Button("Cancel", id="no", compact=True)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.value.strip():
+            self.dismiss(event.value.strip())
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        value = self.query_one(Input).value.strip()
+        self.dismiss(value if event.button.id == "yes" and value else None)
+
+
+class Notice(ModalScreen[bool]):
+    """What happened, why, and what to do next; stays until it is read. True when the offered way on was taken."""
+
+    CSS_PATH = "dialogs.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "dismiss(False)", "Close"),
+        Binding("y", "copy", "Copy"),
+    ]
+
+    def __init__(self, title: str, lines: Sequence[str], *, offer: str = "", bad: bool = True) -> None:
+        self._title, self._lines, self._offer, self._bad = title, lines, offer, bad
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -bad" if self._bad else "dialog"):
+            yield Static(Content(f"{'✗ ' if self._bad else ''}{self._title}"), classes="dialog-title")
+            with VerticalScroll(classes="dialog-body"):
+                for line in self._lines:
+                    yield Static(Content(line), classes="dialog-line")
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Close  esc", id="close", compact=True)
+                yield Button("Copy  y", id="copy", compact=True)
+                if self._offer:
+                    yield Button(Content(self._offer), id="offer", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#close").focus()
+
+    def action_copy(self) -> None:
+        self.app.copy_to_clipboard("\n".join((self._title, *self._lines)))
+        self.notify("Copied")
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "copy":
+            self.action_copy()
+        else:
+            self.dismiss(event.button.id == "offer")
+
+
+class KeysHelp(ModalScreen[None]):
+    """Every key of the screen below, from its bindings: help and dispatch cannot differ."""
+
+    CSS_PATH = "dialogs.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]
+
+    def __init__(self, title: str, about: str, groups: Sequence[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:
+        self._title, self._about, self._groups = title, about, groups
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -wide"):
+            yield Static(Content(self._title), classes="dialog-title")
+            with VerticalScroll(classes="dialog-body"):
+                if self._about:
+                    yield Static(Content(self._about + "\n"), classes="dialog-line")
+                for heading, rows in self._groups:
+                    yield Static(Content(heading), classes="heading")
+                    width = max((len(keys) for keys, _, _ in rows), default=0)
+                    for keys, name, tip in rows:
+                        more = f"  {tip}" if tip and tip != name else ""
+                        yield Static(Content.assemble((f"  {keys:<{width}}  ", "$accent"), name, (more, "$faint")))
+                    yield Static("")
+            yield Static("esc closes", classes="faint")

@@ -1,0 +1,37 @@
+"""Doctor's findings in words. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+
+from so_tui.ui.text import plural
+
+if TYPE_CHECKING:
+    from so_tui.machine.doctor import Finding
+
+SIGNS = {"blocks": "✗", "warning": "~", "note": "·"}
+STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
+
+
+def doctor_words(findings: Sequence[Finding]) -> str:
+    """``doctor: 1 blocks, 2 warnings``; empty when all is well."""
+    blocks = sum(finding.severity == "blocks" for finding in findings)
+    warnings = sum(finding.severity == "warning" for finding in findings)
+    words = ([f"{plural(blocks, 'problem')} that blocks" if blocks == 1 else f"{blocks} problems that block"] if blocks else []) + (
+        [plural(warnings, "warning")] if warnings else []
+    )
+    return f"doctor: {', '.join(words)}" if words else ""
+
+
+def finding_content(finding: Finding) -> Content:
+    """A finding with its evidence, its cost and its remedy."""
+    lines = [
+        Content.assemble((f"{SIGNS[finding.severity]} {finding.severity:<8}", f"bold {STYLES[finding.severity]}"), (finding.title, "bold"))
+    ]
+    for name, text in (("seen", finding.evidence), ("costs", finding.cost), ("remedy", finding.remedy)):
+        if text:
+            lines.append(Content.assemble((f"  {name:<8}", "$faint"), text))
+    return Content("\n").join(lines)

@@ -1,0 +1,213 @@
+"""Machine: the host as it hangs together, its software, and what doctor found, worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from so_tui.plan.binding import cpu_ranges
+from so_tui.ui.page import Page
+from so_tui.ui.screens.findings import finding_content
+from so_tui.ui.summary import gpu_model
+from so_tui.ui.text import memory, plural
+from so_tui.ui.widgets.bars import fill, verdict_style
+from so_tui.ui.widgets.rule import Rule
+
+if TYPE_CHECKING:
+    from so_tui.machine.types import Gpu, Machine, NumaNode
+
+
+def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
+    """Node -> cores -> memory -> GPU -> its own memory node, as it hangs together."""
+    lines = [
+        Content.assemble(
+            (machine.hostname, "bold"),
+            (
+                f"   {machine.cpu_name}, {machine.architecture}, pages of {memory(machine.page_size_bytes)}"
+                if machine.page_size_bytes
+                else f"   {machine.cpu_name}, {machine.architecture}",
+                "$faint",
+            ),
+        )
+    ]
+    nodes = machine.cpu_nodes
+    homeless = [gpu for gpu in machine.gpus if gpu.numa_node not in {node.id for node in nodes}]
+    for index, node in enumerate(nodes):
+        last = index == len(nodes) - 1 and not homeless
+        lines += _node_lines(machine, node, last, distances)
+    for gpu in homeless:
+        lines.append(
+            Content.assemble(
+                ("└─ " if gpu is homeless[-1] else "├─ ", "$rule"), _gpu_words(gpu), ("   its NUMA node is not known", "$warning")
+            )
+        )
+    empty = [node for node in machine.numa_nodes if node.kind == "empty"]
+    if empty:
+        lines.append(
+            Content.styled(
+                f"   {plural(len(empty), 'more node')} without cores or memory: {cpu_ranges(tuple(node.id for node in empty))}", "$faint"
+            )
+        )
+    return lines
+
+
+def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -> list[Content]:
+    stem, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
+    ours = len(set(node.cpus) & set(machine.allowed_cpus))
+    cores = f"{plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)}"
+    head = Content.assemble(
+        (stem, "$rule"),
+        (f"node {node.id}", "bold"),
+        f"   {cores}",
+        (f"   {ours} of them ours" if ours < len(node.cpus) else "", "$warning"),
+    )
+    lines = [head]
+    gpus = [gpu for gpu in machine.gpus if gpu.numa_node == node.id]
+    lines.append(Content.assemble((under + ("├─ " if gpus or distances else "└─ "), "$rule"), "memory   ") + _memory_words(node))
+    for index, gpu in enumerate(gpus):
+        final = index == len(gpus) - 1 and not distances
+        lines.append(Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_words(gpu)))
+        if gpu.memory_node is not None:
+            own = machine.node(gpu.memory_node)
+            lines.append(
+                Content.assemble(
+                    (under + ("   " if final else "│  ") + "└─ ", "$rule"),
+                    (f"node {own.id}", "bold"),
+                    f"   its own memory, {memory(own.memory_total_bytes)}",
+                )
+            )
+    if distances and node.distances:
+        lines.append(Content.assemble((under + "└─ ", "$rule"), ("distances   ", "$faint"), " ".join(map(str, node.distances))))
+    return lines
+
+
+def _memory_words(node: NumaNode) -> Content:
+    if node.memory_free_bytes is None:
+        return Content(memory(node.memory_total_bytes))
+    used = node.memory_total_bytes - node.memory_free_bytes
+    share = used / node.memory_total_bytes if node.memory_total_bytes else 0.0
+    cache = f", {memory(node.file_cache_bytes)} of it file cache" if node.file_cache_bytes else ""
+    return fill(share, 16, verdict_style(share)) + f"  {memory(used)} of {memory(node.memory_total_bytes)} in use{cache}"
+
+
+def _gpu_words(gpu: Gpu) -> Content:
+    words = Content.assemble((f"GPU {gpu.index}", "bold $accent"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
+    if gpu.memory_total_bytes is not None:
+        words += f"   {memory(gpu.memory_total_bytes)}"
+    if gpu.c2c:
+        words += Content.styled("   NVLink-C2C", "$faint")
+    if gpu.compute_mode not in (None, "Default"):
+        words += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
+    return words
+
+
+def software_lines(machine: Machine, width: int) -> list[Content]:
+    """Versions beside each other; what is missing says so."""
+    software = machine.software
+    torch = software.torch and (software.torch + (f" (CUDA {software.torch_cuda})" if software.torch_cuda else " (CPU)"))
+    numactl = software.numactl and software.numactl + ("" if software.numactl_works in (True, None) else " (cannot bind here)")
+    named = (
+        ("python", software.python),
+        ("torch", torch),
+        ("deepspeed", software.deepspeed),
+        ("transformers", software.transformers),
+        ("datasets", software.datasets),
+        ("flash-attn", software.flash_attn),
+        ("numactl", numactl),
+        ("driver", software.nvidia_driver),
+        ("compiler", software.compiler),
+        ("ninja", software.ninja),
+    )
+    lines: list[Content] = []
+    line = Content("")
+    for name, version in named:
+        piece = Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
+        if line.cell_length and line.cell_length + piece.cell_length + 3 > width:
+            lines.append(line)
+            line = Content("")
+        line = line + ("   " if line.cell_length else "") + piece
+    lines.append(line)
+    host = [f"host memory {memory(machine.host_memory_bytes)}"]
+    if machine.memory_limit_bytes is not None:
+        host.append(f"our limit {memory(machine.memory_limit_bytes)}")
+    if machine.shm_total_bytes is not None:
+        host.append(f"/dev/shm {memory(machine.shm_total_bytes)}")
+    host.append(f"MPAM {machine.mpam.state}: {machine.mpam.evidence}")
+    return [*lines, Content("   ".join(host)), *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
+
+
+class MachineScreen(Page):
+    PAGE = "machine"
+    CSS_PATH = "machine.tcss"
+    AUTO_FOCUS = "#findings"
+    HELP_TEXT = "What this host is made of, which cores and memory hang together with which GPU, and what would slow or stop a run."
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
+        Binding("t", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
+        Binding("o", "look_again", "Look again", id="look-again", tooltip="Inspect the machine and ask doctor again"),
+    ]
+
+    def __init__(self) -> None:
+        self._distances = False
+        super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        with VerticalScroll(id="machine", can_focus=False):
+            yield Static("looking at this machine …", id="tree")
+            yield Rule("software", id="software-rule")
+            yield Static(id="software")
+            yield Rule("doctor", id="doctor-rule")
+            yield OptionList(id="findings", compact=True)
+
+    def on_mount(self) -> None:
+        self.watch(self.app, "machine", self._show)
+        self.watch(self.app, "findings", self._show_findings)
+
+    def on_resize(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        machine = self.so.machine
+        if machine is None:
+            return
+        self.query_one("#tree", Static).update(Content("\n").join(tree_lines(machine, distances=self._distances)))
+        self.query_one("#software", Static).update(Content("\n").join(software_lines(machine, self.size.width - 4)))
+
+    def _show_findings(self) -> None:
+        findings = self.so.findings
+        rule, options = self.query_one("#doctor-rule", Rule), self.query_one("#findings", OptionList)
+        if findings is None:
+            rule.update(Content.styled("doctor is looking …", "$faint"))
+            return
+        rule.update(
+            Content.styled(
+                f"doctor   {plural(len(findings), 'finding')}, worst first; y copies a remedy" if findings else "doctor   nothing to mend",
+                "$faint",
+            )
+        )
+        options.clear_options()
+        options.add_options([Option(finding_content(finding)) for finding in findings])
+        options.display = bool(findings)
+        if findings:
+            options.highlighted = 0
+
+    def action_copy(self) -> None:
+        findings, at = self.so.findings, self.query_one("#findings", OptionList).highlighted
+        if findings and at is not None:
+            self.app.copy_to_clipboard(findings[at].remedy)
+            self.notify(f"Copied: {findings[at].remedy}", markup=False)
+
+    def action_distances(self) -> None:
+        self._distances = not self._distances
+        self._show()
+
+    def action_look_again(self) -> None:
+        self.notify("Looking again …")
+        self.so.look_again()

@@ -1,0 +1,263 @@
+"""Presets: what this machine can train, model by model and GPU count by GPU count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.text import Text
+from textual import on, work
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.reactive import var
+from textual.widget import Widget
+from textual.widgets import DataTable, Input, Static
+
+from so_tui.ui.messages import Failed
+from so_tui.ui.page import Page
+from so_tui.ui.summary import rank_counts
+from so_tui.ui.text import count, plural, rate, shorten
+from so_tui.ui.widgets import plan_view
+from so_tui.ui.widgets.plan_view import SIGNS, STYLES
+
+if TYPE_CHECKING:
+    from so_tui.plan.types import Plan, PlanRow
+
+FIRST_VISIT = (
+    "First time here? Choose a row: [$accent]enter[/] configures it, [$accent]l[/] launches it. "
+    "[b]tiny[/] trains anywhere in about a minute, nothing is downloaded."
+)
+
+
+class TableReady(Message):
+    """The models x GPU counts table was planned."""
+
+    def __init__(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
+        self.counts, self.rows = counts, rows
+        super().__init__()
+
+
+class PresetTable(DataTable[Text]):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Configure", tooltip="Change its settings before it runs")]
+
+
+class PresetsScreen(Page):
+    PAGE = "presets"
+    AUTO_FOCUS = "#table"
+    CSS_PATH = "presets.tcss"
+    HELP_TEXT = (
+        "Each row is a model, each column a number of GPUs. A cell says whether that fits on this machine, how much of the optimizer "
+        "has to live in CPU memory (the offload ratio), and the predicted speed. ★ marks the count we would take."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "l,f5",
+            "launch",
+            "Launch",
+            key_display="l",
+            id="launch",
+            tooltip="Start this preset on this machine (asks once); F5 does the same",
+        ),
+        Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
+    ]
+
+    rows: var[tuple[PlanRow, ...]] = var(())
+    counts: var[tuple[int, ...]] = var(())
+    _fixed = 2
+    """Columns before those of the GPU counts."""
+
+    def body(self) -> Iterable[Widget]:
+        yield Static(id="first-visit")
+        yield Static(id="problems")
+        yield Input(placeholder="show models whose name contains …", id="filter", compact=True)
+        yield PresetTable(id="table", cursor_type="cell")
+        yield Static(id="detail-title", classes="section")
+        with VerticalScroll(id="detail-pane"):
+            yield Static(id="detail")
+
+    def on_mount(self) -> None:
+        self.query_one("#detail-title", Static).update(
+            Content.styled("looking at this machine and planning every preset for it …", "$faint")
+        )
+        self.watch(self.app, "machine", self._machine_known)
+        self.watch(self.app, "catalog", self._machine_known, init=False)
+        self.watch(self.app, "runs", self._runs_known)
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
+
+    @property
+    def _table(self) -> PresetTable:
+        return self.query_one("#table", PresetTable)
+
+    def _runs_known(self) -> None:
+        self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
+        self.query_one("#first-visit").display = not self.so.runs
+
+    def _machine_known(self) -> None:
+        catalog = self.so.catalog
+        if self.so.machine is None or catalog is None:
+            return
+        problems = self.query_one("#problems", Static)
+        problems.display = bool(catalog.problems)
+        if catalog.problems:
+            more = f"   and {plural(len(catalog.problems) - 1, 'more problem')}" if len(catalog.problems) > 1 else ""
+            problems.update(Content.assemble(("✗ a preset of yours was left out: ", "$error"), str(catalog.problems[0]), (more, "$faint")))
+        self.plan_all()
+
+    @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
+    def plan_all(self) -> None:
+        """Plan every preset for every GPU count."""
+        from so_tui.plan import plan_table
+        from so_tui.spec import SoTuiError
+
+        catalog, machine = self.so.catalog, self.so.machine
+        assert catalog is not None
+        assert machine is not None
+        counts = rank_counts(machine)
+        try:
+            self.post_message(TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)))
+        except SoTuiError as error:
+            self.app.post_message(Failed("The presets could not be planned", tuple(str(error).splitlines())))
+
+    @on(TableReady)
+    def _table_ready(self, message: TableReady) -> None:
+        self.counts, self.rows = message.counts, message.rows
+        self._fill()
+        self._start_where_it_fits()
+
+    def _start_where_it_fits(self) -> None:
+        """The cursor starts on the first recommended cell; where nothing bigger fits, that is ``tiny``."""
+        for row_index, row in enumerate(self._shown_rows()):
+            for column, ranks in enumerate(self.counts):
+                plan = row.cells.get(ranks)
+                if plan is not None and plan.recommended and plan.fits:
+                    self._table.move_cursor(row=row_index, column=self._fixed + column)
+                    return
+        self._table.move_cursor(row=max(0, len(self._shown_rows()) - 1), column=self._fixed)
+
+    def _shown_rows(self) -> list[PlanRow]:
+        wanted = self.query_one("#filter", Input).value.strip().lower()
+        return [row for row in self.rows if wanted in row.title.lower() or wanted in row.preset.lower()]
+
+    def _fill(self) -> None:
+        if not self.rows:
+            return
+        table = self._table
+        at = table.cursor_coordinate
+        table.clear(columns=True)
+        noun = "GPU" if self.so.machine and self.so.machine.gpus else "rank"
+        wide, spacious = self.size.width >= 112, self.size.width >= 132
+        for title in ("model", "size", *(["tokens"] if spacious else [])):
+            table.add_column(title)
+        self._fixed = len(table.columns)
+        for ranks in self.counts:
+            table.add_column("    " + plural(ranks, noun), width=22 if wide else 14)
+        for row in self._shown_rows():
+            size = count(row.parameters)
+            if row.active_parameters < row.parameters:
+                size += f" MoE, {count(row.active_parameters)} active" if spacious else " MoE"
+            fixed = [Text(shorten(row.title, 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
+            if spacious:
+                fixed.append(Text(str(row.sequence_length), justify="right"))
+            table.add_row(*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts), key=row.preset)
+        table.move_cursor(row=at.row, column=at.column)
+
+    def on_resize(self) -> None:
+        self._fill()
+
+    def _colour(self, variable: str) -> str:
+        return self.app.theme_variables[variable.removeprefix("$")]
+
+    def _cell(self, plan: Plan | None, wide: bool) -> Text:
+        """``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``), or that it does not fit."""
+        if plan is None:
+            return Text("-")
+        text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
+        text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
+        if plan.verdict == "does not fit":
+            return text.append("too big", self._colour("$faint"))
+        ratio = 0.0 if plan.mode == "gpu" else plan.ratio
+        speed = rate(plan.useful_tokens_per_s_total) if plan.useful_tokens_per_s_total else ""
+        if wide:
+            text.append(f"{'tight' if plan.verdict == 'tight' else 'ratio'} {ratio:.2f}", self._colour("$foreground"))
+            return text.append(f" {speed + '/s' if speed else '':>7}", self._colour("$faint"))
+        text.append(f"{ratio:.2f}", self._colour("$foreground"))
+        return text.append(f" {speed:>5}", self._colour("$faint"))
+
+    def _chosen(self) -> tuple[PlanRow, Plan] | None:
+        """The row under the cursor and its plan: that of the column, or of the best column where the cursor is on the model."""
+        shown = self._shown_rows()
+        at = self._table.cursor_coordinate
+        if not shown or at.row >= len(shown):
+            return None
+        row = shown[at.row]
+        if at.column >= self._fixed:
+            plan = row.cells.get(self.counts[at.column - self._fixed])
+        else:
+            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(iter(row.cells.values()), None)
+        return (row, plan) if plan is not None else None
+
+    @on(DataTable.CellHighlighted)
+    def _show_detail(self) -> None:
+        chosen = self._chosen()
+        if chosen is None:
+            self.query_one("#detail", Static).update("")
+            return
+        row, plan = chosen
+        noun = "GPU" if plan.gpu_capacity_bytes else "rank"
+        title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}   ", "$faint"), plan_view.headline(plan))
+        self.query_one("#detail-title", Static).update(title)
+        width = max(40, self.size.width - 4)
+        lines = plan_view.memory_lines(plan, width)
+        if plan.gpu_bytes:
+            lines.insert(1, Content(" " * plan_view.LABEL) + plan_view.breakdown_line(plan, "gpu", width - plan_view.LABEL))
+        lines += plan_view.step_lines(plan, width) + plan_view.reason_lines(plan, width)
+        self.query_one("#detail", Static).update(Content("\n").join(lines))
+
+    @on(DataTable.CellSelected)
+    def _cell_selected(self) -> None:
+        self.action_configure()
+
+    def action_configure(self) -> None:
+        chosen = self._chosen()
+        if chosen is None:
+            return
+        from so_tui.ui.screens.configure import ConfigureScreen
+
+        self.so.switch_mode("configure")
+        screen = self.app.screen_stack[0]
+        if isinstance(screen, ConfigureScreen):
+            screen.edit(chosen[0].preset, chosen[1].spec)
+
+    def action_launch(self) -> None:
+        chosen = self._chosen()
+        if chosen is None:
+            return
+        row, plan = chosen
+        if not plan.fits:
+            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reasons))
+            return
+        from so_tui.ui.screens.configure import launch_facts
+
+        self.so.ask_launch(plan.spec, launch_facts(plan))
+
+    def action_find(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.display = True
+        field.focus()
+
+    @on(Input.Changed, "#filter")
+    def _filter_changed(self) -> None:
+        self._fill()
+        self._show_detail()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_done(self) -> None:
+        self._table.focus()
+
+    def action_leave_field(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.value = ""
+        field.display = False
+        self._table.focus()

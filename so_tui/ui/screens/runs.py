@@ -1,0 +1,356 @@
+"""Runs: every run, live or past; one is previewed, marked ones are compared."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on, work
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import DataTable, Input, Static
+
+from so_tui.runs import RunDirectory, state_with_truth
+from so_tui.runs.records import FINAL_STATES
+from so_tui.spec import InputError
+from so_tui.ui.form import values_of
+from so_tui.ui.messages import Failed
+from so_tui.ui.page import Page
+from so_tui.ui.runlist import RunRow
+from so_tui.ui.screens.run_actions import RunActions
+from so_tui.ui.series import Axis
+from so_tui.ui.sketch import Sketch, Sketcher
+from so_tui.ui.text import age, plural, rate, shorten, shorten_path, thousands
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.rule import Rule
+from so_tui.ui.widgets.stats import SIGNS, state_content
+
+EMPTY = (
+    "No runs yet. Every run you start is listed here, with its loss, its settings and what it left on disk.\n\n"
+    "Press [$accent]1[/], choose a row, and [$accent]l[/] launches it."
+)
+ROLES = ("main", "second", "third", "fourth")
+"""Chart roles of overlaid runs: more than four lines are not told apart."""
+
+
+class Sketched(Message):
+    """The losses of some runs were read."""
+
+    def __init__(self, sketches: dict[RunDirectory, Sketch]) -> None:
+        self.sketches = sketches
+        super().__init__()
+
+
+class RunTable(DataTable[Text]):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", tooltip="Show this run on the dashboard")]
+
+
+class RunsScreen(RunActions, Page):
+    PAGE = "runs"
+    CSS_PATH = "runs.tcss"
+    AUTO_FOCUS = "#table"
+    HELP_TEXT = (
+        "Every run that was started from here or in a folder that was named. Space marks runs: their losses are overlaid, and = puts "
+        "the settings of two side by side."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares two"),
+        Binding(
+            "equals_sign",
+            "differences",
+            "Compare",
+            key_display="=",
+            id="differences",
+            tooltip="The settings of two marked runs, or of this one",
+        ),
+        Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
+        Binding("r", "resume", "Resume", id="resume", tooltip="Go on from its last checkpoint"),
+        Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
+        Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
+        Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
+        Binding("y", "copy", "Copy path", show=False, id="copy"),
+    ]
+
+    def __init__(self) -> None:
+        self._rows: list[RunRow] = []
+        self._marked: list[RunDirectory] = []
+        self._sketches: dict[RunDirectory, Sketch] = {}
+        self._sketcher = Sketcher()
+        super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        yield Static(Content.from_markup(EMPTY), id="empty")
+        yield Input(placeholder="show runs whose name, model or state contains …", id="filter", compact=True)
+        yield RunTable(id="table", cursor_type="row")
+        yield Rule(id="preview-rule")
+        with Horizontal(id="preview"):
+            yield Chart("loss", glyphs=self.so.glyphs, id="overlay")
+            yield Static(id="facts")
+
+    def on_mount(self) -> None:
+        self.query_one("#overlay", Chart).waiting = "no step yet"
+        self.watch(self.app, "runs", self._listed)
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
+
+    @property
+    def _table(self) -> RunTable:
+        return self.query_one("#table", RunTable)
+
+    @property
+    def chosen_run(self) -> RunDirectory | None:
+        row = self._chosen_row()
+        return row.run if row is not None else None
+
+    def _chosen_row(self) -> RunRow | None:
+        at = self._table.cursor_row
+        return self._rows[at] if 0 <= at < len(self._rows) else None
+
+    # The list.
+
+    def on_screen_resume(self) -> None:
+        self._listed()
+
+    def on_resize(self) -> None:
+        self._fill()
+
+    def _listed(self) -> None:
+        if not self.is_current:
+            return
+        self._fill()
+        stale = [row.run for row in self._rows if row.live or row.run not in self._sketches]
+        if stale and not any(worker.group == "sketch" and worker.is_running for worker in self.workers):
+            self._sketch(stale)
+
+    @work(thread=True, group="sketch", name="read the losses", exit_on_error=False)
+    def _sketch(self, runs: list[RunDirectory]) -> None:
+        found: dict[RunDirectory, Sketch] = {}
+        for run in runs:
+            try:
+                sketch = self._sketcher.sketch(run)
+            except OSError:
+                continue  # deleted in this moment, or not ours to read: its row says what its state is
+            if sketch is not None:
+                found[run] = sketch
+        self.post_message(Sketched(found))
+
+    @on(Sketched)
+    def _sketched(self, message: Sketched) -> None:
+        self._sketches |= message.sketches
+        self._fill()
+
+    def _fill(self) -> None:
+        """Draw the table again, the cursor on the run it was on."""
+        wanted = self.query_one("#filter", Input).value.strip().lower()
+        chosen = self.chosen_run
+        self._rows = [row for row in self.so.runs if wanted in f"{row.run.name} {_model(row)} {row.state.state}".lower()]
+        self._marked = [run for run in self._marked if any(row.run == run for row in self.so.runs)]
+        self.query_one("#empty").display = not self.so.runs
+        for name in ("#table", "#preview", "#preview-rule"):
+            self.query_one(name).display = bool(self.so.runs)
+        table = self._table
+        table.clear(columns=True)
+        wide = self.size.width >= 110
+        for title in (
+            "",
+            "state",
+            "name",
+            *(["model"] if wide else []),
+            "step",
+            "loss",
+            "",
+            *(["tokens/s"] if wide else []),
+            "age",
+            *(["host"] if wide else []),
+        ):
+            table.add_column(title)
+        for row in self._rows:
+            table.add_row(*self._cells(row, wide), key=str(row.run.path))
+        places = [index for index, row in enumerate(self._rows) if row.run == chosen]
+        table.move_cursor(row=places[0] if places else 0)
+        self._preview()
+
+    def _cells(self, row: RunRow, wide: bool) -> list[Text]:
+        state, sketch = row.state, self._sketches.get(row.run)
+        colours = self.app.theme_variables
+        sign, style = SIGNS.get(state.state, ("?", "$faint"))
+        faint = colours["faint"]
+        cells = [
+            Text("▸" if row.run in self._marked else " ", style=colours["accent"]),
+            Text(f"{sign} {state.state}", style=colours[style.removeprefix("$")]),
+            Text(shorten(row.run.name, 28)),
+        ]
+        if wide:
+            cells.append(Text(shorten(_model(row), 24), style=faint))
+        cells.append(
+            Text(
+                f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step), justify="right"
+            )
+        )
+        cells.append(Text("" if state.loss is None else f"{state.loss:.3f}", justify="right"))
+        cells.append(Text(sketch.spark if sketch is not None else "", style=colours["accent"]))
+        if wide:
+            cells.append(Text(rate(sketch.tokens_per_s) if sketch is not None and sketch.tokens_per_s else "", justify="right"))
+        cells.append(Text(age(time.time() - state.started) if state.started else "", style=faint, justify="right"))
+        if wide:
+            cells.append(Text(shorten(state.host, 16), style=faint))
+        return cells
+
+    # The preview.
+
+    @on(DataTable.RowHighlighted)
+    def _moved(self) -> None:
+        self._preview()
+
+    def _preview(self) -> None:
+        row = self._chosen_row()
+        self.refresh_bindings()
+        if row is None:
+            self.query_one("#facts", Static).update("no run with this text" if self.so.runs else "")
+            return
+        shown = self._marked or [row.run]
+        title = f"{plural(len(self._marked), 'marked run')}, losses overlaid" if self._marked else row.run.name
+        self.query_one("#preview-rule", Rule).update(Content.styled(title, "$faint"))
+        drawn = [(run, self._sketches[run]) for run in shown if run in self._sketches][: len(ROLES)]
+        chart = self.query_one("#overlay", Chart)
+        lines = [replace(sketch.line, role=ROLES[index]) for index, (_, sketch) in enumerate(drawn)]
+        names = [shorten(run.name, 20) if self._marked else "mean" for run, _ in drawn]
+        ends = [sketch.steps for _, sketch in drawn]
+        axis = (
+            Axis("step", min(low for low, _ in ends), max(max(high for _, high in ends), min(low for low, _ in ends) + 1)) if ends else None
+        )
+        chart.show(lines, names, axis)
+        self.query_one("#facts", Static).update(self._facts(row))
+
+    def _facts(self, row: RunRow) -> Content:
+        state = row.state
+        lines = [state_content(state.state)]
+        if state.reason:
+            lines.append(Content.styled(state.reason, "$error" if state.state in ("failed", "lost") else "$warning"))
+        if state.suggestion:
+            lines.append(Content.assemble(("next: ", "$faint"), state.suggestion))
+        if state.detail and row.live:
+            lines.append(Content(state.detail))
+        if row.spec is not None:
+            lines.append(Content.assemble(("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"))
+        saved = f"checkpoint of step {thousands(state.saved_step)}" if state.saved_step is not None else "no checkpoint"
+        lines.append(Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}"))
+        lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, self.size.width * 2 // 5 - 12))))
+        return Content("\n").join(lines)
+
+    # Commands.
+
+    @on(DataTable.RowSelected)
+    def _open(self) -> None:
+        run = self.chosen_run
+        if run is not None:
+            self.so.open_run(run)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        row = self._chosen_row()
+        if action in ("stop", "resume", "delete"):
+            return row is not None and (row.live if action == "stop" else not row.live)
+        return True
+
+    def action_mark(self) -> None:
+        run = self.chosen_run
+        if run is None:
+            return
+        if run in self._marked:
+            self._marked.remove(run)
+        else:
+            self._marked.append(run)
+        self._fill()
+
+    def action_differences(self) -> None:
+        if len(self._marked) == 2:
+            rows = [row for run in self._marked for row in self.so.runs if row.run == run]
+            self._compare(rows[0], rows[1])
+        elif self._marked:
+            self.notify("Mark two runs to compare their settings")
+        else:
+            super().action_differences()
+
+    def _compare(self, left: RunRow, right: RunRow) -> None:
+        """Settings of two runs side by side, those that differ on top."""
+        from so_tui.ui.screens.dialogs import Notice
+
+        if left.spec is None or right.spec is None:
+            self.notify("The settings of one of them cannot be read", severity="error")
+            return
+        one, two = values_of(left.spec), values_of(right.spec)
+        paths = sorted(one.keys() | two.keys(), key=lambda path: (one.get(path) == two.get(path), path))
+        differing = sum(one.get(path) != two.get(path) for path in paths)
+        width = max(map(len, paths))
+        rows = [f"{'':{width}}  {shorten(left.run.name, 22):<22}  {shorten(right.run.name, 22)}"]
+        for index, path in enumerate(paths):
+            if index == differing:
+                rows.append("the same in both:")
+            rows.append(f"{path:{width}}  {shorten(one.get(path, ''), 22):<22}  {shorten(two.get(path, ''), 22)}")
+        self.app.push_screen(
+            Notice(f"{plural(differing, 'setting')} that differ{'s' if differing == 1 else ''}", ["\n".join(rows)], bad=False)
+        )
+
+    def action_delete(self) -> None:
+        run = self.chosen_run
+        if run is None:
+            return
+        from so_tui.ui.screens.dialogs import Question
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._delete(run)
+
+        lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be gone."]
+        self.app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
+
+    @work(thread=True, group="delete", name="delete a run", exit_on_error=False)
+    def _delete(self, run: RunDirectory) -> None:
+        try:
+            if state_with_truth(run).state not in FINAL_STATES:
+                self.app.post_message(Failed(f"{run.name} was not deleted", ("It is live. Stop it first with s.",)))
+                return
+        except InputError:
+            pass  # its state cannot be read any more: what is left of it may go
+        try:
+            shutil.rmtree(run.path)
+        except OSError as error:
+            self.app.post_message(Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))
+        self.app.call_from_thread(self.so.list_runs)
+
+    def action_log_scale(self) -> None:
+        chart = self.query_one("#overlay", Chart)
+        chart.log_scale = not chart.log_scale
+        chart.redraw()
+
+    def action_find(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.display = True
+        field.focus()
+
+    @on(Input.Changed, "#filter")
+    def _filter_changed(self) -> None:
+        self._fill()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_done(self) -> None:
+        self._table.focus()
+
+    def action_leave_field(self) -> None:
+        field = self.query_one("#filter", Input)
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            field.value = ""
+            field.display = False
+            self._table.focus()
+
+
+def _model(row: RunRow) -> str:
+    return row.spec.label if row.spec is not None else "?"

@@ -1,0 +1,54 @@
+"""The machine in one line, most telling first: what the top line and the Machine screen open with. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from so_tui.machine.types import Gpu, Machine
+from so_tui.ui.text import GIB, plural
+
+
+def gpu_model(name: str) -> str:
+    """``NVIDIA GH200 480GB`` -> ``GH200 480GB``."""
+    for prefix in ("NVIDIA ", "AMD "):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def gpus_text(gpus: tuple[Gpu, ...]) -> str:
+    """``4x GH200 95 GiB``, or ``no GPU``."""
+    if not gpus:
+        return "no GPU"
+    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
+    return " + ".join(f"{number}x {name}" + (f" {total / GIB:.0f} GiB" if total else "") for (name, total), number in kinds.items())
+
+
+def nodes_text(machine: Machine) -> str:
+    """``4 NUMA nodes x 72 cores, 117 GiB each``."""
+    nodes = machine.cpu_nodes
+    cores = {len(node.cpus) for node in nodes}
+    sizes = {round(node.memory_total_bytes / GIB) for node in nodes}
+    number = plural(len(nodes), "NUMA node")
+    each = f" x {cores.pop()} cores" if len(cores) == 1 else f", {sum(len(node.cpus) for node in nodes)} cores"
+    if len(nodes) == 1:
+        return f"{number}{each}, {sizes.pop()} GiB"
+    memory = f", {sizes.pop()} GiB each" if len(sizes) == 1 else f", {machine.host_memory_bytes / GIB:.0f} GiB"
+    return number + each + memory
+
+
+def machine_facts(machine: Machine) -> list[str]:
+    """Facts for one line, most important first."""
+    facts = [gpus_text(machine.gpus), nodes_text(machine)]
+    if len(machine.allowed_cpus) < len(machine.online_cpus):
+        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores are ours")
+    facts.append(f"MPAM {machine.mpam.state}")
+    return facts
+
+
+def rank_counts(machine: Machine) -> tuple[int, ...]:
+    """GPU counts worth a column: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
+    most = len(machine.gpus) or min(2, len(machine.allowed_cpus))
+    counts = [1]
+    while counts[-1] * 2 <= most:
+        counts.append(counts[-1] * 2)
+    return tuple(counts if counts[-1] == most else [*counts, most])

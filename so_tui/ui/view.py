@@ -1,0 +1,122 @@
+"""Which stretch of a run the charts show: everything, a stretch that stays, or the newest part as it grows. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from so_tui.ui.follow import Snapshot
+from so_tui.ui.series import Axis
+
+Unit = Literal["step", "time"]
+NARROWEST = {"step": 4.0, "time": 5.0}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """``window`` None: the whole run. ``tail``: the window's right end moves with the newest value."""
+
+    unit: Unit = "step"
+    window: tuple[float, float] | None = None
+    tail: bool = False
+    cursor: float | None = None
+
+    def resolved(self, extent: tuple[float, float]) -> tuple[float, float]:
+        """The stretch to show of a run that reaches over ``extent``."""
+        if self.window is None:
+            return extent
+        low, high = self.window
+        if self.tail:
+            return extent[1] - (high - low), extent[1]
+        return low, high
+
+    def zoomed(self, factor: float, extent: tuple[float, float], about: float | None = None) -> View:
+        """Closer for ``factor`` below 1, about a place (default: the cursor, else the right end, which is kept in sight)."""
+        low, high = self.resolved(extent)
+        about = about if about is not None else self.cursor if self.cursor is not None else high
+        about = min(high, max(low, about))
+        width = max(NARROWEST[self.unit], (high - low) * factor)
+        if width >= extent[1] - extent[0]:
+            return replace(self, window=None, tail=False)
+        share = (about - low) / (high - low) if high > low else 1.0
+        low = min(max(extent[0], about - share * width), extent[1] - width)
+        return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
+
+    def panned(self, share: float, extent: tuple[float, float]) -> View:
+        """Moved by a share of its width, within the run."""
+        if self.window is None:
+            return self
+        low, high = self.resolved(extent)
+        width = high - low
+        low = min(max(extent[0], low + share * width), extent[1] - width)
+        return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
+
+    def pointed(self, columns: int, extent: tuple[float, float], dots: int) -> View:
+        """The cursor moved by ``columns`` of a chart of ``dots`` columns; the window follows where it would leave it."""
+        low, high = self.resolved(extent)
+        step = (high - low) / max(1, dots)
+        at = (self.cursor if self.cursor is not None else high) + columns * step
+        at = min(extent[1], max(extent[0], at))
+        moved = replace(self, cursor=at)
+        if self.window is not None and not low <= at <= high:
+            shift = at - low if at < low else at - high
+            return replace(moved, window=(low + shift, high + shift), tail=False)
+        return moved
+
+    def words(self, extent: tuple[float, float]) -> str:
+        """Said beside the charts when they do not show everything."""
+        return "" if self.window is None else "newest part" if self.tail else "zoomed"
+
+
+def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
+    """From where to where a run reaches; None before there is anything to draw."""
+    if unit == "step":
+        if not snapshot.length:
+            return None
+        low, high = snapshot.steps[0], snapshot.steps[snapshot.length - 1]
+    else:
+        ends = [snapshot.times[snapshot.length - 1]] if snapshot.length else []
+        starts = [snapshot.times[0]] if snapshot.length else []
+        for node in snapshot.nodes:
+            ends.append(node.times[node.length - 1])
+            starts.append(node.times[0])
+        if not ends:
+            return None
+        low, high = min(starts), max(ends)
+    return (low, high) if high > low else (low, low + 1)
+
+
+def axis_of(snapshot: Snapshot, view: View) -> Axis | None:
+    """The axis that every chart of this snapshot shares. Before the first step it is the time."""
+    unit: Unit = view.unit if snapshot.length else "time"
+    extent = extent_of(snapshot, unit)
+    if extent is None:
+        return None
+    low, high = view.resolved(extent) if unit == view.unit else extent
+    origin = snapshot.start.time if snapshot.start is not None else extent[0] if unit == "time" else 0.0
+    return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows each part of the dashboard gets."""
+
+    charts: int
+    plot: int
+    """Rows of history of each node."""
+    log: int
+
+
+def rows_for(height: int, nodes: int, gpus: int, fixed: int) -> Rows:
+    """Share ``height`` rows: the charts come first, then some log, then history of each node; ``fixed`` rows are taken already.
+
+    What does not fit even so is reached by scrolling.
+    """
+    left = height - fixed - 2 * nodes - gpus
+    for plot in (4, 3, 2, 1, 0):
+        charts = left - plot * nodes - max(5, height // 6)
+        if charts >= (12 if plot > 1 else 9):
+            charts = min(charts, max(12, height // 3))
+            return Rows(charts, plot, left - plot * nodes - charts)
+    charts = max(6, min(9, left - 4))
+    return Rows(charts, 0, max(2, left - charts))

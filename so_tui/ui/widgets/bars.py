@@ -1,0 +1,70 @@
+"""Bars made of text: how full something is, and what shares a whole has. Pure functions that return styled content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual.content import Content
+
+FULL, HALF, REST = "━", "╸", "─"
+FILLS = "▂▅▇▃▁"
+"""Fills of the parts of a whole, by height: they differ without colour as well."""
+
+
+def fill(share: float, width: int, style: str = "$accent") -> Content:
+    """A thin bar of ``width`` cells, ``share`` of it filled (clamped to 0..1)."""
+    halves = round(min(1.0, max(0.0, share)) * width * 2)
+    full, half = divmod(halves, 2)
+    return Content.assemble((FULL * full + HALF * half, style), (REST * (width - full - half), "$rule"))
+
+
+def verdict_style(share: float) -> str:
+    """Colour of how full a memory is: calm, near its end, over it."""
+    return "$error" if share > 1 else "$warning" if share > 0.92 else "$accent"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One share of a whole."""
+
+    name: str
+    amount: float
+    text: str
+    style: str
+
+
+def cells_of(amounts: Sequence[float], width: int) -> list[int]:
+    """Cells of each share of ``width``; they sum to it, and what is not nothing gets a cell where there is room."""
+    total = sum(amounts)
+    if total <= 0:
+        return [0] * len(amounts)
+    cells = [max(1, int(amount / total * width)) if amount > 0 else 0 for amount in amounts]
+    # Give or take at the largest parts, where a cell more or less shows least.
+    while (excess := sum(cells) - width) != 0:
+        largest = max(range(len(cells)), key=lambda index: cells[index])
+        if excess > 0 and cells[largest] <= 1:
+            break
+        cells[largest] -= 1 if excess > 0 else -1
+    return cells
+
+
+def stacked(parts: Sequence[Part], width: int) -> Content:
+    """One bar of all parts beside each other."""
+    cells = cells_of([part.amount for part in parts], width)
+    pieces = [(FILLS[index % len(FILLS)] * count, part.style) for index, (part, count) in enumerate(zip(parts, cells, strict=True))]
+    return Content.assemble(*pieces)
+
+
+def legend_items(parts: Sequence[Part]) -> list[Content]:
+    """``▅ forward 0.84 s`` for each part that is not nothing: its fill, its name, its amount."""
+    return [
+        Content.assemble((FILLS[index % len(FILLS)], part.style), (f" {part.name} ", "$faint"), part.text)
+        for index, part in enumerate(parts)
+        if part.amount > 0
+    ]
+
+
+def legend(parts: Sequence[Part], gap: str = "   ") -> Content:
+    """All parts in one line."""
+    return Content(gap).join(legend_items(parts))

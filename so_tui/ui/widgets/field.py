@@ -1,0 +1,117 @@
+"""One row of the form: its name, its control, and beside it what to know or what is wrong."""
+
+from __future__ import annotations
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Checkbox, Input, Label, Select
+
+from so_tui.spec import FieldInfo
+from so_tui.ui.form import LENGTH, LENGTH_KEYS, hint, label
+
+
+class FieldRow(Horizontal):
+    """Posts Edited with the dotted path and the text as it would be typed after ``--set``."""
+
+    DEFAULT_CSS = """
+    FieldRow {
+        height: auto; min-height: 1; width: 100%;
+        .field-name { width: 19; color: $foreground; }
+        .field-control { width: 24; }
+        .field-note { width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+        Input.field-control { background: $surface; }
+        Input.field-control:focus { background: $block-cursor-blurred-background; }
+        Checkbox { background: transparent; padding: 0; border: none; width: 24; height: 1; }
+        Select { height: auto; background: transparent; }
+        Select > SelectCurrent { background: $surface; }
+        Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
+        .field-number { width: 10; margin-right: 1; }
+        .field-unit { width: 13; }
+        &.-changed .field-name { color: $accent; text-style: bold; }
+        &.-wrong .field-name { color: $error; text-style: bold; }
+        &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
+        &.-wrong Input { border-left: outer $error; }
+    }
+    """
+
+    class Edited(Message):
+        def __init__(self, path: str, text: str) -> None:
+            self.path, self.text = path, text
+            super().__init__()
+
+    def __init__(self, path: str, info: FieldInfo | None, value: str) -> None:
+        """``info`` is None for the length, whose value is ``steps 1000``."""
+        self.path, self.info, self._value = path, info, value
+        super().__init__(id="field-" + path.replace(".", "-"))
+
+    def compose(self) -> ComposeResult:
+        yield Label(label(self.path), classes="field-name")
+        info = self.info
+        if info is None:
+            unit, _, number = self._value.partition(" ")
+            yield Input(number, compact=True, classes="field-control field-number")
+            options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
+            yield Select(options, value=f"train.{unit}", allow_blank=False, compact=True, classes="field-unit")
+        elif info.type_name == "boolean":
+            yield Checkbox("", self._value == "true", compact=True, classes="field-control")
+        elif info.choices:
+            yield Select(
+                [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
+            )
+        else:
+            yield Input(self._value, compact=True, classes="field-control", select_on_focus=False)
+        yield Label(self._note(), classes="field-note")
+
+    def _note(self) -> str:
+        return "then the run ends" if self.info is None else hint(self.info)
+
+    def on_mount(self) -> None:
+        if self.info is not None:
+            self.tooltip = f"{self.path}: {self.info.description}"
+
+    def show_value(self, value: str) -> None:
+        """Set the control without posting Edited."""
+        self._value = value
+        with self.prevent(Input.Changed, Select.Changed, Checkbox.Changed):
+            if self.info is None:
+                unit, _, number = value.partition(" ")
+                self.query_one(Input).value = number
+                self.query_one(Select).value = f"train.{unit}"
+            elif self.info.type_name == "boolean":
+                self.query_one(Checkbox).value = value == "true"
+            elif self.info.choices:
+                self.query_one(Select).value = value
+            else:
+                self.query_one(Input).value = value
+
+    def show_status(self, *, was: str | None, problem: str, advice: str = "") -> None:
+        """Mark what differs from the preset (``was``: the preset's text) and what is wrong; ``advice`` replaces the plain hint."""
+        self.set_class(was is not None, "-changed")
+        self.set_class(bool(problem), "-wrong")
+        note = f"✗ {problem}" if problem else advice or self._note()
+        if was is not None and not problem:
+            note = f"was {was or 'empty'} · {note}"
+        self.query_one(".field-note", Label).update(Content(note))
+        self.query_one(".field-name", Label).update(Content(("✗ " if problem else "• " if was is not None else "") + label(self.path)))
+
+    @on(Input.Changed)
+    @on(Select.Changed)
+    @on(Checkbox.Changed)
+    def _changed(self, event: Message) -> None:
+        event.stop()
+        if self.path == LENGTH:
+            path = str(self.query_one(Select).value)
+            self.post_message(self.Edited(path, self.query_one(Input).value))
+        elif self.query(Checkbox):
+            self.post_message(self.Edited(self.path, "true" if self.query_one(Checkbox).value else "false"))
+        elif self.query(Select):
+            self.post_message(self.Edited(self.path, str(self.query_one(Select).value)))
+        else:
+            self.post_message(self.Edited(self.path, self.query_one(Input).value))
+
+    def focus_control(self) -> None:
+        """Put the keyboard into this field."""
+        self.query(Input if self.query(Input) else "Select, Checkbox").first().focus()

@@ -1,0 +1,81 @@
+"""Cores as cells: one cell a core where there is room, two cores a cell or averages where there is not. Pure data in, text out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from so_tui.ui.widgets.plot import GlyphName
+
+LEVELS: dict[GlyphName, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": ".:-=+*#@"}
+_PAIRS = ((0x40, 0x44, 0x46, 0x47), (0x80, 0xA0, 0xB0, 0xB8))
+"""Braille columns filled from below, one to four dots."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreGroup:
+    """Cores of a node that do one thing; ``sign`` leads them on the row, so that they are told apart without colour."""
+
+    name: str
+    sign: str
+    role: str
+    loads: tuple[float, ...]
+    """Busy share of each core, percent."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.loads) / len(self.loads) if self.loads else 0.0
+
+
+def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]) -> tuple[CoreGroup, ...]:
+    """A node's cores by what the run uses them for; groups without a core are left out."""
+    by_role: dict[str, list[float]] = {"adam": [], "main": [], "other": []}
+    for cpu, load in zip(cpus, loads, strict=False):
+        by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(load)
+    names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
+    return tuple(CoreGroup(name, sign, role, tuple(by_role[role])) for role, name, sign in names if by_role[role])
+
+
+def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:
+    """One row of ``(character, role)``: each group's sign and its cores, in at most ``width`` cells."""
+    room = width - 2 * len(groups)
+    cores = sum(len(group.loads) for group in groups)
+    per_cell = 1 if cores <= room else 2 if glyphs == "braille" and (cores + len(groups)) // 2 <= room else 0
+    cells: list[tuple[str, str]] = []
+    for group in groups:
+        if cells:
+            cells.append((" ", "empty"))
+        cells.append((group.sign, "sign"))
+        if per_cell == 1:
+            shown = [level(load, glyphs) for load in group.loads]
+        elif per_cell == 2:
+            shown = [
+                pair(group.loads[index], group.loads[index + 1] if index + 1 < len(group.loads) else None)
+                for index in range(0, len(group.loads), 2)
+            ]
+        else:
+            count = max(1, room * len(group.loads) // cores)
+            shown = [level(load, glyphs) for load in averaged(group.loads, count)]
+        cells += [(character, group.role) for character in shown]
+    return cells
+
+
+def level(load: float, glyphs: GlyphName) -> str:
+    """The character of one core's load (percent)."""
+    levels = LEVELS[glyphs]
+    return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
+
+
+def pair(left: float, right: float | None) -> str:
+    """One braille cell for two cores, four levels each."""
+    mask = _PAIRS[0][min(3, int(left / 25))]
+    if right is not None:
+        mask |= _PAIRS[1][min(3, int(right / 25))]
+    return chr(0x2800 + mask)
+
+
+def averaged(loads: Sequence[float], count: int) -> list[float]:
+    """``loads`` in ``count`` means of neighbours."""
+    edges = [index * len(loads) // count for index in range(count + 1)]
+    return [sum(loads[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges) if stop > start]

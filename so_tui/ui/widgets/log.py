@@ -1,0 +1,147 @@
+"""The run's log: follows its end until the reader scrolls up, and can be searched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.segment import Segment
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+MOST_LINES = 20_000
+
+
+class LogView(ScrollView, can_focus=True):
+    """Lines of text, newest at the bottom. Keeps at most MOST_LINES."""
+
+    ALLOW_MAXIMIZE = True
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"log--line", "log--match", "log--found", "log--partial", "log--bad"}
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("end", "follow", "Follow", show=False),
+        Binding("n", "next_match(1)", "Next match", show=False, tooltip="Next line with the searched text"),
+        Binding("N", "next_match(-1)", "Previous match", show=False, tooltip="Line before with the searched text"),
+    ]
+    DEFAULT_CSS = """
+    LogView {
+        height: 1fr; background: $background;
+        .log--line { color: $foreground; }
+        .log--partial { color: $faint; }
+        .log--bad { color: $error; }
+        .log--match { background: $block-cursor-blurred-background; color: $foreground; }
+        .log--found { background: $block-cursor-background; color: $block-cursor-foreground; }
+    }
+    """
+
+    following = reactive(True)
+    needle = reactive("")
+
+    class Moved(Message):
+        """Following began or ended, or a search found something: the heading has news."""
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.lines: list[str] = []
+        self.partial = ""
+        self._widest = 0
+        self._found = -1
+
+    def clear(self) -> None:
+        """Forget every line, for another run."""
+        self.lines, self.partial, self._found, self._widest = [], "", -1, 0
+        self._resize_content()
+
+    def extend(self, new: Iterable[str], partial: str) -> None:
+        """Add lines; ``partial`` is the unfinished last one (a progress bar), replaced each time."""
+        added = [line.expandtabs(4) for line in new]
+        if not added and partial == self.partial:
+            return
+        self.lines += added
+        self.partial = partial
+        if len(self.lines) > MOST_LINES:
+            gone = len(self.lines) - MOST_LINES
+            del self.lines[:gone]
+            self._found = max(-1, self._found - gone)
+        self._widest = max(self._widest, max(map(len, [*added, partial]), default=0))
+        self._resize_content()
+
+    def _resize_content(self) -> None:
+        self.virtual_size = Size(self._widest, len(self.lines) + bool(self.partial))
+        if self.following:
+            self.scroll_end(animate=False, immediate=True, x_axis=False)
+        self.refresh()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if self.size.height:
+            self.following = round(new_value) >= self.max_scroll_y
+
+    def on_resize(self) -> None:
+        if self.following:
+            self.call_after_refresh(self.scroll_end, animate=False, immediate=True, x_axis=False)
+
+    def watch_following(self) -> None:
+        self.post_message(self.Moved())
+
+    def watch_needle(self) -> None:
+        self._found = -1
+        self.refresh()
+        self.post_message(self.Moved())
+
+    @property
+    def matches(self) -> int:
+        """How many lines hold the searched text."""
+        wanted = self.needle.lower()
+        return sum(wanted in line.lower() for line in self.lines) if wanted else 0
+
+    def action_follow(self) -> None:
+        self.following = True
+        self.scroll_end(animate=False)
+
+    def action_next_match(self, direction: int) -> None:
+        """Scroll to the next line with the searched text, from the newest backwards at first."""
+        wanted = self.needle.lower()
+        if not wanted or not self.lines:
+            return
+        count = len(self.lines)
+        start = self._found if self._found >= 0 else (-1 if direction > 0 else count)
+        for distance in range(1, count + 1):
+            index = (start + direction * distance) % count
+            if wanted in self.lines[index].lower():
+                self._found = index
+                self.following = False
+                self.scroll_to(y=max(0, index - self.size.height // 2), animate=False, immediate=True)
+                self.refresh()
+                return
+
+    def render_line(self, y: int) -> Strip:
+        scroll_x, scroll_y = self.scroll_offset
+        index = scroll_y + y
+        width = self.size.width
+        base = self.rich_style
+        if index < len(self.lines):
+            text = self.lines[index]
+            low = text.lower()
+            style = self.get_component_rich_style("log--bad" if "error" in low or "traceback" in low else "log--line")
+            strip = Strip(self._marked(text, low, index, style))
+        elif index == len(self.lines) and self.partial:
+            strip = Strip([Segment(self.partial, self.get_component_rich_style("log--partial"))])
+        else:
+            return Strip.blank(width, base)
+        return strip.crop(scroll_x, scroll_x + width).extend_cell_length(width, base)
+
+    def _marked(self, text: str, low: str, index: int, style: object) -> list[Segment]:
+        """The line with every occurrence of the searched text marked."""
+        wanted = self.needle.lower()
+        segments: list[Segment] = []
+        at = 0
+        mark = self.get_component_rich_style("log--found" if index == self._found else "log--match")
+        while wanted and (place := low.find(wanted, at)) >= 0:
+            segments += [Segment(text[at:place], style), Segment(text[place : place + len(wanted)], mark)]  # type: ignore[arg-type]
+            at = place + len(wanted)
+        segments.append(Segment(text[at:], style))  # type: ignore[arg-type]
+        return segments

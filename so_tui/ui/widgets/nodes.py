@@ -1,0 +1,172 @@
+"""NUMA nodes: for each its load over time as mean and band, one cell a core with Adam and main cores told apart, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from so_tui.ui.follow import NodeView
+from so_tui.ui.series import Axis
+from so_tui.ui.text import GIB, shorten
+from so_tui.ui.widgets.chart import GUTTER, gutter_text, joined, plot_rows
+from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
+from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
+
+PERCENT = Scale(0, 100)
+INDENT = GUTTER
+
+
+@dataclass(frozen=True, slots=True)
+class NodePicture:
+    """A node with what the run does on it."""
+
+    view: NodeView
+    ranks: str
+    """``rank 0 · GPU 0``; empty where no rank is bound."""
+    adam: frozenset[int]
+    main: frozenset[int]
+
+    def groups(self) -> tuple[CoreGroup, ...]:
+        return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
+
+
+class NodePanel(Widget, can_focus=True):
+    """All nodes under each other, each with ``plot_height`` rows of history (0: none), a row of cores and a row of words."""
+
+    ALLOW_MAXIMIZE = True
+    ROLES = (
+        "band",
+        "main",
+        "axis",
+        "label",
+        "note",
+        "title",
+        "value",
+        "adam",
+        "main-core",
+        "other",
+        "sign",
+        "empty",
+        "cursor",
+        "stale",
+        "full",
+    )
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
+    DEFAULT_CSS = """
+    NodePanel {
+        height: auto;
+        .nodes--band { color: $raw-line; }
+        .nodes--main { color: $accent; }
+        .nodes--axis { color: $rule; }
+        .nodes--label { color: $faint; }
+        .nodes--note { color: $faint; }
+        .nodes--title { text-style: bold; }
+        .nodes--value { text-style: bold; }
+        .nodes--adam { color: $adam; }
+        .nodes--main-core { color: $main-core; }
+        .nodes--other { color: $other-core; }
+        .nodes--sign { color: $faint; }
+        .nodes--cursor { color: $warning; }
+        .nodes--stale { color: $warning; }
+        .nodes--full { color: $warning; text-style: bold; }
+        &:focus .nodes--title { color: $accent; text-style: bold underline; }
+    }
+    """
+
+    def __init__(self, *, glyphs: GlyphName = "braille", id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.glyphs = glyphs
+        self.pictures: tuple[NodePicture, ...] = ()
+        self.axis: Axis | None = None
+        self.plot_height = 2
+        self._strips: list[Strip] = []
+        self._drawn: tuple[object, ...] = ()
+
+    def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None) -> None:
+        """Take new data."""
+        rows = len(self.pictures)
+        self.pictures, self.axis, self._drawn = pictures, axis, ()
+        self.refresh(layout=rows != len(pictures))
+
+    def set_plot_height(self, rows: int) -> None:
+        """Rows of history per node, as the room allows."""
+        if rows != self.plot_height:
+            self.plot_height, self._drawn = rows, ()
+            self.refresh(layout=True)
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return max(1, len(self.pictures) * (2 + self.plot_height))
+
+    def notify_style_update(self) -> None:
+        self._drawn = ()
+        super().notify_style_update()
+
+    def render_line(self, y: int) -> Strip:
+        key = (self.size, self.has_focus, self.app.theme, self.glyphs, self.plot_height)
+        if key != self._drawn:
+            self._strips, self._drawn = self._draw(), key
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
+
+    def _draw(self) -> list[Strip]:
+        styles = {role: self.get_component_rich_style(f"nodes--{role}") for role in self.ROLES}
+        width = self.size.width
+        rows: list[list[Segment]] = []
+        plot = self.plot_height
+        if self.is_maximized and self.pictures:
+            plot = max(plot, self.size.height // len(self.pictures) - 2)
+        for picture in self.pictures:
+            groups = picture.groups()
+            rows.append(self._words(picture, groups, styles, width))
+            if plot and self.axis is not None and width > GUTTER + 4:
+                body, scale = plot_rows(picture.view.lines(), self.axis, PERCENT, (width - GUTTER, plot), GLYPHS[self.glyphs], styles)
+                labels = gutter_text(scale, plot, lambda value: f"{value:.0f} %") if plot > 2 else [" " * GUTTER] * plot
+                rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
+            cells = self._cores(groups, width - 1)
+            indent = min(INDENT, max(1, width - len(cells)))
+            rows.append([Segment(" " * indent, styles["note"]), *joined(cells, styles)])
+        if not rows:
+            rows.append([Segment("no samples of this host yet", styles["note"])])
+        return [Strip(row).adjust_cell_length(width, self.rich_style) for row in rows]
+
+    def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
+        roles = {"main": "main-core"}
+        return [(character, roles.get(role, role)) for character, role in heat_cells(groups, width, self.glyphs)]
+
+    def _words(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
+        """``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
+        sample = picture.view.sample
+        mean = sum(sample.cores) / len(sample.cores)
+        name = f"node {picture.view.id}" + (f" · {picture.ranks}" if picture.ranks else "")
+        colours = {"adam": "adam", "main": "main-core", "other": "other"}
+        memory = f"{sample.memory_used_bytes / GIB:.0f} of {sample.memory_total_bytes / GIB:.0f} GiB"
+        full = sample.memory_used_bytes > 0.94 * sample.memory_total_bytes
+        for long in (True, False):
+            segments = [
+                Segment(shorten(name, 30), styles["title"]),
+                Segment("  cpu ", styles["note"]),
+                Segment(f"{mean:3.0f} %", styles["value"]),
+            ]
+            for group in groups:
+                if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
+                    continue
+                cores = f" {len(group.loads)} cores" if long else ""
+                segments += [
+                    Segment(f"  {group.sign} ", styles["sign"]),
+                    Segment(f"{group.name}{cores}", styles[colours[group.role]]),
+                    Segment(f" {group.mean:.0f} %", styles["label"]),
+                ]
+            cache = f", cache {sample.file_cache_bytes / GIB:.0f}" if long else ""
+            segments += [
+                Segment("  memory " if long else "  ", styles["note"]),
+                Segment(memory, styles["full" if full else "value"]),
+                Segment(cache, styles["note"]),
+            ]
+            if sum(len(segment.text) for segment in segments) <= width:
+                break
+        return segments

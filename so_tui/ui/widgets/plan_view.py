@@ -1,0 +1,165 @@
+"""A plan for the eye: verdict, memory as bars, the step's anatomy, the reasons. Pure functions from a plan to content."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from textual.content import Content
+
+from so_tui.plan.types import MemoryTerm, Place, Plan
+from so_tui.ui.text import disk, duration, memory, memory_of, rate, significant, thousands
+from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, verdict_style
+
+SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
+STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}
+LABEL = 11
+"""Cells of the labels left of the bars."""
+
+
+def verdict(plan: Plan) -> Content:
+    """``✓ fits``."""
+    return Content.styled(f"{SIGNS[plan.verdict]} {plan.verdict}", f"bold {STYLES[plan.verdict]}")
+
+
+def headline(plan: Plan) -> Content:
+    """The verdict, how it offloads and how fast it will be, in one line."""
+    facts = [verdict(plan), Content(mode_words(plan))]
+    if plan.step_s:
+        facts.append(Content(f"step {duration(plan.step_s)}"))
+    if plan.useful_tokens_per_s_total:
+        facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
+    if plan.model_tflops_per_gpu:
+        facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
+    if plan.step_s:
+        facts.append(Content.styled("predicted", "$faint"))
+    return Content("   ").join(facts)
+
+
+def mode_words(plan: Plan) -> str:
+    """``superoffload, ratio 0.35``."""
+    return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+
+
+def memory_lines(plan: Plan, width: int) -> list[Content]:
+    """Bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
+    bar = min(28, max(8, width - LABEL - 20))
+    lines: list[Content] = []
+    if plan.gpu_bytes:
+        lines.append(_bar_line("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, bar))
+    if plan.host_bytes_per_node:
+        node = max(
+            plan.host_bytes_per_node, key=lambda node: plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
+        )
+        name = "each node" if len(plan.host_bytes_per_node) > 1 else "node"
+        lines.append(_bar_line(name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), bar))
+    rest = []
+    if plan.shm_bytes:
+        rest.append(("/dev/shm", memory(plan.shm_bytes)))
+    if plan.disk_bytes:
+        rest.append(("checkpoint", f"{disk(plan.disk_bytes)} on disk"))
+    if width >= 70:
+        lines.append(Content("     ").join(Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest))
+    else:
+        lines += [Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest]
+    return lines
+
+
+def _bar_line(name: str, used: int, total: int | None, width: int) -> Content:
+    label = Content.styled(f"{name:<{LABEL}}", "$faint")
+    if not total:
+        return label + memory(used)
+    share = used / total
+    over = Content.styled("  ✗ too much", "$error") if share > 1 else Content("")
+    return label + fill(share, width, verdict_style(share)) + f"  {memory_of(used, total)}" + over
+
+
+def breakdown_line(plan: Plan, place: Place, width: int) -> Content:
+    """``weights 7.4   states 44.1   ...``: the terms of one place, largest first, as many as fit."""
+    terms = sorted((term for term in plan.breakdown if term.place == place and term.bytes > 0), key=lambda term: -term.bytes)
+    pieces: list[Content] = []
+    used = 0
+    for term in terms:
+        piece = Content.assemble((term.name, "$faint"), f" {memory(term.bytes)}")
+        if used + piece.cell_length + 3 > width:
+            pieces.append(Content.styled("…", "$faint"))
+            break
+        pieces.append(piece)
+        used += piece.cell_length + 3
+    return Content("   ").join(pieces)
+
+
+def step_parts(plan: Plan) -> list[Part]:
+    """The predicted step, cut into its parts."""
+    step = plan.step
+    if step is None:
+        return []
+    return [
+        Part("data", step.data_s, duration(step.data_s), "$data-part"),
+        Part("forward", step.forward_s, duration(step.forward_s), "$forward"),
+        Part("backward", step.backward_s, duration(step.backward_s), "$backward"),
+        Part("optimizer exposed", step.exposed_optimizer_s, duration(step.exposed_optimizer_s), "$exposed"),
+    ]
+
+
+def step_lines(plan: Plan, width: int) -> list[Content]:
+    """The step's length and anatomy, predicted."""
+    parts = step_parts(plan)
+    if not parts or not plan.step_s:
+        return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("not predicted: this machine's speed is not known", "$faint"))]
+    bar = min(40, max(8, width - LABEL - 10))
+    lines = [Content.assemble((f"{'step':<{LABEL}}", "$faint"), stacked(parts, bar), f"  {duration(plan.step_s)}")]
+    named = legend(parts)
+    if named.cell_length <= width - LABEL:
+        return [*lines, Content(" " * LABEL) + named]
+    return lines + [Content(" " * LABEL) + piece for piece in legend_items(parts)]
+
+
+def reason_lines(plan: Plan, width: int) -> list[Content]:
+    """Why the verdict is what it is, and what to look out for, wrapped behind their labels."""
+    lines: list[Content] = []
+    for name, style, texts in (("why", "$faint", plan.reasons), ("mind", "$warning", plan.warnings)):
+        for index, text in enumerate(texts):
+            for row, part in enumerate(textwrap.wrap(text, max(20, width - LABEL))):
+                lines.append(Content.assemble((f"{name if index == row == 0 else '':<{LABEL}}", style), part))
+    return lines
+
+
+def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
+    """Every term with its share as a small bar, largest first, with how sure it is."""
+    shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
+    if not shown:
+        return []
+    name_width = min(max(len(term.name) for term in shown), max(12, width - 30))
+    most = shown[0].bytes
+    lines = []
+    for term in shown:
+        name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
+        sure = Content.styled({"exact": " exact", "calibrated": " measured", "estimate": " ~"}[term.confidence], "$faint")
+        lines.append(
+            Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
+            + Content.styled("━" * max(1, round(term.bytes / most * 8)), "$adam")
+            + sure
+        )
+    return lines
+
+
+def binding_lines(plan: Plan) -> list[Content]:
+    """``rank 0  GPU 0  node 0  cores 0-71``, one line a rank."""
+    from so_tui.plan.binding import cpu_ranges
+
+    lines = []
+    for rank in plan.binding:
+        gpu = "no GPU" if rank.gpu is None else f"GPU {rank.gpu}"
+        node = "any node" if rank.numa_node is None else f"node {rank.numa_node}"
+        adam = f"   Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}" if rank.adam_cpus else ""
+        lines.append(Content(f"rank {rank.rank}   {gpu}   {node}   cores {cpu_ranges(rank.cpus)}{adam}"))
+    return lines
+
+
+def length_text(plan: Plan, steps: int) -> str:
+    """``131 072 tokens a step``, and how long the run takes where that is known."""
+    text = f"{thousands(plan.tokens_per_step)} tokens a step"
+    if steps and plan.step_s:
+        text += f", {thousands(steps)} steps in about {duration(steps * plan.step_s)}"
+    return text

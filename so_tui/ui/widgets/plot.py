@@ -1,0 +1,209 @@
+"""The geometry of charts: spans per dot column, scales, ticks, and dots turned into characters. Pure data in, text out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from so_tui.ui.series import Axis, Line
+
+GlyphName = Literal["braille", "block", "ascii"]
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """How many dots a character cell holds, and which character shows which dots."""
+
+    columns: int
+    rows: int
+    bits: tuple[tuple[int, ...], ...]
+    """Bit of a dot, by column, then by row from the top."""
+    characters: str
+    """Character of each mask."""
+
+
+GLYPHS: dict[GlyphName, Glyphs] = {
+    "braille": Glyphs(2, 4, ((1, 2, 4, 64), (8, 16, 32, 128)), "".join(chr(0x2800 + mask) for mask in range(256))),
+    "block": Glyphs(2, 2, ((1, 4), (2, 8)), " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"),
+    "ascii": Glyphs(1, 2, ((1, 2),), " '.|"),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values to heights. ``log`` is base 10; a value that cannot be shown has no height."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def height(self, value: float, dots: int) -> int | None:
+        """Dot row of ``value`` counted from the bottom, clamped into ``0 .. dots - 1``."""
+        if self.log:
+            if value <= 0:
+                return None
+            share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return min(dots - 1, max(0, round(share * (dots - 1))))
+
+
+def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list[int]]:
+    """Extremes of ``line`` in each dot column, and the columns that hold a gap."""
+    indices = axis.indices(line, columns)
+    found: list[Span | None] = []
+    gaps: list[int] = []
+    for column in range(columns):
+        start, stop = indices[column], indices[column + 1]
+        found.append(line.series.extremes(start, stop) if stop > start else None)
+        if stop > start and line.series.has_gap(start, stop):
+            gaps.append(column)
+    return found, gaps
+
+
+def fit_scale(lines: Iterable[Sequence[Span | None]], *, log: bool = False, zero: bool = False, ceiling: float | None = None) -> Scale:
+    """A scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling`` that value; without values: 0 to 1.
+
+    ``log`` is given up where no value is positive.
+    """
+    drawn = [span for line in lines for span in line if span is not None]
+    low = min((span[0] for span in drawn), default=0.0)
+    high = max((span[1] for span in drawn), default=1.0)
+    if log and high > 0:
+        positive = min((value for span in drawn for value in span if value > 0), default=high)
+        if positive == high:
+            return Scale(high / 2, high * 2, log=True)
+        return Scale(positive, high, log=True)
+    if zero:
+        low = min(0.0, low)
+    if ceiling is not None:
+        high = max(ceiling, high)
+    if high == low:
+        pad = abs(high) * 0.1 or 1.0
+        return Scale(low if zero else low - pad, high + pad)
+    pad = (high - low) * 0.05
+    return Scale(low if zero and low == 0 else low - pad, high if ceiling == high else high + pad)
+
+
+def ticks(scale: Scale, most: int) -> list[float]:
+    """At most ``most`` round values on the scale, ascending."""
+    if most < 1:
+        return []
+    if scale.log:
+        first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+        for steps in ((1, 2, 5), (1,)):
+            marks = [digit * 10.0**power for power in range(first, last + 1) for digit in steps]
+            marks = [mark for mark in marks if scale.low <= mark <= scale.high]
+            if len(marks) <= most and len(marks) >= 2:
+                return marks
+        if len(marks) > most:
+            return marks[:: -(-len(marks) // most)]
+        return ticks(Scale(scale.low, scale.high), most)
+    return round_values(scale.low, scale.high, most)
+
+
+def round_values(low: float, high: float, most: int, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> list[float]:
+    """At most ``most`` multiples of a round step in ``[low, high]``."""
+    rough = (high - low) / max(1, most)
+    if rough <= 0 or not math.isfinite(rough):
+        return []
+    power = 10.0 ** math.floor(math.log10(rough))
+    for factor in (*steps, 10 * steps[0], 10 * steps[1]):
+        step = factor * power
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if step >= rough and last - first + 1 <= most:
+            return [index * step for index in range(first, last + 1)]
+    return []
+
+
+_TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800)
+
+
+def time_values(low: float, high: float, most: int) -> list[float]:
+    """At most ``most`` multiples of a customary length of time in ``[low, high]`` (seconds)."""
+    for step in _TIME_STEPS:
+        first, last = math.ceil(low / step), math.floor(high / step)
+        if last - first + 1 <= most:
+            return [float(index * step) for index in range(first, last + 1)]
+    return round_values(low, high, most)
+
+
+class Canvas:
+    """A grid of dots, ``width`` x ``height`` cells, and the layer that last drew in each cell."""
+
+    def __init__(self, width: int, height: int, glyphs: Glyphs) -> None:
+        self.width, self.height, self.glyphs = width, height, glyphs
+        self.masks = [[0] * width for _ in range(height)]
+        self.layers = [[-1] * width for _ in range(height)]
+
+    @property
+    def columns(self) -> int:
+        return self.width * self.glyphs.columns
+
+    @property
+    def dots(self) -> int:
+        return self.height * self.glyphs.rows
+
+    def column(self, column: int, low: int, high: int, layer: int) -> None:
+        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell."""
+        cell, sub = divmod(column, self.glyphs.columns)
+        bits, rows = self.glyphs.bits[sub], self.glyphs.rows
+        top, bottom = self.dots - 1 - high, self.dots - 1 - low
+        for row in range(top // rows, bottom // rows + 1):
+            mask = 0
+            for dot in range(max(top, row * rows), min(bottom, row * rows + rows - 1) + 1):
+                mask |= bits[dot - row * rows]
+            if self.layers[row][cell] != layer:
+                self.layers[row][cell], self.masks[row][cell] = layer, 0
+            self.masks[row][cell] |= mask
+
+    def draw(self, found: Sequence[Span | None], gaps: Sequence[int], scale: Scale, layer: int, *, connect: bool = True) -> None:
+        """Draw one line: each column's span, joined to the one before it unless a gap lies between them."""
+        broken = set(gaps)
+        before: tuple[int, int, int] | None = None
+        for column, span in enumerate(found):
+            if span is None:
+                before = None if column in broken else before
+                continue
+            low, high = scale.height(span[0], self.dots), scale.height(span[1], self.dots)
+            if high is None:
+                before = None
+                continue
+            low = 0 if low is None else low
+            if connect and before is not None and column not in broken:
+                low, high = self._join(before, column, low, high, layer)
+            self.column(column, low, high, layer)
+            before = None if column in broken else (column, low, high)
+
+    def _join(self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int) -> tuple[int, int]:
+        """Fill what lies between two spans; returns the later span, stretched to touch the earlier one."""
+        start, before_low, before_high = before
+        if column - start == 1:
+            if low > before_high + 1:
+                low = before_high + 1
+            elif high < before_low - 1:
+                high = before_low - 1
+            return low, high
+        left, right = (before_low + before_high) / 2, (low + high) / 2
+        last = left
+        for middle in range(start + 1, column):
+            at = left + (right - left) * (middle - start) / (column - start)
+            self.column(middle, round(min(last, at)), round(max(last, at)), layer)
+            last = at
+        return min(low, round(min(last, right))), max(high, round(max(last, right)))
+
+    def row(self, row: int) -> list[tuple[str, int]]:
+        """Characters of one row with their layer (-1: empty), neighbours of one layer joined."""
+        characters = self.glyphs.characters
+        runs: list[tuple[str, int]] = []
+        text, current = "", self.layers[row][0] if self.width else -1
+        for mask, layer in zip(self.masks[row], self.layers[row], strict=True):
+            if layer != current:
+                runs.append((text, current))
+                text, current = "", layer
+            text += characters[mask] if mask else " "
+        runs.append((text, current))
+        return runs

@@ -1,0 +1,185 @@
+"""Lines of figures on the dashboard: title and progress, the step's anatomy, the GPUs. Pure functions from a snapshot to content."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+
+from textual.content import Content
+
+from so_tui.ui.follow import PARTS, GpuView, Snapshot
+from so_tui.ui.text import GIB, age, duration, plural, shorten, thousands
+from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
+
+SIGNS = {
+    "created": ("○", "$faint"),
+    "queued": ("○", "$faint"),
+    "starting": ("●", "$accent"),
+    "loading": ("●", "$accent"),
+    "training": ("●", "$success"),
+    "saving": ("●", "$accent"),
+    "finished": ("✓", "$success"),
+    "stopped": ("■", "$warning"),
+    "failed": ("✗", "$error"),
+    "lost": ("✗", "$error"),
+}
+STALE_S = 8.0
+"""Without news for so long, a live run is marked as stale: several beats of a supervisor that beats once a second."""
+_PART_NAMES = ("data", "forward", "backward", "optimizer exposed", "other")
+_PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part")
+
+
+def state_content(name: str) -> Content:
+    """``● training``."""
+    sign, style = SIGNS.get(name, ("?", "$faint"))
+    return Content.styled(f"{sign} {name}", f"bold {style}")
+
+
+def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
+    """Run, state, step, progress bar, time left, last checkpoint: as much of it as fits."""
+    state = snapshot.state
+    pieces = [Content.styled(shorten(snapshot.run.name, 34), "bold")]
+    if state is None:
+        return Content("  ").join([*pieces, Content.styled("its state cannot be read yet", "$warning")])
+    pieces.append(state_content(state.state))
+    if snapshot.live and (snapshot.silent_s > STALE_S or snapshot.trouble):
+        pieces.append(Content.styled(f"stale: no news for {age(snapshot.silent_s)}", "bold $warning"))
+    latest, total = snapshot.latest, state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
+    step = latest.step if latest is not None else state.step
+    if total:
+        pieces.append(Content(f"step {thousands(step)} / {thousands(total)}"))
+    tail = _tail(snapshot, total - step, now)
+    line = Content("  ").join(pieces)
+    for count in range(len(tail), -1, -1):
+        rest = Content("  ").join(tail[:count])
+        room = width - line.cell_length - rest.cell_length - 12
+        if room >= 8 or count == 0:
+            if total and room >= 8:
+                line = line + "  " + fill(step / total, min(40, room), "$accent") + f" {100 * step / total:3.0f} %"
+            return line + "  " + rest
+    return line
+
+
+def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
+    """Time left (or how long it took), then the last checkpoint."""
+    state = snapshot.state
+    assert state is not None
+    pieces: list[Content] = []
+    step_s = snapshot.recent_mean("step_s")
+    if snapshot.live and steps_left > 0 and math.isfinite(step_s):
+        pieces.append(Content.assemble(("left ", "$faint"), duration(steps_left * step_s)))
+    elif state.started and state.ended:
+        pieces.append(Content.assemble(("took ", "$faint"), duration(state.ended - state.started)))
+    if snapshot.checkpoints:
+        last = snapshot.checkpoints[-1]
+        pieces.append(Content.assemble(("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"))
+    return pieces
+
+
+def news_line(snapshot: Snapshot) -> Content | None:
+    """What a reader must know: why it ended and what to do, what it is doing before the first step, a warning; None when all is plain."""
+    state, end = snapshot.state, snapshot.end
+    if state is not None and not snapshot.live:
+        reason = state.reason or (end.reason if end else "")
+        suggestion = state.suggestion or (end.suggestion if end else "")
+        if not reason and not suggestion:
+            return None
+        style = "$error" if state.state in ("failed", "lost") else "$warning"
+        return Content.assemble((reason or state.state, style), ("   next: " if suggestion else "", "$faint"), suggestion)
+    if snapshot.trouble:
+        return Content.assemble(("cannot read the run right now: ", "$warning"), f"{snapshot.trouble}; what is shown is older")
+    if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
+        return Content.assemble((f"{state.state}: ", "$accent"), state.detail)
+    if snapshot.latest is None and snapshot.phase is not None:
+        return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), snapshot.phase.detail or "…")
+    if snapshot.warnings:
+        last = snapshot.warnings[-1]
+        return Content.assemble(("~ ", "$warning"), last.message, ("   " + last.suggestion if last.suggestion else "", "$faint"))
+    return None
+
+
+def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
+    """Where the time of a step goes, medians over the newest steps: one line, in wide terminals the bar above its legend."""
+    if not snapshot.recent:
+        return Content.styled("step anatomy: after the first step", "$faint")
+    values = [max(0.0, snapshot.recent_mean(name)) for name in PARTS]
+    parts = [Part(name, value, duration(value), style) for name, value, style in zip(_PART_NAMES, values, _PART_STYLES, strict=True)]
+    head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_mean('step_s'))}  ")
+    named = legend(parts)
+    room = width - head.cell_length - named.cell_length - 2
+    if room >= 12:
+        return head + stacked(parts, min(60, room)) + "  " + named
+    # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
+    bar = stacked(parts, 14)
+    shown = list(enumerate(parts))
+    while shown and head.cell_length + 16 + (text := _short_legend(shown)).cell_length > width:
+        shown.remove(min((pair for pair in shown if pair[0] != 3 or len(shown) == 1), key=lambda pair: pair[1].amount))
+    return head + bar + "  " + (text if shown else Content(""))
+
+
+def _short_legend(parts: list[tuple[int, Part]]) -> Content:
+    pieces: list[tuple[str, str] | str] = []
+    for index, part in parts:
+        pieces += [(FILLS[index], part.style), (f" {part.name.removeprefix('optimizer ')} ", "$faint"), part.text, "  "]
+    return Content.assemble(*pieces[:-1])
+
+
+def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
+    """The GPUs: busy, memory, power, clock, the link to the host; two a line where there are many and little room."""
+    if len(gpus) > 2 and width < 100:
+        cell = width // 2
+        cells = [_gpu_line(view, cell - 2) for view in gpus]
+        pairs = [cells[index : index + 2] for index in range(0, len(cells), 2)]
+        return Content("\n").join(
+            Content("").join(cell_text.pad_right(max(0, cell - cell_text.cell_length)) for cell_text in pair) for pair in pairs
+        )
+    return Content("\n").join(_gpu_line(view, width) for view in gpus)
+
+
+def _gpu_line(view: GpuView, width: int) -> Content:
+    gpu = view.sample
+    bar = 12 if width > 60 else 6
+    line = Content.styled(f"GPU {gpu.index}", "bold")
+    pieces: list[Content] = []
+    if gpu.busy_percent is not None:
+        pieces.append(fill(gpu.busy_percent / 100, bar, "$accent") + f" {gpu.busy_percent:3} %")
+    if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
+        share = gpu.memory_used_bytes / gpu.memory_total_bytes
+        text = f"{gpu.memory_used_bytes / GIB:.1f} of {gpu.memory_total_bytes / GIB:.1f} GiB"
+        pieces.append(fill(share, bar, verdict_style(share)) + f" {text}" if width > 60 else Content(text))
+    if gpu.power_w is not None:
+        pieces.append(Content(f"{gpu.power_w:.0f} W"))
+    if gpu.clock_mhz is not None:
+        pieces.append(Content(f"{thousands(gpu.clock_mhz)} MHz"))
+    if gpu.temperature_c is not None:
+        pieces.append(Content(f"{gpu.temperature_c} °C"))
+    if gpu.c2c_to_host_bytes_per_s is not None and gpu.c2c_to_gpu_bytes_per_s is not None:
+        link = f"{gpu.c2c_to_host_bytes_per_s / 1e9:.0f} GB/s out, {gpu.c2c_to_gpu_bytes_per_s / 1e9:.0f} in"
+        pieces.append(Content.assemble(("C2C ", "$faint"), link))
+    for piece in pieces:
+        if line.cell_length + piece.cell_length + 2 > width:
+            break
+        line = line + "  " + piece
+    return line
+
+
+def waiting_words(snapshot: Snapshot) -> str:
+    """What an empty chart says."""
+    if not snapshot.live:
+        return "this run made no step"
+    phase = snapshot.phase
+    if phase is not None:
+        return f"{phase.phase}: {phase.detail}" if phase.detail else f"{phase.phase} …"
+    return "starting: the first step comes after loading"
+
+
+def started_words(snapshot: Snapshot) -> str:
+    """``Qwen/Qwen3-14B · superoffload · 4 ranks · NVIDIA GH200 · since 12:41``."""
+    start = snapshot.start
+    if start is None:
+        return ""
+    pieces = [start.model, start.mode, plural(start.ranks, "rank")]
+    if start.device_name:
+        pieces.append(start.device_name)
+    pieces.append(f"since {datetime.fromtimestamp(start.time):%H:%M}")
+    return " · ".join(pieces)

@@ -1,0 +1,294 @@
+"""A run directory with plausible numbers, written with the real writers: what dashboards are looked at and tested with."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from so_tui.machine import machine_json
+from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+from so_tui.plan import make_plan
+from so_tui.plan.types import Plan
+from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, create_run, new_attempt, write_state
+from so_tui.runs.records import (
+    BindingRecord,
+    CheckpointRecord,
+    EndRecord,
+    GpuSample,
+    NodeSample,
+    PhaseRecord,
+    RankBindingReport,
+    RunState,
+    Sample,
+    StartRecord,
+    State,
+    StepRecord,
+)
+from so_tui.spec import find_preset, with_values
+
+GIB = 1024**3
+STEP_S = 3.1
+
+
+def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
+    """A host like four GH200: a CPU node and a GPU with its own memory node each."""
+    cpu_nodes = [
+        NumaNode(
+            id=node,
+            kind="cpu",
+            cpus=tuple(range(node * cores, (node + 1) * cores)),
+            memory_total_bytes=117 * GIB,
+            distances=(10,) * (2 * nodes),
+        )
+        for node in range(nodes)
+    ]
+    gpu_nodes = [NumaNode(id=4 + 8 * node, kind="gpu-memory", cpus=(), memory_total_bytes=95 * GIB) for node in range(nodes)]
+    gpus = [
+        Gpu(
+            index=node,
+            name="NVIDIA GH200 120GB",
+            pci_bus_id=f"00{node}9:01:00.0",
+            numa_node=node,
+            memory_node=4 + 8 * node,
+            cpus=cpu_nodes[node].cpus,
+            memory_total_bytes=95 * GIB,
+            memory_used_bytes=0,
+            compute_mode="Default",
+            c2c=True,
+        )
+        for node in range(nodes)
+    ]
+    every = tuple(range(nodes * cores))
+    return Machine(
+        hostname="quad-gh200",
+        cpu_name="Neoverse-V2",
+        architecture="aarch64",
+        page_size_bytes=65536,
+        online_cpus=every,
+        allowed_cpus=every,
+        host_memory_bytes=nodes * 117 * GIB,
+        shm_total_bytes=234 * GIB,
+        shm_free_bytes=234 * GIB,
+        mpam=Mpam(state="off", evidence="no /sys/fs/resctrl"),
+        software=Software(
+            python="3.11",
+            torch="2.11.0",
+            torch_cuda="13.0",
+            deepspeed="0.19.8",
+            transformers="5.23.0",
+            numactl="2.0.18",
+            numactl_works=True,
+        ),
+        numa_nodes=(*cpu_nodes, *gpu_nodes),
+        gpus=tuple(gpus),
+        live=False,
+    )
+
+
+def plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
+    spec = with_values(find_preset(preset).spec, {"train.steps": str(steps), "gpus": str(gpus)})
+    if not machine.gpus:
+        return make_plan(spec, machine)
+    return make_plan(with_values(spec, {"offload.mode": "superoffload", "offload.ratio": "0.15"}), machine)
+
+
+def write_run(
+    runs_dir: Path,
+    *,
+    machine: Machine | None = None,
+    preset: str = "qwen3-14b",
+    gpus: int = 4,
+    steps: int = 1240,
+    total: int = 5000,
+    state: State = "training",
+    nan_steps: range = range(0),
+    seconds_of_samples: int = 900,
+    seed: int = 7,
+    now: float | None = None,
+    name: str | None = None,
+) -> RunDirectory:
+    """A run that has done ``steps`` of ``total``; ``state`` may be an end state. The samples cover its last seconds."""
+    chance = random.Random(seed)
+    machine = machine or quad_machine()
+    plan = plan_for(machine, preset, gpus, total)
+    run = create_run(plan.spec, runs_dir, name)
+    attempt = new_attempt(run)
+    host = machine.hostname
+    now = time.time() if now is None else now
+    began = now - steps * STEP_S - 42
+    run.plan_path(attempt).write_bytes(msgspec.json.encode(plan))
+    run.machine_path(attempt, host).write_bytes(machine_json(machine))
+
+    metrics = MetricsWriter(run, attempt)
+    metrics.append(PhaseRecord(attempt=attempt, time=began, phase="loading", detail="reading the weights, shard 3 of 8"))
+    metrics.append(
+        StartRecord(
+            attempt=attempt,
+            time=began + 40,
+            model=plan.spec.model.id,
+            mode=plan.mode,
+            ranks=gpus,
+            total_steps=total,
+            parameters=14_768_307_200,
+            hostnames=(host,),
+            device_name=machine.gpus[0].name if machine.gpus else "",
+            peak_tflops_per_gpu=989.0,
+        )
+    )
+    metrics.append(BindingRecord(attempt=attempt, time=began + 40, ranks=tuple(_report(rank, host) for rank in plan.binding)))
+    if steps:
+        metrics.append(PhaseRecord(attempt=attempt, time=began + 41, phase="training"))
+    for step in range(1, steps + 1):
+        at = began + 42 + step * STEP_S
+        metrics.append(_step(chance, attempt, at, step, total, nan_steps))
+        if step % 400 == 0:
+            path = str(run.checkpoints_dir / f"step-{step}")
+            metrics.append(CheckpointRecord(attempt=attempt, time=at, step=step, path=path, bytes=207_000_000_000, seconds=61.0))
+    saved = steps // 400 * 400
+    reasons = {"failed": ("rank 2 ran out of GPU memory in the backward pass of step 1241", "micro-batch 4 -> 2 needs 11 GiB less")}
+    reason, suggestion = reasons.get(state, ("", ""))
+    ended = None
+    if state in ("finished", "stopped", "failed"):
+        ended = now
+        metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))  # type: ignore[arg-type]
+    metrics.close()
+
+    samples = SampleWriter(run, host)
+    for second in range(seconds_of_samples, 0, -1):
+        samples.append(_sample(chance, attempt, now - second, machine, plan))
+    samples.close()
+    _write_log(run, attempt, host, steps, total, began)
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state=state,
+            attempt=attempt,
+            host=host,
+            step=steps,
+            total_steps=total,
+            loss=1.482 if steps else None,
+            detail="",
+            reason=reason,
+            suggestion=suggestion,
+            started=began,
+            ended=ended,
+            heartbeat=1,
+            exit_code={"finished": 0, "stopped": 4, "failed": 1}.get(state),
+            saved_step=saved or None,
+            saved_at=began + 42 + saved * STEP_S if saved else None,
+        ),
+    )
+    return run
+
+
+def _report(rank: object, host: str) -> RankBindingReport:
+    return RankBindingReport(
+        rank=rank.rank,  # type: ignore[attr-defined]
+        host=host,
+        pid=4000 + rank.rank,  # type: ignore[attr-defined]
+        gpu=rank.gpu,  # type: ignore[attr-defined]
+        found_cpus=rank.cpus,  # type: ignore[attr-defined]
+        cpus=rank.cpus,  # type: ignore[attr-defined]
+        main_cpus=rank.main_cpus,  # type: ignore[attr-defined]
+        adam_cpus=rank.adam_cpus,  # type: ignore[attr-defined]
+        found_memory_policy="bind",
+        memory_policy="bind",
+        corrected=False,
+    )
+
+
+def _step(chance: random.Random, attempt: int, at: float, step: int, total: int, nan_steps: range) -> StepRecord:
+    loss = 1.42 + 1.05 * math.exp(-step / 260) + chance.gauss(0, 0.055)
+    wobble = chance.gauss(0, 0.012) + (0.5 if step < 4 else 0)
+    step_s = STEP_S * (1 + wobble)
+    tokens = int(49_600 * (1 + chance.gauss(0, 0.01)))
+    parts = {"data_s": 0.02, "forward_s": 0.84, "backward_s": 2.11, "exposed_optimizer_s": 0.09}
+    return StepRecord(
+        attempt=attempt,
+        time=at,
+        step=step,
+        loss=math.nan if step in nan_steps else loss,
+        learning_rate=1e-5 * min(1, step / 60) * (0.5 + 0.5 * math.cos(math.pi * step / total)),
+        gradient_norm=0.8 + chance.random() * 0.4,
+        useful_tokens=tokens,
+        trained_tokens=tokens // 2,
+        useful_tokens_per_s_total=tokens / step_s,
+        model_tflops_per_gpu=431 / (1 + wobble),
+        hw_tflops_per_gpu=560 / (1 + wobble),
+        seed_tflops_total=2200 / (1 + wobble),
+        mfu=0.436 / (1 + wobble),
+        step_s=step_s,
+        **parts,
+        other_s=step_s - sum(parts.values()),
+        gpu_memory_peak_bytes=78 * GIB,
+        host_memory_bytes=340 * GIB,
+        slowest_rank=2,
+        adam_busy_s=1.2,
+    )
+
+
+def _sample(chance: random.Random, attempt: int, at: float, machine: Machine, plan: Plan) -> Sample:
+    wave = 0.5 + 0.5 * math.sin(at / 9)
+    adam = {cpu for rank in plan.binding for cpu in rank.adam_cpus}
+    main = {cpu for rank in plan.binding for cpu in rank.main_cpus}
+
+    def load(cpu: int) -> int:
+        level = 78 + 20 * wave if cpu in adam else 30 + 25 * wave if cpu in main else 2
+        return int(min(100, max(0, chance.gauss(level, 7))))
+
+    nodes = tuple(
+        NodeSample(
+            id=node.id,
+            cores=tuple(load(cpu) for cpu in node.cpus),
+            memory_used_bytes=int((84 + 4 * wave) * GIB * node.memory_total_bytes / (117 * GIB)),
+            memory_total_bytes=node.memory_total_bytes,
+            file_cache_bytes=4 * GIB,
+        )
+        for node in machine.numa_nodes
+    )
+    gpus = tuple(
+        GpuSample(
+            index=gpu.index,
+            busy_percent=int(min(100, 94 + 6 * wave)),
+            memory_used_bytes=78 * GIB,
+            memory_total_bytes=gpu.memory_total_bytes,
+            power_w=580 + 60 * wave,
+            clock_mhz=1755,
+            temperature_c=58,
+            c2c_to_gpu_bytes_per_s=208e9 * wave,
+            c2c_to_host_bytes_per_s=212e9 * wave,
+        )
+        for gpu in machine.gpus
+    )
+    return Sample(
+        attempt=attempt,
+        time=at,
+        interval_s=1.0,
+        nodes=nodes,
+        gpus=gpus,
+        run_cpu_s=190.0,
+        run_memory_bytes=340 * GIB,
+        supervisor_cpu_s=0.004,
+    )
+
+
+def _write_log(run: RunDirectory, attempt: int, host: str, steps: int, total: int, began: float) -> None:
+    lines = [
+        "[INFO] binding rank 0 to cores 0-71, node 0",
+        "Loading weights: 100%|##########| 8/8",
+        "[INFO] SuperOffload: 64 sub-groups, 12 on the GPU",
+    ]
+    for step in range(max(1, steps - 200), steps + 1):
+        when = time.strftime("%H:%M:%S", time.localtime(began + 42 + step * STEP_S))
+        lines.append(f"{when} rank 0  step {step}/{total}  loss {1.42 + 1.05 * math.exp(-step / 260):.4f}  lr 9.1e-06  3.10 s")
+    run.log_path(attempt, host).write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    print(write_run(Path(sys.argv[1])).path)
