@@ -17,6 +17,8 @@ from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec, TrainSpec
 from so_tui_trainer import offload
 
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
 WIDTH = 24
 LAYERS = 6
 
@@ -127,14 +129,14 @@ def ensure_process_group() -> None:
 
 
 @contextmanager
-def engine(run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None) -> Iterator[Any]:
+def engine(run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, **keywords: Any) -> Iterator[Any]:
     """An initialised engine, closed at the end whatever happens."""
     ensure_process_group()
     if model is None:
         torch.manual_seed(run.train.seed)
         model = Model()
     model = model.to(dtype)
-    made = offload.initialize(model, parameter_groups(model), ds_config(run, dtype), run, binding())
+    made = offload.initialize(model, parameter_groups(model), ds_config(run, dtype), run, binding(), **keywords)
     try:
         yield made
     finally:

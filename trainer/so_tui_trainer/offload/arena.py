@@ -72,7 +72,7 @@ class Arena:
                 )
 
     def close(self) -> None:
-        """Gives up this process's hold on the memory; it is freed when the last tensor and the worker are gone."""
+        """Gives up this process's hold on the memory; it is freed when the last tensor in it and the worker are gone."""
         if self.descriptor < 0:
             return
         if self._page_locked:
@@ -80,6 +80,8 @@ class Arena:
             self._page_locked = False
         os.close(self.descriptor)
         self.descriptor = -1
+        # Unmapped with the last reference, not by force: a tensor that is still around must not point into nothing.
+        del self._bytes, self._memory
 
     def _exchange_range(self) -> tuple[int, int]:
         return self._bytes.data_ptr() + self._places.exchange_start, self._places.exchange_bytes

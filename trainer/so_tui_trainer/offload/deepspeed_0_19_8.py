@@ -342,6 +342,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def destroy(self) -> None:
         self.core.close()
+        self.fp32_partitioned_groups_flat = []
         for parameter, name, original in self._ungated:
             setattr(parameter, name, original)
         self._ungated.clear()

@@ -260,6 +260,7 @@ class SuperOffload:
         for index, rate in self._learning_rates.items():
             if rate != self._adamw.param_groups[self.sub_groups[index].parameter_group]["lr"]:
                 raise OffloadError("The learning rate changed between backward and step: set it before the step's last backward.")
+        self._check_last_norm()  # long known by now
         begin = self._transfers.mark()
         squares = self._all_squares()
         self._all_reduce(squares)

@@ -1,0 +1,255 @@
+"""Our SuperOffload optimizer against plain float32 AdamW, and what it does when something goes wrong. One rank, on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from so_tui_trainer import offload
+from so_tui_trainer.offload.deepspeed_0_19_8 import sub_group_states, super_offload
+from so_tui_trainer.offload.superoffload import Gradient, SuperOffload
+from tests.offload import support
+
+STEPS = 20
+
+
+class Reference:
+    """float32 AdamW over the same flat sub-groups, fed the gradients that the engine receives."""
+
+    def __init__(self, made: Any, clipping: float) -> None:
+        core = super_offload(made)
+        assert core is not None
+        self.core: SuperOffload = core
+        self.clipping = clipping
+        self.masters = [core.master(index).clone().requires_grad_() for index in range(len(core.sub_groups))]
+        groups = made.optimizer.optimizer.param_groups
+        self.optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [master],
+                    **{key: groups[sub_group.parameter_group][key] for key in ("lr", "betas", "eps", "weight_decay")},
+                }
+                for master, sub_group in zip(self.masters, core.sub_groups, strict=True)
+            ],
+            foreach=False,
+        )
+        self.reset()
+        receive = core.receive
+
+        def recording(gradients: list[Gradient], *, boundary: bool) -> None:
+            for gradient in gradients:
+                begin = core.sub_groups[gradient.sub_group].offsets[gradient.member]
+                values = gradient.values.flatten()
+                self.gradients[gradient.sub_group][begin : begin + values.numel()] += values.float()
+            receive(gradients, boundary=boundary)
+
+        core.receive = recording  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self.gradients = [torch.zeros_like(master) for master in self.masters]
+
+    def step(self, learning_rate: float) -> float:
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in self.gradients))
+        scale = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
+        for group, master, gradient in zip(self.optimizer.param_groups, self.masters, self.gradients, strict=True):
+            group["lr"] = learning_rate
+            master.grad = gradient * scale
+        self.optimizer.step()
+        self.reset()
+        return norm
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "clipping", "accumulation", "dtype"),
+    [
+        (1.0, 0.0, 1, torch.bfloat16),
+        (0.5, 0.0, 1, torch.float32),
+        (0.0, 1e-3, 1, torch.bfloat16),
+        (0.5, 1e-3, 1, torch.bfloat16),
+        (1.0, 1e6, 1, torch.float32),
+        (0.5, 0.0, 3, torch.bfloat16),
+        (0.5, 1e-3, 3, torch.bfloat16),
+        (1.0, 1e6, 2, torch.float32),
+    ],
+)
+def test_twenty_steps_are_those_of_float32_adamw(ratio: float, clipping: float, accumulation: int, dtype: torch.dtype) -> None:
+    run = support.spec("superoffload", ratio, clipping=clipping, accumulation=accumulation)
+    data = support.batches(STEPS * accumulation)
+    with support.engine(run, dtype) as made:
+        reference = Reference(made, clipping)
+        for step in range(STEPS):
+            rate = 1e-2 * (1 + step) / STEPS  # another one every step
+            offload.set_learning_rate(made, rate)
+            support.train(made, data[step * accumulation : (step + 1) * accumulation])
+            assert offload.gradient_norm(made) == pytest.approx(reference.step(rate), rel=1e-6)
+        offload.settle(made)
+        on_gpu = sum(group.on_gpu for group in reference.core.sub_groups)
+        assert on_gpu == {1.0: 0, 0.5: 3, 0.0: len(reference.core.sub_groups)}[ratio]
+        for state, expected in zip(sub_group_states(made), reference.masters, strict=True):
+            assert distance(state.master, expected.detach()) < 1e-6
+            assert distance(state.exp_avg, reference.optimizer.state[expected]["exp_avg"]) < 1e-6
+            assert distance(state.exp_avg_sq, reference.optimizer.state[expected]["exp_avg_sq"]) < 1e-6
+            assert torch.equal(state.weights, state.master.to(dtype))
+
+
+def test_the_loss_falls_and_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
+    run = support.spec("superoffload", 0.8, clipping=1.0)
+    data = support.batches(1) * 12
+    with support.engine(run) as lazy:
+        losses = support.train(lazy, data)
+        end = support.states(lazy, tmp_path / "lazy")
+    with support.engine(run) as eager:
+        super_offload(eager).lazy_landing = False  # type: ignore[union-attr]
+        assert support.train(eager, data) == losses
+        assert support.states(eager, tmp_path / "eager") == end
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_what_reads_weights_between_steps_sees_those_of_the_last_step() -> None:
+    import deepspeed
+
+    with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
+        support.train(made, support.batches(1))
+        weight = made.module.blocks[-1].down.weight
+        with deepspeed.zero.GatheredParameters([weight]):
+            gathered = weight.detach().clone().flatten()
+        core = super_offload(made)
+        index, member = made.optimizer._member[weight.ds_id]
+        begin = core.sub_groups[index].offsets[member]
+        assert torch.equal(gathered, core.master(index)[begin : begin + gathered.numel()].bfloat16())
+
+
+def test_the_cost_of_a_step_is_told() -> None:
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        support.train(made, support.batches(3))
+        offload.settle(made)
+        told = offload.stats(made)
+        trainable = sum(parameter.ds_numel for parameter in made.module.parameters() if parameter.requires_grad)
+        assert told.to_host_bytes == told.to_gpu_bytes == 2 * trainable
+        assert 0 < told.adam_busy_s < 1
+        assert 0 < told.exposed_wait_s < 1
+        assert offload.uses_worker(made)
+
+
+class Poison(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+def poison(made: Any) -> None:
+    """Every gradient below the third block is NaN from now on."""
+    made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(accumulation: int, tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 0.8, clipping=1.0, accumulation=accumulation)) as made:
+        support.train(made, support.batches(2 * accumulation))
+        before = support.states(made, tmp_path / "before")
+        poison(made)
+        with pytest.raises(offload.NonFiniteGradientError, match="Step 3: the gradient of sub-group 0") as caught:
+            support.train(made, support.batches(accumulation))
+        assert (caught.value.step, caught.value.sub_group, caught.value.poisoned) == (3, 0, False)
+        assert support.states(made, tmp_path / "after") == before
+
+
+@pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 1), (1.0, 2), (0.0, 1)])
+def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", ratio, clipping=0.0, accumulation=accumulation)) as made:
+        support.train(made, support.batches(2 * accumulation))
+        poison(made)
+        with pytest.raises(offload.NonFiniteGradientError, match=r"Step 3: .*resume from the last checkpoint") as caught:  # noqa: PT012
+            support.train(made, support.batches(3 * accumulation))
+            offload.gradient_norm(made)
+        assert caught.value.poisoned
+        with pytest.raises(offload.NonFiniteGradientError):
+            offload.save_state(made, tmp_path)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_killed_worker_is_reported_at_once(clipping: float, tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0, clipping=clipping)) as made:
+        support.train(made, support.batches(2))
+        os.kill(offload.worker_pid(made), signal.SIGKILL)  # type: ignore[arg-type]
+        begin = time.monotonic()
+        with pytest.raises(offload.WorkerLostError, match=r"ended by SIGKILL"):  # noqa: PT012
+            support.train(made, support.batches(2))
+            offload.settle(made)
+        assert time.monotonic() - begin < 5
+        with pytest.raises(offload.WorkerLostError):
+            offload.save_state(made, tmp_path)
+
+
+def test_a_stopped_worker_is_reported_after_the_silence_limit() -> None:
+    with support.engine(support.spec("superoffload", 1.0), silence_limit_s=0.5) as made:
+        support.train(made, support.batches(2))
+        os.kill(offload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
+        with pytest.raises(offload.WorkerLostError, match=r"no progress for .* s in step of sub-group .*stopped \(SIGSTOP"):  # noqa: PT012
+            support.train(made, support.batches(2))
+            offload.settle(made)
+
+
+def test_a_parameter_without_gradient_is_named() -> None:
+    class Unused(support.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = torch.nn.Linear(support.WIDTH, support.WIDTH)
+
+    torch.manual_seed(0)
+    with (
+        support.engine(support.spec("superoffload", 0.5), model=Unused()) as made,
+        pytest.raises(
+            offload.OffloadError, match=r"2 trainable parameters got no gradient in step 1, micro-step 1: spare\.weight, spare\.bias"
+        ),
+    ):
+        support.train(made, support.batches(1))
+
+
+def test_a_learning_rate_set_too_late_is_refused() -> None:
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        loss = made(support.batches(1)[0])
+        made.backward(loss)
+        offload.set_learning_rate(made, 1e-3)
+        with pytest.raises(offload.OffloadError, match="set it before the step's last backward"):
+            made.step()
+
+
+def test_nothing_is_left_behind() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        support.train(made, support.batches(1))
+        pid = offload.worker_pid(made)
+        assert pid is not None
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    assert not Path(f"/proc/{pid}").exists()
+    gc.collect()
+    assert "so-tui-offload" not in Path("/proc/self/maps").read_text()
+    assert set(Path("/dev/shm").iterdir()) == before
+    offload.close(made)  # twice does no harm
+
+
+def test_the_worker_computes_on_its_own_cores() -> None:
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        pid = offload.worker_pid(made)
+        assert pid is not None
+        assert os.sched_getaffinity(pid) == set(support.binding().adam_cpus)
