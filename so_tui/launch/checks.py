@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from so_tui.launch import locks
-from so_tui.launch.helpers import call_tool
+from so_tui.launch.helpers import call_tool, problem_of
 from so_tui.launch.preparation import prepare, visible_machine
 from so_tui.launch.sources import missing_paths, with_absolute_paths
 from so_tui.machine.types import Machine
@@ -30,7 +30,7 @@ def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir:
     plan = prepare(spec, machine, force=force).plan
     warnings = quick_checks(plan, machine, force=force, runs_dir=runs_dir)
     answer = call_tool("check_inputs", {"spec": spec_tree(spec)}, timeout_s=_CHECK_TIMEOUT_S)
-    if problems := [_problem(entry) for entry in answer.get("problems", [])]:
+    if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)
     return (*plan.warnings, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
 
@@ -121,10 +121,6 @@ def _foreign_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
     chosen = {rank.gpu for rank in plan.binding}
     users = locks.foreign_processes(gpu for gpu in machine.gpus if gpu.index in chosen)
     return tuple(f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}" for index, pids in users.items())
-
-
-def _problem(entry: dict[str, str]) -> Problem:
-    return Problem(field=entry["field"], value=entry.get("value", ""), message=entry["message"], remedy=entry.get("remedy", ""))
 
 
 def _existing(path: Path) -> Path:

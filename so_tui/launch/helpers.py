@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from so_tui.spec.errors import SoTuiError
+from so_tui.spec.errors import InputError, Problem, SoTuiError
 
 _STDERR_LINES = 5
 
@@ -23,22 +23,26 @@ class ToolError(SoTuiError):
 
 
 def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
-    """The answer of a helper process. Raises ToolError with the last lines that it wrote to stderr."""
+    """The answer of a helper process: the last JSON object that it printed.
+
+    Raises InputError for what the helper says the user can mend (exit code 2), else ToolError with the last lines that it wrote to stderr.
+    """
     try:
         done = subprocess.run(
             _argv(name), input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, env=_environment(), check=False
         )
     except subprocess.TimeoutExpired as error:
         raise ToolError(f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:.0f} s") from error
+    last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode != 0:
-        raise _failed(name, done.returncode, done.stderr)
-    return _decoded(name, done.stdout)
+        raise _failed(name, done.returncode, last, done.stderr)
+    return _decoded(name, last)
 
 
 def stream_tool(name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The lines of a helper process that reports progress, as they come. Closing the iterator ends the process.
 
-    Raises ToolError when it fails.
+    Raises InputError or ToolError as ``call_tool`` does.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -46,6 +50,7 @@ def stream_tool(name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         )
         assert process.stdin is not None
         assert process.stdout is not None
+        line = ""
         try:
             process.stdin.write(json.dumps(request))
             process.stdin.close()
@@ -53,12 +58,18 @@ def stream_tool(name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield _decoded(name, line)
             if process.wait() != 0:
                 errors.seek(0)
-                raise _failed(name, process.returncode, errors.read())
+                raise _failed(name, process.returncode, line, errors.read())
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
             process.stdout.close()
+
+
+def problem_of(entry: dict[str, Any]) -> Problem:
+    """A problem as helpers write it."""
+    texts = {key: str(entry.get(key, "")) for key in ("field", "value", "message", "remedy")}
+    return Problem(**texts)
 
 
 def _argv(name: str) -> list[str]:
@@ -80,6 +91,8 @@ def _decoded(name: str, text: str) -> dict[str, Any]:
     return answer
 
 
-def _failed(name: str, code: int, stderr: str) -> ToolError:
+def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
+    if code == InputError.exit_code and (problems := _decoded(name, last_line).get("problems")):
+        return InputError([problem_of(entry) for entry in problems])
     lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
     return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it said nothing"))

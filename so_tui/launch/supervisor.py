@@ -36,7 +36,7 @@ from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_state, write_state
 
 TICK_S = 1.0
-_LOG_TRIM_S = 30.0
+_LOG_TRIM_S = 5.0
 _LOG_LINES = 400
 _SWEEP_S = 5.0
 """How long the last processes are hunted after the end; what survives KILL for so long sits in the kernel."""

@@ -56,7 +56,7 @@ def cpu_machine(**changes: object) -> Machine:
 
 def spec_of(**changes: object) -> RunSpec:
     spec = RunSpec(
-        name="trial", model=ModelSpec(id="builtin:tiny"), data=DataSpec(source="builtin:tiny/data.jsonl"), train=TrainSpec(steps=20)
+        name="trial", model=ModelSpec(id="builtin:tiny"), data=DataSpec(source="builtin:tiny/rows.jsonl"), train=TrainSpec(steps=20)
     )
     return msgspec.structs.replace(spec, **changes)
 

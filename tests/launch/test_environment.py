@@ -105,7 +105,7 @@ def test_arch_list_is_touched_only_when_invalid() -> None:
 
 def test_embedded_runs_never_ask_the_hub() -> None:
     assert changes(cpu_machine(), {})["HF_HUB_OFFLINE"] == "1"
-    hub = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/data.jsonl"))
+    hub = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/rows.jsonl"))
     assert "HF_HUB_OFFLINE" not in changes(cpu_machine(), {}, hub)
 
 

@@ -1,0 +1,134 @@
+"""What is refused before anything is written or started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import helpers, start
+from so_tui.launch.checks import quick_checks
+from so_tui.launch.sources import with_absolute_paths
+from so_tui.machine.types import Software
+from so_tui.plan.types import Plan
+from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec
+from tests.launch.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
+
+
+def fields_refused(spec: RunSpec) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        quick_checks(plan_of(spec), cpu_machine(), force=True)
+    return [problem.field for problem in caught.value.problems]
+
+
+def data(source: str | tuple[DataSource, ...]) -> DataSpec:
+    return DataSpec(source=source)
+
+
+def embedded(**changes: object) -> RunSpec:
+    return spec_of(data=data("builtin:tiny/rows.jsonl"), **changes)
+
+
+def plan_with(plan: Plan, **changes: object) -> Plan:
+    return msgspec.structs.replace(plan, **changes)
+
+
+def test_nothing_wrong() -> None:
+    assert quick_checks(plan_of(embedded()), cpu_machine()) == ()
+
+
+def test_missing_files_are_all_named(tmp_path: Path) -> None:
+    spec = spec_of(model=ModelSpec(id="./no-such-model"), data=data("rows.jsonl"))
+    assert fields_refused(spec) == ["model.id", "data.source"]
+    mixture = data((DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone"))))
+    assert fields_refused(spec_of(data=mixture)) == ["data.source[1].source"]
+    assert fields_refused(spec_of(data=data("builtin:nothing")))
+    (tmp_path / "rows.jsonl").touch()
+    quick_checks(plan_of(spec_of(data=data(str(tmp_path / "rows.jsonl")))), cpu_machine(), force=True)
+
+
+@pytest.mark.parametrize("missing", ["torch", "deepspeed", "transformers"])
+def test_missing_software(missing: str) -> None:
+    machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, **{missing: None}))
+    with pytest.raises(Refused, match=f"{missing} is not installed") as caught:
+        quick_checks(plan_of(embedded()), machine, force=True)
+    assert not caught.value.forceable
+
+
+def test_torch_without_cuda_on_a_gpu_machine() -> None:
+    software = Software(torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0")
+    with pytest.raises(Refused, match="without CUDA"):
+        quick_checks(plan_of(embedded(), gpus=True), quad_gh200(software=software), force=True)
+
+
+def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
+    spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3))
+    plan = plan_with(plan_of(spec), disk_bytes=2**60)
+    with pytest.raises(Refused, match="4 checkpoints") as caught:
+        quick_checks(plan, cpu_machine())
+    assert caught.value.forceable
+    quick_checks(plan, cpu_machine(), force=True)
+    quick_checks(plan_with(plan, disk_bytes=1), cpu_machine())
+    quick_checks(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False))), cpu_machine())
+
+
+def test_shared_memory() -> None:
+    with pytest.raises(Refused, match="/dev/shm"):
+        quick_checks(plan_with(plan_of(embedded()), shm_bytes=2**60), cpu_machine())
+
+
+def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="another machine"):
+        start(embedded(), quad_gh200(), runs_dir=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_relative_paths_are_pinned_where_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    spec = spec_of(model=ModelSpec(id="model"), data=data("rows.jsonl"), checkpoint=CheckpointSpec(folder="saved"))
+    pinned = with_absolute_paths(spec)
+    assert (pinned.model.id, pinned.data.source) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
+    assert pinned.checkpoint.folder == str(tmp_path / "saved")
+    hub = spec_of(model=ModelSpec(id="owner/name"), data=data("builtin:tiny/rows.jsonl"))
+    assert with_absolute_paths(hub) == hub
+
+
+class TestHelpers:
+    """Helper processes, with a module that stands in for a tool of the trainer."""
+
+    @pytest.fixture(autouse=True)
+    def tool(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "so_tui_trainer" / "tools"
+        folder.mkdir(parents=True)
+        for package in (folder, folder.parent):
+            (package / "__init__.py").touch()
+        (folder / "probe.py").write_text(
+            "import json, sys\n"
+            "request = json.load(sys.stdin)\n"
+            "for line in request['lines']: print(line, flush=True)\n"
+            "print('what went wrong', file=sys.stderr)\n"
+            "sys.exit(request.get('code', 0))\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def test_answer(self) -> None:
+        assert helpers.call_tool("probe", {"lines": ['{"rows": 3}']}) == {"rows": 3}
+
+    def test_stream(self) -> None:
+        lines = ['{"done": false}', '{"done": true}']
+        assert [event["done"] for event in helpers.stream_tool("probe", {"lines": lines})] == [False, True]
+
+    def test_what_the_user_can_mend(self) -> None:
+        request = {"lines": ['{"problems": [{"field": "model.id", "value": "x", "message": "is gated", "remedy": "ask"}]}'], "code": 2}
+        with pytest.raises(InputError, match="is gated"):
+            helpers.call_tool("probe", request)
+        with pytest.raises(InputError, match="is gated"):
+            list(helpers.stream_tool("probe", request))
+
+    def test_failure_says_what_the_helper_said(self) -> None:
+        with pytest.raises(helpers.ToolError, match=r"exit code 7.*what went wrong"):
+            helpers.call_tool("probe", {"lines": [], "code": 7})
+        with pytest.raises(helpers.ToolError, match="no JSON"):
+            helpers.call_tool("probe", {"lines": ["Downloading..."]})

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import locks
+from so_tui.launch.checks import quick_checks
+from so_tui.runs import create_run, new_attempt, read_state
+from so_tui.spec import Refused
+from tests.launch.plans import plan_of, quad_gh200, spec_of
+
+ME = locks.Holder(run="/runs/mine", pid=os.getpid())
+
+
+def test_a_lock_is_held_once_and_says_by_whom(tmp_path: Path) -> None:
+    lock = locks.take(tmp_path, "gpu-1", ME)
+    with pytest.raises(locks.LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
+        locks.take(tmp_path, "gpu-1", locks.Holder(run="/runs/other", pid=1))
+    lock.release()
+    locks.take(tmp_path, "gpu-1", ME).release()
+
+
+def test_all_or_none(tmp_path: Path) -> None:
+    held = locks.take(tmp_path, "b", ME)
+    with pytest.raises(locks.LockTakenError):
+        locks.take_all(tmp_path, ["a", "b"], ME)
+    locks.take(tmp_path, "a", ME).release()
+    held.release()
+
+
+def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
+    lock = locks.take(tmp_path, "gpu-1", ME)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.descriptor]) as child:
+        lock.release()
+        with pytest.raises(locks.LockTakenError):
+            locks.take(tmp_path, "gpu-1", ME)
+        child.kill()
+    locks.take(tmp_path, "gpu-1", ME).release()
+
+
+def test_ports_of_two_runs_differ(tmp_path: Path) -> None:
+    taken = [locks.take_port(tmp_path, ME) for _ in range(20)]
+    assert len({port for port, _ in taken}) == 20
+    for _, lock in taken:
+        lock.release()
+
+
+def test_the_folder_is_the_users_own(tmp_path: Path) -> None:
+    folder = locks.lock_folder({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert folder == tmp_path / "so-tui"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert locks.lock_folder({}).name == f"so-tui-{os.getuid()}"
+
+
+def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The early look may be too early: what counts is who has the lock when the processes are started."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    machine, plan = quad_gh200(), plan_of(spec_of(), gpus=True)
+    run = create_run(plan.spec, tmp_path / "runs")
+    attempt = new_attempt(run)
+    run.plan_path(attempt).write_bytes(msgspec.json.encode(plan))
+    run.machine_path(attempt, socket.gethostname()).write_bytes(msgspec.json.encode(machine))
+    lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[0]), locks.Holder(run="/runs/busy-one", pid=77))
+    done = subprocess.run([sys.executable, "-m", "so_tui", "supervise", str(run.path), "--attempt", "1"], timeout=60, check=False)
+    lock.release()
+    state = read_state(run)
+    assert (done.returncode, state.state) == (1, "failed")
+    assert "run busy-one (pid 77)" in state.reason
+    assert "gpus = [...]" in state.suggestion
+
+
+def test_a_gpu_of_another_run_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    machine = quad_gh200()
+    plan = plan_of(spec_of(), gpus=True)
+    quick_checks(plan, machine, force=True)
+    lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[1]), locks.Holder(run="/runs/busy-one", pid=77))
+    with pytest.raises(Refused, match=r"GPU 1 is used by run busy-one \(pid 77\)"):
+        quick_checks(plan, machine, force=True)
+    lock.release()

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch.processes import ProcessTree, role_of
+from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory, shm_leftovers
+from so_tui.machine import inspect_machine
+
+STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 3\n"
+
+
+def test_cpu_times(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(STAT)
+    assert read_cpu_times(tmp_path) == {0: (80, 100), 3: (50, 100)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "percent"), [((80, 100), (80, 200), 100), ((0, 0), (50, 200), 75), (None, (1, 2), 0), ((1, 2), (1, 2), 0)]
+)
+def test_busy_share(before: tuple[int, int] | None, after: tuple[int, int], percent: int) -> None:
+    assert busy_percent(before, after) == percent
+
+
+def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/devices/system/node/node4"
+    folder.mkdir(parents=True)
+    (folder / "meminfo").write_text("Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n")
+    assert read_node_memory(tmp_path, 4) == {"MemTotal": 1024000, "MemFree": 409600, "FilePages": 102400}
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n")
+    assert read_node_memory(tmp_path, 0)["FilePages"] == 51200
+
+
+def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
+    machine = inspect_machine()
+    program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "MARK": "me"}) as child:
+        tree = ProcessTree("MARK=me", supervisor_pid=os.getpid())
+        tree.look(thorough=True)
+        assert [process.pid for process in tree.alive] == [child.pid]
+        sampler = Sampler(machine, tree, attempt=1)
+        tree.cpu_s()
+        time.sleep(1)
+        tree.look()
+        sample = sampler.sample()
+        child.kill()
+    sampler.close()
+    assert sample.interval_s >= 1
+    assert [len(node.cores) for node in sample.nodes if node.cores] == [len(node.cpus) for node in machine.cpu_nodes]
+    assert max(share for node in sample.nodes for share in node.cores) > 10
+    assert sample.run_cpu_s > 0.1
+    assert sample.run_memory_bytes is not None
+    assert sample.run_memory_bytes > 1_000_000
+    tree.look()
+    assert tree.alive == ()
+    assert [process.pid for process in tree.gone] == [child.pid]
+
+
+def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/vmstat").write_text("nr_free 1\noom_kill 7\n")
+    assert oom_kills(tmp_path) == 7
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    events = tmp_path / "sys/fs/cgroup/job/step"
+    events.mkdir(parents=True)
+    (events / "memory.events").write_text("low 0\nmax 3\noom 2\noom_kill 2\n")
+    assert oom_kills(tmp_path) == 2
+
+
+def test_only_our_shared_memory_is_a_leftover(tmp_path: Path) -> None:
+    ours = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_20001_0", "so_tui_7_states", "torch_7_123_0"]
+    for name in (*ours, "torch_8_1_0", "torch_77_1_0", "psm_abc", f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_20002_0"):
+        (tmp_path / name).touch()
+    assert [path.name for path in shm_leftovers({7}, 20001, tmp_path)] == ours
+
+
+def test_roles() -> None:
+    rank = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
+    assert role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None) == "runner"
+    assert role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner") == "launcher"
+    assert role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
+    assert role_of(rank, "launcher") == "rank"
+    assert role_of(rank, None) == "rank"
+    assert role_of(rank, "rank") == "other"
+    assert role_of(("python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"), "rank") == "adam"
+    assert role_of(("python", "-I", "-S", "/lib/so_tui_trainer/offload/worker.py"), "rank") == "adam"
