@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_rich(render_launch(launch, machine))
         return 0
     if not arguments.no_preflight:
-        _report_warnings(preflight(spec, machine))
+        _report_warnings(preflight(spec, machine, force=arguments.force, runs_dir=arguments.runs_dir))
     started = start(spec, machine, runs_dir=arguments.runs_dir, force=arguments.force)
     return _show(started, arguments, owner=True)
 
