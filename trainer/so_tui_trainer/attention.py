@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from so_tui.spec import ModelSpec
 from so_tui_trainer.batches import Batch
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 VARLEN = "so_tui_varlen"
+_MASKED = ("sdpa", "eager")
 
 
 def choose(model: ModelSpec, supports_sdpa: bool, device: torch.device) -> str:
@@ -32,12 +36,26 @@ def choose(model: ModelSpec, supports_sdpa: bool, device: torch.device) -> str:
     return _register_varlen()
 
 
-def arguments(batch: Batch, implementation: str) -> dict[str, Any]:
-    """What the model's forward must be told about the documents of a batch."""
-    if implementation in ("sdpa", "eager"):
-        return {}
-    boundaries, longest = batch.boundaries, batch.longest
-    return {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What the model's forward must be told about the documents of a batch, beside position ids that restart."""
+    if implementation not in _MASKED:
+        boundaries, longest = batch.boundaries, batch.longest
+        return {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+    if len(set(getattr(config, "layer_types", None) or ())) < 2:
+        return {"attention_mask": None}
+    # Models that mix kinds of layers take a mask for each kind. gpt-oss would make its own without looking at the position ids.
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    shape = torch.empty((*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device)  # what embeddings would tell
+    known: dict[str, Any] = {
+        "config": config,
+        "inputs_embeds": shape,
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": batch.position_ids,
+    }
+    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    return {"attention_mask": {kind: makers[kind](**known) for kind in set(config.layer_types)}}
 
 
 def _register_varlen() -> str:

@@ -45,8 +45,25 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; does not wait for the copy."""
-        names = ("input_ids", "position_ids", "boundaries", "predictors", "targets")
-        return Batch(*(getattr(self, name).to(device, non_blocking=True) for name in names), longest=self.longest)
+        return Batch(
+            self.input_ids.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            self.boundaries.to(device, non_blocking=True),
+            self.predictors.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            self.longest,
+        )
+
+    def pinned(self) -> Batch:
+        """The batch in page-locked memory, from which ``to`` copies without waiting."""
+        return Batch(
+            self.input_ids.pin_memory(),
+            self.position_ids.pin_memory(),
+            self.boundaries.pin_memory(),
+            self.predictors.pin_memory(),
+            self.targets.pin_memory(),
+            self.longest,
+        )
 
 
 @dataclass(frozen=True)
@@ -142,10 +159,15 @@ class Batches:
         # A document's first token is never trained, so the token before a trained one is always in the same document.
         predicted = np.flatnonzero(trained)
         boundaries = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        tensors = [torch.from_numpy(array) for array in (ids, positions, boundaries, predicted - 1, ids.ravel()[predicted])]
-        if self._pin:
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        return Batch(*tensors, longest=max(lengths))
+        batch = Batch(
+            torch.from_numpy(ids),
+            torch.from_numpy(positions),
+            torch.from_numpy(boundaries),
+            torch.from_numpy(predicted - 1),
+            torch.from_numpy(ids.ravel()[predicted]),
+            max(lengths),
+        )
+        return batch.pinned() if self._pin else batch
 
     def _width(self, indices: npt.NDArray[np.int64]) -> int:
         """Packed sequences are nearly full and keep one width, which the allocator likes; others end with the longest of the batch."""

@@ -11,6 +11,8 @@ from msgspec import Struct
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError
 
+_NO_HOST_MEMORY = ("this host ran out of memory", "Lower `offload.ratio`, or use more GPUs or a host with more memory.")
+
 
 class Failure(Struct, frozen=True, kw_only=True):
     """Why a rank failed; written for the others as ``failure.rank<R>.json`` in the attempt's folder."""
@@ -72,12 +74,17 @@ def _words(error: BaseException, spec: RunSpec) -> tuple[str, str]:
         case SoTuiError():  # its message says what to do
             return str(error), ""
         case MemoryError():
-            return "this host ran out of memory", "Lower `offload.ratio`, or use more GPUs or a host with more memory."
+            return _NO_HOST_MEMORY
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
             return f"the disk is full{where}", "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder`."
         case _ if type(error).__name__ == "OutOfMemoryError":
             return f"the GPU ran out of memory: {_first_line(error)}", _less_gpu_memory(spec)
+    text = str(error)
+    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
+        return _NO_HOST_MEMORY
+    if "closed by peer" in text or "reset by peer" in text:
+        return "another rank was lost", "Look at the end of the log; the kernel ends the largest process of a host that is out of memory."
     return f"{type(error).__name__}: {_first_line(error)}", "The log has the details."
 
 

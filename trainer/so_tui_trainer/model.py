@@ -52,9 +52,8 @@ class TrainedModel(nn.Module):
         hidden = self.causal.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=None,
             use_cache=False,
-            **attention.arguments(batch, self.attention),
+            **attention.arguments(batch, self.attention, self.causal.config, self.loss.weight.dtype),
         ).last_hidden_state
         loss: Tensor = self.loss(hidden, batch.predictors, batch.targets, scale)
         return loss
@@ -88,6 +87,7 @@ def build(spec: RunSpec, device: torch.device) -> TrainedModel:
     Raises InputError: model not to be had, weights missing, or a kind of model that is not supported.
     """
     config = load_config(spec.model)
+    without_dropout(config)
     model_class = _model_class(config, spec.model)
     implementation = attention.choose(spec.model, bool(model_class._supports_sdpa), device)
     causal = _random(config, implementation) if spec.model.weights == "random" else _pretrained(spec.model, config, implementation)
@@ -96,12 +96,16 @@ def build(spec: RunSpec, device: torch.device) -> TrainedModel:
     if spec.model.activation_checkpointing:
         _enable_checkpointing(causal)
     if spec.model.leaf_modules:
-        from deepspeed.utils import set_z3_leaf_modules
-
-        wanted = set(spec.model.leaf_modules)
-        set_z3_leaf_modules(causal, list({type(module) for module in causal.modules() if type(module).__name__ in wanted}))
+        _gather_whole(causal, spec.model)
     causal.train()
     return TrainedModel(causal, implementation)
+
+
+def without_dropout(config: PretrainedConfig) -> None:
+    """Fine-tuning runs without dropout, whatever pre-training used (Seed-OSS names 0.1): the varlen kernels have none."""
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
@@ -191,6 +195,17 @@ def _dequantised(config: PretrainedConfig) -> dict[str, Any]:
     from transformers.utils.quantization_config import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+def _gather_whole(causal: PreTrainedModel, model: ModelSpec) -> None:
+    """Tell ZeRO-3 which blocks to gather in one piece: which experts a token meets is not known beforehand."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    classes = {type(module).__name__: type(module) for module in causal.modules()}
+    if absent := [name for name in model.leaf_modules if name not in classes]:
+        message, remedy = f"the model has no {', '.join(absent)}", f"It has {', '.join(sorted(classes))}."
+        raise InputError([Problem(field="model.leaf_modules", value=", ".join(model.leaf_modules), message=message, remedy=remedy)])
+    set_z3_leaf_modules(causal, [classes[name] for name in model.leaf_modules])
 
 
 def _enable_checkpointing(causal: PreTrainedModel) -> None:

@@ -145,7 +145,7 @@ def _uniform(part: Dataset, spec: DataSpec) -> Dataset:
 
 def _open(source: str, spec: DataSpec) -> Dataset:
     import datasets
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
 
     name = resolve_source(source)
     path = Path(name).expanduser()

@@ -35,7 +35,7 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
     Raises InputError: no such model, gated without permission, or neither hub nor cache at hand.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError is httpx's own, whichever httpx it is
         GatedRepoError,
         HFValidationError,
         HTTPError,

@@ -1,0 +1,131 @@
+"""Parts of a rank that need no training: binding, clocks, failures, the watch over finite values."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launching import tiny
+
+from so_tui.machine import inspect_machine
+from so_tui.plan import make_plan
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import RankBindingReport
+from so_tui_trainer import failures
+from so_tui_trainer.batches import Work
+from so_tui_trainer.clocks import StepClock
+from so_tui_trainer.failures import Failure, NonFiniteError
+from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
+from so_tui_trainer.ranks import Ranks
+
+BIND = """
+import sys, threading, msgspec
+from so_tui.plan.types import RankBinding
+from so_tui_trainer.binding import bind
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+report = bind(msgspec.json.decode(sys.stdin.read(), type=RankBinding))
+import os, pathlib
+masks = {tuple(os.sched_getaffinity(int(task.name))) for task in pathlib.Path("/proc/self/task").iterdir()}
+assert masks == {report.cpus}, masks
+assert "torch" not in sys.modules
+print(msgspec.json.encode(report).decode())
+"""
+
+
+def test_binding_moves_every_thread_and_reports_what_it_found() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
+    wanted = msgspec.structs.replace(planned, cpus=(cpu,), main_cpus=(cpu,))
+    done = subprocess.run([sys.executable, "-c", BIND], input=msgspec.json.encode(wanted), capture_output=True, check=True)
+    report = msgspec.json.decode(done.stdout, type=RankBindingReport)
+    assert report.cpus == (cpu,)
+    assert report.found_cpus == tuple(sorted(os.sched_getaffinity(0)))
+    assert report.memory_policy.startswith(wanted.memory_policy.mode)
+
+
+def test_a_binding_that_cannot_be_had_is_reported_not_fatal() -> None:
+    planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
+    wanted = msgspec.structs.replace(planned, cpus=(4000,), main_cpus=(4000,))
+    script = BIND.replace("assert masks == {report.cpus}, masks", "")
+    done = subprocess.run([sys.executable, "-c", script], input=msgspec.json.encode(wanted), capture_output=True, check=True)
+    report = msgspec.json.decode(done.stdout, type=RankBindingReport)
+    assert "4000" in report.problem
+    assert report.cpus == report.found_cpus
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for part in ("data", "forward", "backward", "forward", "optimizer"):
+        time.sleep(0.002)
+        clock.lap(part)  # type: ignore[arg-type]
+    times = clock.end_step().read()
+    assert times.forward == pytest.approx(2 * times.data, rel=0.5)
+    assert times.total == pytest.approx(sum(times))
+    time.sleep(0.01)
+    clock.lap("other")
+    assert clock.end_step().read().other > 0.009
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A group of one rank."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield Ranks(0, 1, torch.device("cpu"), dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def _step(number: int, loss: float) -> Step:
+    work = Work(useful_tokens=10, trained_tokens=5, document_lengths=np.array([4, 6]), computed_tokens=16, sequences=1)
+    clock = StepClock(torch.device("cpu"))
+    clock.lap("forward")
+    return Step(number, work, 1e-3, torch.tensor(loss), clock.end_step())
+
+
+def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(alone: Ranks) -> None:
+    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+    for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
+        metrics.watch(_step(number, loss))
+    with pytest.raises(NonFiniteError, match="loss was not finite at step 3"):
+        metrics.check()
+    with pytest.raises(NonFiniteError, match="step 3"):
+        metrics.log(_step(6, 1.0), Gauges(1.0, 0.0))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(alone: Ranks) -> None:
+    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+    metrics.watch(_step(1, 2.0))
+    with pytest.raises(NonFiniteError, match="gradient norm was not finite at step 1"):
+        metrics.log(_step(1, 2.0), Gauges(float("nan"), 0.0))
+
+
+def test_failures_are_told_in_words() -> None:
+    spec = tiny(train__micro_batch="4")
+    out_of_memory = failures.explain(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), spec, 0, 7)
+    assert "GPU ran out of memory" in out_of_memory.reason
+    assert "`train.micro_batch` to 2" in out_of_memory.suggestion
+    disk = failures.explain(OSError(errno.ENOSPC, "No space left on device", "/data/x"), spec, 0, 7)
+    assert disk.reason == "the disk is full (/data/x)"
+    assert failures.explain(RuntimeError("Connection closed by peer [127.0.0.1]"), spec, 0, 7).reason == "another rank was lost"
+    assert failures.explain(ZeroDivisionError("division by zero"), spec, 0, 7).reason == "ZeroDivisionError: division by zero"
+
+
+def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.attempt_dir(1).mkdir(parents=True)
+    assert failures.reported(run, 1, 2) is None
+    failures.report(Failure(rank=1, reason="cause"), run, 1)
+    time.sleep(0.01)
+    failures.report(Failure(rank=0, reason="consequence"), run, 1)
+    found = failures.reported(run, 1, 2)
+    assert found is not None
+    assert found.reason == "cause"
