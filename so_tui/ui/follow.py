@@ -36,13 +36,17 @@ from so_tui.ui.series import Ema, Line, Series
 
 METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
 PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
-EMA_DECAY = 0.98
 OVERVIEW_COLUMNS = 4000
 """Rows that the part of a run before it was opened is drawn from: more than any terminal has dots."""
 HISTORY_ROWS = 1500
 RECENT_STEPS = 30
 MOST_POLLS = 10
 """Polls of the reader, 0.1 s each at most, in one of ours: a run that writes fast is caught up with, and the screen still moves."""
+
+
+def smoothing(total_steps: int) -> float:
+    """Decay of the moving averages: they look back over a twenty-fifth of the run, 5 steps at least and 50 at most."""
+    return 1 - 1 / min(50, max(5, total_steps / 25))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,8 @@ class RunFollower:
     def _restart_series(self) -> None:
         self._steps, self._times = array("d"), array("d")
         self._series = {name: Series() for name in (*METRICS, "ema", "norm_ema")}
-        self._ema, self._norm_ema = Ema(EMA_DECAY), Ema(EMA_DECAY)
+        decay = smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
+        self._ema, self._norm_ema = Ema(decay), Ema(decay)
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     def poll(self) -> Snapshot:

@@ -10,11 +10,11 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 from textual.worker import Worker
 
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import plural
+from so_tui.ui.widgets.keyline import KeyLine
 
 if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
@@ -109,7 +109,7 @@ class Page(Screen[None]):
         yield TopLine()
         yield Navigation(self.PAGE)
         yield from self.body()
-        yield Footer()
+        yield KeyLine()
 
     def body(self) -> Iterable[Widget]:
         """The screen's own widgets."""

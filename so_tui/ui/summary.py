@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from so_tui.machine.types import Gpu, Machine
 from so_tui.ui.text import GIB, plural
+
+if TYPE_CHECKING:
+    from so_tui.machine.types import Gpu, Machine
 
 
 def gpu_model(name: str) -> str:

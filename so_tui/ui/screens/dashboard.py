@@ -16,10 +16,11 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from so_tui.runs import RunDirectory
+from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import RunFollower, Snapshot
 from so_tui.ui.messages import SnapshotReady
 from so_tui.ui.page import Page
-from so_tui.ui.screens.run_actions import RunActions
+from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
 from so_tui.ui.text import plural, rate, significant
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets import stats
@@ -118,7 +119,8 @@ class DashboardScreen(RunActions, Page):
 
     def follow(self, run: RunDirectory) -> None:
         """Show another run."""
-        if self._run is not None and run.path == self._run.path:
+        known = self._run is not None and run.path == self._run.path
+        if known or not self.query("#panels"):  # a new screen takes the opened run when it is mounted
             return
         self._run = run
         self._generation += 1
@@ -157,8 +159,10 @@ class DashboardScreen(RunActions, Page):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "checkpoint", "resume"):
-            live = self._snapshot is not None and self._snapshot.live
-            return self._snapshot is not None and (live if action != "resume" else not live)
+            state = self._snapshot.state if self._snapshot is not None else None
+            if state is None:
+                return False
+            return state.state in RESUMABLE if action == "resume" else state.state not in FINAL_STATES
         return True
 
     # Drawing.

@@ -208,7 +208,7 @@ class PresetsScreen(Page):
         noun = "GPU" if plan.gpu_capacity_bytes else "rank"
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}   ", "$faint"), plan_view.headline(plan))
         self.query_one("#detail-title", Static).update(title)
-        width = max(40, self.size.width - 4)
+        width = max(40, self.size.width - 7)
         lines = plan_view.memory_lines(plan, width)
         if plan.gpu_bytes:
             lines.insert(1, Content(" " * plan_view.LABEL) + plan_view.breakdown_line(plan, "gpu", width - plan_view.LABEL))

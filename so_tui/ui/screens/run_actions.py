@@ -11,6 +11,8 @@ from so_tui.spec import InputError, SoTuiError
 from so_tui.ui import messages
 from so_tui.ui.text import plural, thousands
 
+RESUMABLE = frozenset({"stopped", "failed", "lost"})
+
 
 class RunActions(Screen[None]):
     """For screens that show a run: they say which one is meant."""

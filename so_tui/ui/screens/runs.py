@@ -24,7 +24,7 @@ from so_tui.ui.form import values_of
 from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.screens.run_actions import RunActions
+from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
 from so_tui.ui.series import Axis
 from so_tui.ui.sketch import Sketch, Sketcher
 from so_tui.ui.text import age, plural, rate, shorten, shorten_path, thousands
@@ -254,8 +254,10 @@ class RunsScreen(RunActions, Page):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         row = self._chosen_row()
-        if action in ("stop", "resume", "delete"):
-            return row is not None and (row.live if action == "stop" else not row.live)
+        if action == "resume":
+            return row is not None and row.state.state in RESUMABLE
+        if action in ("stop", "delete"):
+            return row is not None and row.live == (action == "stop")
         return True
 
     def action_mark(self) -> None:

@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from so_tui.ui.follow import NodeView
 from so_tui.ui.series import Axis
-from so_tui.ui.text import GIB, shorten
+from so_tui.ui.text import GIB, plural, shorten
 from so_tui.ui.widgets.chart import GUTTER, gutter_text, joined, plot_rows
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
@@ -155,7 +155,7 @@ class NodePanel(Widget, can_focus=True):
             for group in groups:
                 if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
                     continue
-                cores = f" {len(group.loads)} cores" if long else ""
+                cores = f" {plural(len(group.loads), 'core')}" if long else ""
                 segments += [
                     Segment(f"  {group.sign} ", styles["sign"]),
                     Segment(f"{group.name}{cores}", styles[colours[group.role]]),

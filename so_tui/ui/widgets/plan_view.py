@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from so_tui.plan.types import MemoryTerm, Place, Plan
 from so_tui.ui.text import disk, duration, memory, memory_of, rate, significant, thousands
 from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, verdict_style
+
+if TYPE_CHECKING:
+    from so_tui.plan.types import MemoryTerm, Place, Plan
 
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}

@@ -161,7 +161,10 @@ class Canvas:
             self.masks[row][cell] |= mask
 
     def draw(self, found: Sequence[Span | None], gaps: Sequence[int], scale: Scale, layer: int, *, connect: bool = True) -> None:
-        """Draw one line: each column's span, joined to the one before it unless a gap lies between them."""
+        """Draw one line: each column's span, joined to the one before it unless a gap lies between them.
+
+        Without ``connect`` it is a band: columns between two spans are filled, but spans are not stretched to touch.
+        """
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
         for column, span in enumerate(found):
@@ -173,8 +176,11 @@ class Canvas:
                 before = None
                 continue
             low = 0 if low is None else low
-            if connect and before is not None and column not in broken:
-                low, high = self._join(before, column, low, high, layer)
+            if before is not None and column not in broken:
+                if connect:
+                    low, high = self._join(before, column, low, high, layer)
+                else:
+                    self._fill(before, column, low, high, layer)
             self.column(column, low, high, layer)
             before = None if column in broken else (column, low, high)
 
@@ -194,6 +200,13 @@ class Canvas:
             self.column(middle, round(min(last, at)), round(max(last, at)), layer)
             last = at
         return min(low, round(min(last, right))), max(high, round(max(last, right)))
+
+    def _fill(self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int) -> None:
+        """Fill the columns between two spans of a band."""
+        start, before_low, before_high = before
+        for middle in range(start + 1, column):
+            share = (middle - start) / (column - start)
+            self.column(middle, round(before_low + share * (low - before_low)), round(before_high + share * (high - before_high)), layer)
 
     def row(self, row: int) -> list[tuple[str, int]]:
         """Characters of one row with their layer (-1: empty), neighbours of one layer joined."""

@@ -1,0 +1,43 @@
+"""Run in a pty by the start-up test: prints the process time at the first paint of the named application, then leaves."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def empty() -> None:
+    """A Textual application with as many tabs as so-tui has screens, and nothing else."""
+    from textual.app import App, ComposeResult
+    from textual.widgets import Footer, TabbedContent, TabPane
+
+    class Empty(App[float]):
+        def compose(self) -> ComposeResult:
+            with TabbedContent():
+                for title in ("Presets", "Configure", "Dashboard", "Runs", "Machine"):
+                    yield TabPane(title)
+            yield Footer()
+
+        def on_mount(self) -> None:
+            self.call_after_refresh(lambda: self.exit(time.process_time()))
+
+    print(f"first paint {Empty().run()}")
+
+
+def real(runs_dir: str) -> None:
+    """so-tui itself, as the command line opens it."""
+    from so_tui.ui.app import SoTuiApp
+
+    painted: list[float] = []
+
+    def leave(app: SoTuiApp) -> None:
+        painted.append(time.process_time())
+        app.exit()
+
+    SoTuiApp._after_first_paint = leave  # type: ignore[method-assign]
+    SoTuiApp(runs_dir=runs_dir).run()
+    print(f"first paint {painted[0]}")
+
+
+if __name__ == "__main__":
+    empty() if sys.argv[1] == "empty" else real(sys.argv[2])
