@@ -76,7 +76,10 @@ class _Backward:
 class _Interval:
     """Measurements from the end of one step to the end of the next."""
 
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    landing: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for weights, in forward."""
+    stepping: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for the norm, in ``step``."""
     host_wait_s: float = 0.0
     adam_busy_s: float = 0.0
     to_host: list[Transfer] = field(default_factory=list)
@@ -271,7 +274,7 @@ class SuperOffload:
             norm = math.sqrt(sum(values))
             factor = min(1.0, self._clipping / (norm + 1e-6)) if self._clipping else 1.0
         self._norm = self._transfers.fetch(squares)
-        self._interval.waits.append((begin, self._transfers.mark()))
+        self._interval.stepping.append((begin, self._transfers.mark()))
         if self._clipping:
             for index in self._cpu:
                 self._send_step(index, factor, self._backward.copied[index])
@@ -300,9 +303,11 @@ class SuperOffload:
     def stats(self) -> OffloadStats:
         """From the end of the step before the last to the end of the last one."""
         last, seconds = self._last_interval, self._transfers.seconds
+        landing = sum(seconds(*wait) for wait in last.landing)
         return OffloadStats(
             adam_busy_s=last.adam_busy_s,
-            exposed_wait_s=sum(seconds(*wait) for wait in last.waits),
+            exposed_wait_s=landing + sum(seconds(*wait) for wait in last.stepping),
+            exposed_in_forward_s=landing,
             host_wait_s=last.host_wait_s,
             to_host_bytes=sum(transfer.bytes for transfer in last.to_host),
             to_host_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.to_host),
@@ -455,7 +460,7 @@ class SuperOffload:
             self._wait(lambda index=index: index in self._landed)  # type: ignore[misc]
             self._transfers.join(self._landed[index])
         self._pending.difference_update(waiting)
-        self._interval.waits.append((begin, self._transfers.mark()))
+        self._interval.landing.append((begin, self._transfers.mark()))
 
     def _check_last_norm(self) -> list[float] | None:
         """The sums of squares of the last step, read late so that nothing had to wait for them."""

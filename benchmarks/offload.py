@@ -1,0 +1,456 @@
+"""Measures the offload engines at one shape: Qwen3-4B, random weights, random tokens, full activation checkpointing, SDPA.
+
+    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json            # the minimal set, most important first
+    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --only floor ours
+    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --ranks 2 --only floor ours
+    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --table    # what was measured so far, as Markdown
+
+Every configuration runs in a process of its own, so that one that fails or runs out of memory takes no other with it. Rows are appended to
+the file as they come, and what is already there is not measured again (``--again`` does). ``--shape tiny`` runs the same code on a machine
+without GPU, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+MARK = "offload-benchmark-row: "
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is measured; the fields are those of the run spec."""
+
+    name: str
+    mode: str = "superoffload"
+    engine: str = "so-tui"
+    ratio: float = 0.9
+    clipping: float | None = 0.0
+    """None: the key is left out of the DeepSpeed config, as the published scripts do, and DeepSpeed takes 1.0."""
+    accumulation: int = 1
+    warmup: int = 2
+    measured: int = 5
+    lazy: bool = True
+    """False: ours with all weights in place before ``step`` returns."""
+
+
+CONFIGURATIONS = (
+    Configuration("ours"),
+    Configuration("floor", mode="gpu"),
+    Configuration("ours-clip-always", clipping=1e-3),
+    Configuration("zerooffload", mode="zerooffload", measured=3),
+    Configuration("deepspeed-original", engine="deepspeed", clipping=None, measured=3),
+    Configuration("deepspeed-clip-0", engine="deepspeed", measured=3),
+    Configuration("ours-clip-never", clipping=1e6),
+    Configuration("zerooffload-ratio-1", mode="zerooffload", ratio=1.0, measured=3),
+    Configuration("ours-gas-8", accumulation=8, warmup=1, measured=2),
+    Configuration("floor-gas-8", mode="gpu", accumulation=8, warmup=1, measured=2),
+    Configuration("ours-ratio-1", ratio=1.0),
+    Configuration("ours-ratio-0.5", ratio=0.5),
+    Configuration("ours-eager", lazy=False),
+    Configuration("ours-clip-always-eager", clipping=1e-3, lazy=False),
+    Configuration("ours-gas-8-clip-always", accumulation=8, clipping=1e-3, warmup=1, measured=2),
+)
+MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:10])
+
+
+# -- the parent: one process per configuration ------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.rank is not None:
+        _measure(arguments)
+        return 0
+    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    if arguments.table:
+        print(_table(rows))
+        return 0
+    if arguments.kernel:
+        rows += _kernel_rows(arguments.kernel)
+        _write(arguments.out, rows)
+        return 0
+    failed = 0
+    for name in arguments.only or MINIMAL:
+        if not arguments.again and any(_same(row, name, arguments) for row in rows):
+            print(f"{name}: already measured", flush=True)
+            continue
+        row = _run(name, arguments)
+        failed += "error" in row
+        rows.append(row)
+        _write(arguments.out, rows)
+        print(json.dumps({key: value for key, value in row.items() if key not in ("steps", "losses")}), flush=True)
+    print(_table(rows))
+    return min(failed, 1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("offload.json"), help="file to which rows are appended")
+    parser.add_argument("--only", nargs="+", choices=[configuration.name for configuration in CONFIGURATIONS], help="what to measure")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a machine without GPU")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences per rank and micro-step")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
+    parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
+    parser.add_argument("--limit-s", type=float, default=240, help="longest time for one configuration")
+    parser.add_argument("--sub-group-size", type=int, default=400_000_000)
+    parser.add_argument("--again", action="store_true", help="measure what is already in the file once more")
+    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
+    parser.add_argument("--kernel", type=int, default=0, metavar="PARAMETERS", help="only the Adam kernels, on this machine's cores")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--name", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _same(row: dict[str, Any], name: str, arguments: argparse.Namespace) -> bool:
+    return (row.get("name"), row.get("ranks"), row.get("shape")) == (name, arguments.ranks, arguments.shape) and "error" not in row
+
+
+def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The row of one configuration, or what went wrong."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "WORLD_SIZE": str(arguments.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_CUDA_ARCH_LIST": "9.0",
+        "NCCL_NVLS_ENABLE": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONUNBUFFERED": "1",
+    }
+    for variable in ("OMP_NUM_THREADS", "KMP_AFFINITY"):
+        environment.pop(variable, None)
+    if arguments.shape == "tiny":
+        environment["DS_ACCELERATOR"] = "cpu"
+    begin = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], "--name", name, "--rank", str(rank)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(arguments.ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=max(1.0, arguments.limit_s - (time.monotonic() - begin)))[0] for rank in ranks]
+    except subprocess.TimeoutExpired as late:
+        outputs = [f"took longer than {arguments.limit_s:.0f} s\n{(late.stdout or b'')[-3000:]!r}"]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+    rows = [json.loads(line.removeprefix(MARK)) for output in outputs for line in output.splitlines() if line.startswith(MARK)]
+    known = {"name": name, "ranks": arguments.ranks, "shape": arguments.shape, "wall_s": round(time.monotonic() - begin, 1)}
+    if len(rows) < arguments.ranks:
+        tail = "\n".join(output[-3000:] for output in outputs)
+        print(tail, flush=True)
+        return known | {"error": tail[-1500:]}
+    slowest = max(rows, key=lambda row: float(row["step_s"]))
+    return known | slowest
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(rows, indent=1))
+    partial.replace(path)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; the last row of each configuration counts."""
+    floors = {(row["ranks"], row["accumulation"]): row["step_s"] for row in rows if row.get("mode") == "gpu" and "error" not in row}
+    lines = [
+        "| configuration | GPUs | s/step | x floor | tokens/s per GPU | forward | backward | optimizer | exposed wait | Adam busy |"
+        " to host | to GPU | GPU memory | first and last loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in {(row["name"], row.get("ranks")): row for row in rows}.values():
+        if "error" in row or "step_s" not in row:
+            continue
+        floor = floors.get((row["ranks"], row["accumulation"]))
+        lines.append(
+            f"| {row['name']} | {row['ranks']} | {row['step_s']:.2f} | {row['step_s'] / floor:.2f} |"
+            if floor
+            else f"| {row['name']} | {row['ranks']} | {row['step_s']:.2f} | |"
+        )
+        lines[-1] += (
+            f" {row['tokens_per_s_per_gpu']:.0f} | {row['forward_s']:.2f} | {row['backward_s']:.2f} | {row['optimizer_s']:.2f} |"
+            f" {row['exposed_wait_s']:.2f} | {row['adam_busy_s']:.2f} | {row['to_host_gb_per_s']:.0f} GB/s |"
+            f" {row['to_gpu_gb_per_s']:.0f} GB/s | {row['gpu_peak_gib']:.0f} GiB | {row['losses'][0]:.3f}, {row['losses'][-1]:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+# -- the child: one rank of one configuration -------------------------------------------------------------------------------------------
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    configuration = next(configuration for configuration in CONFIGURATIONS if configuration.name == arguments.name)
+    from so_tui.machine import inspect_machine
+    from so_tui.plan.binding import bind_ranks
+    from so_tui_trainer import binding
+
+    ours = configuration.mode == "superoffload" and configuration.engine == "so-tui"
+    mine = bind_ranks(inspect_machine(), arguments.ranks, mode="superoffload" if ours else configuration.mode, cpu_adam_cores_fraction=0.9)[
+        arguments.rank
+    ]
+    binding.bind(mine)  # before torch makes its threads
+
+    import deepspeed
+    import torch
+
+    from so_tui_trainer import offload
+    from so_tui_trainer.offload.deepspeed_0_19_8 import super_offload
+
+    cuda = arguments.shape != "tiny"
+    device = torch.device("cuda", arguments.rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    spec = _spec(configuration, arguments)
+    begun = time.monotonic()
+    model = _model(spec, device, arguments.shape)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = _ds_config(configuration, arguments)
+    engine = offload.initialize(model, _parameter_groups(model), config, spec, mine)
+    if offload.uses_worker(engine):
+        binding.settle(mine)
+        super_offload(engine).lazy_landing = configuration.lazy  # type: ignore[union-attr]
+    started_s = time.monotonic() - begun
+    print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
+    steps, losses = _steps(engine, configuration, arguments, device)
+    measured = steps[configuration.warmup :]
+    offload.close(engine)
+    row = {key: statistics.median(step[key] for step in measured) for key in measured[0]}
+    tokens = arguments.micro_batch * arguments.length * configuration.accumulation
+    print(
+        MARK
+        + json.dumps(
+            {
+                **{key: getattr(configuration, key) for key in ("mode", "engine", "ratio", "clipping", "accumulation")},
+                **row,
+                "tokens_per_s_per_gpu": tokens / row["step_s"],
+                "parameters": parameters,
+                "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+                "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0,
+                "started_s": started_s,
+                "main_cpus": len(mine.main_cpus),
+                "adam_cpus": len(mine.adam_cpus),
+                "device": torch.cuda.get_device_name() if cuda else "cpu",
+                "torch": torch.__version__,
+                "steps": steps,
+                "losses": losses,
+            }
+        ),
+        flush=True,
+    )
+    os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived
+
+
+def _spec(configuration: Configuration, arguments: argparse.Namespace) -> Any:
+    from so_tui.spec import find_preset, with_values
+
+    return with_values(
+        find_preset("qwen3-4b-random").spec,
+        {
+            "gpus": str(arguments.ranks),
+            "train.micro_batch": str(arguments.micro_batch),
+            "train.gradient_accumulation": str(configuration.accumulation),
+            "train.gradient_clipping": str(1.0 if configuration.clipping is None else configuration.clipping),
+            "offload.mode": configuration.mode,
+            "offload.engine": configuration.engine,
+            "offload.ratio": str(configuration.ratio),
+            "offload.sub_group_size": str(100_000 if arguments.shape == "tiny" else arguments.sub_group_size),
+        },
+    )
+
+
+def _ds_config(configuration: Configuration, arguments: argparse.Namespace) -> dict[str, Any]:
+    """As the published SuperOffload configurations."""
+    size = 100_000 if arguments.shape == "tiny" else arguments.sub_group_size
+    zero: dict[str, Any] = {"stage": 3, "overlap_comm": arguments.ranks > 1, "reduce_bucket_size": size, "sub_group_size": size}
+    if configuration.mode != "gpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": arguments.shape != "tiny", "ratio": configuration.ratio}
+    if configuration.engine == "deepspeed":
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.9}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": arguments.micro_batch,
+        "gradient_accumulation_steps": configuration.accumulation,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+    if configuration.clipping is not None:
+        config["gradient_clipping"] = configuration.clipping
+    return config
+
+
+def _model(spec: Any, device: Any, shape: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = dict(spec.model.config)
+    if shape == "tiny":
+        keys |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+        keys |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    torch.manual_seed(spec.train.seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def _parameter_groups(model: Any) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.01},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _steps(
+    engine: Any, configuration: Configuration, arguments: argparse.Namespace, device: Any
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Times of every step, warm-up included. Like a training loop that logs every step, it reads the loss at the end of each."""
+    import torch
+
+    from so_tui_trainer import offload
+
+    generator = torch.Generator(device).manual_seed(arguments.rank)
+    vocabulary = engine.module.config.vocab_size
+    size = (configuration.accumulation, arguments.micro_batch, arguments.length)
+    tokens = torch.randint(0, vocabulary, size, generator=generator, device=device)
+    steps: list[dict[str, float]] = []
+    losses: list[float] = []
+    last = time.perf_counter()
+    for _ in range(configuration.warmup + configuration.measured):
+        laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
+        marks = [_mark(device)]
+        total = torch.zeros((), device=device)
+        for micro_batch in tokens:
+            loss = engine(input_ids=micro_batch, labels=micro_batch).loss
+            marks.append(_mark(device))
+            engine.backward(loss)
+            marks.append(_mark(device))
+            engine.step()
+            marks.append(_mark(device))
+            total += loss.detach() / configuration.accumulation
+        losses.append(total.item())
+        now = time.perf_counter()
+        for position, (begin, end) in enumerate(pairwise(marks)):
+            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += _between(begin, end)
+        told = offload.stats(engine)
+        laps["forward_s"] -= told.exposed_in_forward_s
+        steps.append(
+            {
+                "step_s": now - last,
+                **laps,
+                "exposed_wait_s": told.exposed_wait_s,
+                "exposed_in_forward_s": told.exposed_in_forward_s,
+                "host_wait_s": told.host_wait_s,
+                "adam_busy_s": told.adam_busy_s,
+                "to_host_gb_per_s": told.to_host_bytes / told.to_host_s / 1e9 if told.to_host_s else 0.0,
+                "to_gpu_gb_per_s": told.to_gpu_bytes / told.to_gpu_s / 1e9 if told.to_gpu_s else 0.0,
+                "gradient_norm": offload.gradient_norm(engine) or 0.0,
+            }
+        )
+        last = now
+    return steps, losses
+
+
+def _mark(device: Any) -> Any:
+    import torch
+
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+# -- the Adam kernels alone ---------------------------------------------------------------------------------------------------------------
+
+
+def _kernel_rows(numel: int) -> list[dict[str, Any]]:
+    """Ours (bf16 in, bf16 out, one pass) beside DeepSpeed's with the two casts that it needs, on the cores this process may use."""
+    import mmap
+
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+
+    import torch
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    from so_tui_trainer.offload import kernel, worker
+
+    torch.set_num_threads(cores)
+    rows = []
+
+    def timed(name: str, bytes_per_parameter: int, run: Any) -> None:
+        run()
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        seconds = statistics.median(times)
+        row = {"name": f"kernel-{name}", "cores": cores, "parameters": numel, "seconds_per_billion": seconds / numel * 1e9}
+        row["gb_per_s"] = bytes_per_parameter * numel / seconds / 1e9
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    library = str(kernel.library())
+    step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    for exchange, label in ((2, "bf16"), (4, "fp32")):
+        memory = mmap.mmap(-1, worker.layout((numel,), exchange, True).bytes)
+        ours = worker.Kernel(library, memory, (numel,), exchange, True)
+        accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
+        timed(f"ours-begin-{label}", 16 + exchange, partial(ours.run, worker.Command(worker.Operation.BEGIN, 0)))
+        timed(f"ours-step-{label}", 24 + 2 * exchange, partial(ours.run, step))
+        timed(f"ours-accumulate-{label}", 8 + exchange, partial(ours.run, accumulate))
+        timed(f"ours-step-accumulated-{label}", 28 + 2 * exchange, partial(ours.run, step._replace(take_accumulated=1)))
+    theirs = CPUAdamBuilder().load()
+    theirs.create_adam(0, 1e-5, 0.9, 0.999, 1e-8, 0.01, True, False)
+    master, first, second, gradient = (torch.zeros(numel) for _ in range(4))
+    half = torch.zeros(numel, dtype=torch.bfloat16)
+    timed(
+        "deepspeed-step",
+        28,
+        lambda: theirs.adam_update(0, 3, 1e-5, 0.9, 0.999, 1e-8, 0.01, True, master, gradient, first, second),
+    )
+    timed("cast-gradient-up", 6, lambda: gradient.copy_(half))
+    timed("cast-weights-down", 6, lambda: half.copy_(master))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
