@@ -19,7 +19,7 @@ from so_tui_trainer import offload
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
-WIDTH = 24
+WIDTH = 25
 LAYERS = 6
 
 

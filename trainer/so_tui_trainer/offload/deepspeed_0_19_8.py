@@ -270,14 +270,19 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _sub_group(self, index: int, on_gpu: bool) -> SubGroup:
         parameters = self.fp16_groups[index]
+        weights = self.fp16_partitioned_groups_flat[index]
+        rank = comm.get_rank(group=self.dp_process_group)
         offsets = [0]
-        for parameter in parameters[:-1]:
-            offsets.append(offsets[-1] + parameter.partition_numel())
+        for parameter in parameters:
+            share = parameter.partition_numel()
+            real = min(share, max(0, parameter.ds_numel - rank * share))
+            weights[offsets[-1] + real : offsets[-1] + share].zero_()  # padding is whatever was in memory, NaN for instance
+            offsets.append(offsets[-1] + share)
         return SubGroup(
-            weights=self.fp16_partitioned_groups_flat[index],
+            weights=weights,
             parameter_group=self.sub_group_to_group_id[index],
             names=tuple(self.param_names[parameter] for parameter in parameters),
-            offsets=tuple(offsets),
+            offsets=tuple(offsets[:-1]),
             on_gpu=on_gpu,
         )
 

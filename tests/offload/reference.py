@@ -1,0 +1,63 @@
+"""Plain float32 AdamW, fed the gradients that an engine receives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from so_tui_trainer.offload.deepspeed_0_19_8 import super_offload
+from so_tui_trainer.offload.superoffload import Gradient, SuperOffload
+
+
+class Reference:
+    """float32 AdamW over the same flat sub-groups, fed the gradients that the engine receives."""
+
+    def __init__(self, made: Any, clipping: float) -> None:
+        core = super_offload(made)
+        assert core is not None
+        self.core: SuperOffload = core
+        self.clipping = clipping
+        self.masters = [core.master(index).clone().requires_grad_() for index in range(len(core.sub_groups))]
+        groups = made.optimizer.optimizer.param_groups
+        self.optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [master],
+                    **{key: groups[sub_group.parameter_group][key] for key in ("lr", "betas", "eps", "weight_decay")},
+                }
+                for master, sub_group in zip(self.masters, core.sub_groups, strict=True)
+            ],
+            foreach=False,
+        )
+        self.reset()
+        receive = core.receive
+
+        def recording(gradients: list[Gradient], *, boundary: bool) -> None:
+            for gradient in gradients:
+                begin = core.sub_groups[gradient.sub_group].offsets[gradient.member]
+                values = gradient.values.flatten()
+                self.gradients[gradient.sub_group][begin : begin + values.numel()] += values.float()
+            receive(gradients, boundary=boundary)
+
+        core.receive = recording  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self.gradients = [torch.zeros_like(master) for master in self.masters]
+
+    def step(self, learning_rate: float) -> float:
+        squares = sum(gradient.double().square().sum() for gradient in self.gradients)
+        torch.distributed.all_reduce(squares)
+        norm = math.sqrt(float(squares))
+        scale = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
+        for group, master, gradient in zip(self.optimizer.param_groups, self.masters, self.gradients, strict=True):
+            group["lr"] = learning_rate
+            master.grad = gradient * scale
+        self.optimizer.step()
+        self.reset()
+        return norm
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
