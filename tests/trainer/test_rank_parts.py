@@ -67,7 +67,8 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         time.sleep(0.002)
         clock.lap(part)  # type: ignore[arg-type]
     times = clock.end_step().read()
-    assert times.forward == pytest.approx(2 * times.data, rel=0.5)
+    assert min(times.data, times.backward, times.optimizer) >= 0.002
+    assert times.forward >= 0.004
     assert times.total == pytest.approx(sum(times))
     time.sleep(0.01)
     clock.lap("other")
@@ -98,14 +99,25 @@ def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_a
     with pytest.raises(NonFiniteError, match="loss was not finite at step 3"):
         metrics.check()
     with pytest.raises(NonFiniteError, match="step 3"):
-        metrics.log(_step(6, 1.0), Gauges(1.0, 0.0))
+        metrics.log(_step(6, 1.0), Gauges(1.0, 0.0, 0.0))
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(alone: Ranks) -> None:
     metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
     metrics.watch(_step(1, 2.0))
     with pytest.raises(NonFiniteError, match="gradient norm was not finite at step 1"):
-        metrics.log(_step(1, 2.0), Gauges(float("nan"), 0.0))
+        metrics.log(_step(1, 2.0), Gauges(float("nan"), 0.0, 0.0))
+
+
+def test_waiting_for_weights_in_forward_is_the_optimizers_time(alone: Ranks) -> None:
+    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+    clock = StepClock(torch.device("cpu"))
+    time.sleep(0.02)
+    clock.lap("forward")
+    step = _step(1, 2.0)._replace(laps=clock.end_step())
+    record = metrics.log(step, Gauges(1.0, 0.0, 0.015))
+    assert record.exposed_optimizer_s == 0.015
+    assert record.forward_s + record.exposed_optimizer_s == pytest.approx(record.step_s)
 
 
 def test_failures_are_told_in_words() -> None:

@@ -40,7 +40,7 @@ def end_of(found: list[MetricRecord]) -> EndRecord:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Two ranks, twelve steps, a checkpoint every five, an export at the end."""
-    spec = tiny(offload__mode="zerooffload", train__steps="12", checkpoint__every_steps="5", checkpoint__export="true")
+    spec = tiny(train__steps="12", checkpoint__every_steps="5", checkpoint__export="true")
     run, code = train(spec, tmp_path_factory.mktemp("finished"), port=29701)
     assert code == 0, log(run)
     return run
@@ -100,7 +100,7 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDir
     assert found is not None
     other = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    weights = dict(masters(checkpoint.optimizer_folder(found[0]), shapes))
+    weights = dict(masters(checkpoint.optimizer_folder(found.path), shapes))
     other.load_state_dict({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, strict=False)
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -119,7 +119,7 @@ def test_the_export_tool_answers_in_json(finished: RunDirectory, tmp_path: Path)
 
 
 def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished: RunDirectory, tmp_path: Path) -> None:
-    spec = tiny(offload__mode="zerooffload", train__steps="12")
+    spec = tiny(train__steps="12")
     run = create_run(spec, tmp_path)
     process = start(run, spec, port=29702)
     while not any(isinstance(record, StepRecord) and record.step >= 3 for record in records(run)):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,13 +57,27 @@ def folder_of(run: RunDirectory, spec: RunSpec) -> Path:
     return Path(spec.checkpoint.folder).expanduser() / run.name if spec.checkpoint.folder else run.checkpoints_dir
 
 
-def newest(folder: Path) -> tuple[Path, Manifest] | None:
-    """The newest whole checkpoint; None when there is none."""
+class Found(NamedTuple):
+    path: Path
+    manifest: Manifest
+    unreadable: tuple[Path, ...]
+    """Newer ones that could not be read."""
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest checkpoint that can be read; None when there is none at all.
+
+    Raises TrainingError when there are some and none can be read: starting anew would throw their training away.
+    """
+    unreadable: list[Path] = []
     for path in reversed(_checkpoints(folder)):
         try:
-            return path, read_manifest(path)
-        except (OSError, msgspec.DecodeError):
-            continue
+            return Found(path, read_manifest(path), tuple(unreadable))
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            unreadable.append(path)
+    if unreadable:
+        reason = f"none of the checkpoints in {folder} can be read"
+        raise TrainingError(reason, "They may be of another version of so-tui. Move them elsewhere to start anew.")
     return None
 
 

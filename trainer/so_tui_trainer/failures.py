@@ -23,12 +23,12 @@ class Failure(Struct, frozen=True, kw_only=True):
     step: int = 0
 
 
-class TrainingError(Exception):
+class TrainingError(SoTuiError):
     """A failure with its own words."""
 
     def __init__(self, reason: str, suggestion: str = "") -> None:
         self.reason, self.suggestion = reason, suggestion
-        super().__init__(reason)
+        super().__init__(f"{reason}. {suggestion}" if suggestion else reason)
 
 
 class NonFiniteError(TrainingError):

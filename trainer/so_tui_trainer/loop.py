@@ -91,8 +91,7 @@ class Loop:
         """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
         work = self.batches.work(number)
         rate = learning_rate(number, self.total_steps, self.spec.train)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+        offload.set_learning_rate(self.engine, rate)
         # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean over
         # all trained tokens of the step.
         weight = self.ranks.size / work.trained_tokens
@@ -113,8 +112,9 @@ class Loop:
 
     def log(self, step: Step) -> None:
         """Write the step's record. Raises NonFiniteError; TrainingError when random weights start where they cannot."""
-        busy = offload.stats(self.engine).adam_busy_s
-        record = self.metrics.log(step, Gauges(offload.gradient_norm(self.engine), busy))
+        cost = offload.stats(self.engine)
+        gauges = Gauges(offload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
+        record = self.metrics.log(step, gauges)
         self.last_loss = record.loss
         if self.ranks.first:
             print(_line(record, self.total_steps), flush=True)

@@ -62,6 +62,8 @@ class Gauges(NamedTuple):
 
     gradient_norm: float | None
     adam_busy_s: float
+    exposed_in_forward_s: float
+    """How long the forward pass waited for weights of the step before: it is the optimizer's time, not the forward's."""
 
 
 class Everyone(NamedTuple):
@@ -85,6 +87,7 @@ class Metrics:
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self._memory_bytes, self._memory_at = 0, -math.inf
         self._measured: list[Step] = []
+        self._exposed_in_forward_s: dict[int, float] = {}
 
     def watch(self, step: Step) -> None:
         """Remember on the device the first step whose loss was not finite; keep a benchmark's steps."""
@@ -99,7 +102,9 @@ class Metrics:
 
     def log(self, step: Step, gauges: Gauges) -> StepRecord:
         """The record of a step, written by rank 0. Waits for the GPU. Raises NonFiniteError on all ranks alike."""
-        times = step.laps.read()
+        times = _optimizer_apart(step.laps.read(), gauges.exposed_in_forward_s)
+        if self._spec.benchmark.measured_steps:
+            self._exposed_in_forward_s[step.number] = gauges.exposed_in_forward_s
         alone = times.data + times.optimizer + times.other
         peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
         table = self._ranks.table(
@@ -122,11 +127,23 @@ class Metrics:
         return record
 
     def summary(self) -> dict[str, float]:
-        """Medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU."""
+        """Medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
+
+        How long a forward pass waited for the optimizer is known of logged steps only: forward and exposed optimizer time are medians over
+        these where there are any.
+        """
         if not self._measured:
             return {}
-        rates = [self._rates(step.work, step.laps.read()) for step in self._measured]
-        return {name: statistics.median(rate[name] for rate in rates) for name in rates[0]} | {"measured_steps": float(len(rates))}
+        logged = [step for step in self._measured if step.number in self._exposed_in_forward_s] or self._measured
+        every, split = self._measured_rates(self._measured), self._measured_rates(logged)
+        medians = {name: statistics.median(rates[name] for rates in every) for name in every[0]}
+        for name in ("forward_s", "exposed_optimizer_s"):
+            medians[name] = statistics.median(rates[name] for rates in split)
+        return medians | {"measured_steps": float(len(every))}
+
+    def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
+        exposed = self._exposed_in_forward_s
+        return [self._rates(step.work, _optimizer_apart(step.laps.read(), exposed.get(step.number, 0.0))) for step in steps]
 
     def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, everyone: Everyone) -> StepRecord:
         rates = self._rates(step.work, times)
@@ -180,6 +197,11 @@ class Metrics:
             self._memory_at = time.monotonic()
             self._memory_bytes = sum(map(_pss, _tree(os.getpid())))
         return self._memory_bytes
+
+
+def _optimizer_apart(times: StepTimes, exposed_in_forward_s: float) -> StepTimes:
+    moved = min(exposed_in_forward_s, times.forward)
+    return times._replace(forward=times.forward - moved, optimizer=times.optimizer + moved)
 
 
 def _tree(pid: int) -> Iterator[int]:

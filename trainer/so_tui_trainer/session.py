@@ -47,13 +47,15 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
     session = Session(run, attempt, plan, report)
     session.exit_when_terminated()
     try:
-        outcome = session.train()
+        session.finish(session.train())
     except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
         traceback.print_exc()
         session.fail(error)
-        return _leave(1)
-    session.finish(outcome)
-    return _leave(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by return: on the way out NCCL's and CUDA's destructors may wait for a rank that is gone. Workers die with this process.
+        os._exit(1)
+    return 0
 
 
 class Session:
@@ -78,13 +80,9 @@ class Session:
         self._seed(0)
         documents = self._documents(ranks)
         self.loop = loop = self._loop(ranks, documents)
-        if found := checkpoint.newest(checkpoint.folder_of(self.run, self.spec)):
-            path, manifest = found
-            self._phase("loading", f"resuming from step {manifest.step}")
-            if manifest.data != documents.fingerprint:
-                self._warn("the data changed since the checkpoint; its order starts anew", "Resume with the same data to be exact.")
-            checkpoint.load(self.engine, path, manifest, ranks)
-            loop.resume(str(path), manifest)
+        found = ranks.from_first(checkpoint.newest(checkpoint.folder_of(self.run, self.spec)) if ranks.first else None)
+        if found:
+            self._resume(loop, found, documents, ranks)
         if found or self.attempt > 1:
             self.recorder.write(ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step))
         self._phase("training", "")
@@ -169,6 +167,15 @@ class Session:
             expected_first_loss=expected,
         )
 
+    def _resume(self, loop: Loop, found: checkpoint.Found, documents: tokens.Documents, ranks: Ranks) -> None:
+        self._phase("loading", f"resuming from step {found.manifest.step}")
+        if found.unreadable:
+            self._warn(f"cannot read {', '.join(path.name for path in found.unreadable)}; going on from {found.path.name}", "")
+        if found.manifest.data != documents.fingerprint:
+            self._warn("the data changed since the checkpoint; its order starts anew", "Resume with the same data to be exact.")
+        checkpoint.load(self.engine, found.path, found.manifest, ranks)
+        loop.resume(str(found.path), found.manifest)
+
     def _check_sizes(self, config: Any, documents: tokens.Documents) -> None:
         largest = int(documents.tokens.max())
         if largest >= config.vocab_size:
@@ -248,9 +255,3 @@ class Session:
             offload.close(self.engine)
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _leave(code: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code

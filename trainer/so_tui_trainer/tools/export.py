@@ -21,7 +21,7 @@ def export_run(request: Answer) -> Iterator[Answer]:
     if found is None:
         remedy = "Resume it and let it save one: at its end, on stop, or every `checkpoint.every_steps` steps."
         raise InputError([Problem(field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)])
-    checkpoint, manifest = found
+    checkpoint, manifest = found.path, found.manifest
     folder = Path(request.get("to") or run.path / "export").expanduser().absolute()
     if folder.exists() and not (folder / "config.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
         problem = Problem(field="to", value=str(folder), message="exists and is no earlier export", remedy="Name a new folder.")
