@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FAN = 16
 """Children of a block of the pyramid: 16 keeps a range query under 100 comparisons at a million values and costs 7 % memory."""
@@ -52,6 +52,9 @@ class Series:
 
     def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
         """Least and greatest value in ``[start, stop)``; None when there is none that can be drawn."""
+        if stop - start == 1:
+            low = self._lows[0][start]
+            return (low, self._highs[0][start]) if low == low else None
         least, greatest = math.inf, -math.inf
         level = 0
         while start < stop:
@@ -133,6 +136,9 @@ class Axis:
     times: array[float] | None = None
     length: int = 0
     """Step records so far: the translation between the two units."""
+    _found: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False)
+    """Indices by positions and columns: lines that share their positions (a mean and its band, all nodes of a host) share the search."""
+    _time_edges: dict[int, list[float]] = field(default_factory=dict, compare=False)
 
     def edges(self, columns: int) -> list[float]:
         """The ``columns + 1`` borders of the columns, in the axis's unit."""
@@ -152,18 +158,26 @@ class Axis:
 
     def indices(self, line: Line, columns: int) -> list[int]:
         """The first index of ``line`` in each column, and the end: column ``c`` holds ``[result[c], result[c + 1])``."""
-        edges = self.edges(columns)
-        positions = line.times
-        if self.unit == "step":
-            if line.steps is not None:
-                positions = line.steps
-            else:
-                edges = [self.time_of(edge) for edge in edges]
+        by_step = self.unit == "step" and line.steps is not None
+        positions = line.steps if by_step and line.steps is not None else line.times
+        key = (id(positions), line.length, columns)
+        if key not in self._found:
+            edges = self.edges(columns) if by_step or self.unit == "time" else self._edges_in_time(columns)
+            self._found[key] = self._search(positions, line.length, edges)
+        return self._found[key]
+
+    def _edges_in_time(self, columns: int) -> list[float]:
+        if columns not in self._time_edges:
+            self._time_edges[columns] = [self.time_of(edge) for edge in self.edges(columns)]
+        return self._time_edges[columns]
+
+    @staticmethod
+    def _search(positions: array[float], length: int, edges: list[float]) -> list[int]:
         found: list[int] = []
         at = 0
         for edge in edges[:-1]:
-            at = bisect_left(positions, edge, at, line.length)
+            at = bisect_left(positions, edge, at, length)
             found.append(at)
         # The last column includes its right border, or the newest value would never be drawn.
-        found.append(bisect_right(positions, edges[-1], at, line.length))
+        found.append(bisect_right(positions, edges[-1], at, length))
         return found

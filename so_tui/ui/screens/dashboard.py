@@ -81,6 +81,7 @@ class DashboardScreen(RunActions, Page):
         self._follower: RunFollower | None = None
         self._generation = 0
         self._snapshot: Snapshot | None = None
+        self._said: dict[str, Content] = {}
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
@@ -170,21 +171,29 @@ class DashboardScreen(RunActions, Page):
     def _show(self, snapshot: Snapshot) -> None:
         now = time.time()
         width = self.query_one("#panels").scrollable_content_region.width or self.size.width - 2
-        self.query_one("#title", Static).update(stats.title_line(snapshot, now, width))
+        self._say("#title", stats.title_line(snapshot, now, width))
         news = stats.news_line(snapshot)
         self.query_one("#news").display = news is not None
         if news is not None:
-            self.query_one("#news", Static).update(news)
+            self._say("#news", news)
         anatomy = stats.anatomy_lines(snapshot, width)
-        self.query_one("#anatomy", Static).update(anatomy)
+        self._say("#anatomy", anatomy)
         gpus = stats.gpu_lines(snapshot.gpus, width)
         self.query_one("#gpus").display = bool(snapshot.gpus)
-        self.query_one("#gpus", Static).update(gpus)
+        self._say("#gpus", gpus)
         log = self.query_one(LogView)
         log.extend((line.text for line in snapshot.log_lines), snapshot.log_partial)
         self._share_rows(snapshot, anatomy.plain.count("\n") + 1, gpus.plain.count("\n") + 1 if snapshot.gpus else 0, news is not None)
         self._show_log_rule()
         self._draw_charts(snapshot)
+
+    def _say(self, selector: str, content: Content) -> None:
+        """Update a line; the screen is laid out again only where the number of lines changed."""
+        before = self._said.get(selector)
+        if content != before:
+            self._said[selector] = content
+            lines = -1 if before is None else before.plain.count("\n")
+            self.query_one(selector, Static).update(content, layout=content.plain.count("\n") != lines)
 
     def _share_rows(self, snapshot: Snapshot, anatomy: int, gpus: int, news: bool) -> None:
         height = self.size.height - 3

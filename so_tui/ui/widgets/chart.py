@@ -135,6 +135,24 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str])
     return texts
 
 
+class RoleStyles:
+    """A widget's component styles by role, looked up again only when theme or focus changed: looking them up costs as much as drawing."""
+
+    def __init__(self, prefix: str, roles: Sequence[str]) -> None:
+        self._prefix, self._roles = prefix, roles
+        self._key: tuple[object, ...] = ()
+        self._styles: dict[str, Style] = {}
+
+    def get(self, widget: Widget) -> dict[str, Style]:
+        """The styles, and the widget's own as ``base``."""
+        key = (widget.app.theme, widget.has_focus, widget.is_maximized)
+        if key != self._key:
+            self._key = key
+            self._styles = {role: widget.get_component_rich_style(f"{self._prefix}--{role}") for role in self._roles}
+            self._styles["base"] = widget.rich_style
+        return self._styles
+
+
 class Chart(Widget, can_focus=True):
     """One titled plot. Data comes whole through ``show``; nothing is computed while lines are drawn."""
 
@@ -217,6 +235,8 @@ class Chart(Widget, can_focus=True):
         self.waiting = "waiting for the first step"
         self._strips: list[Strip] = []
         self._drawn: tuple[object, ...] = ()
+        self._shown: tuple[object, ...] = ()
+        self._role_styles = RoleStyles("chart", self.ROLES)
 
     def show(
         self,
@@ -231,7 +251,20 @@ class Chart(Widget, can_focus=True):
         """Take new data: ``names`` say what each line's value is called in the heading (empty: not shown there)."""
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
         self.marks, self.cursor, self.note = tuple(marks), cursor, note
-        self.redraw()
+        stretch = None if axis is None else (axis.unit, axis.low, axis.high)
+        # Series grow in place, so their length says whether there is anything new.
+        shown = (
+            tuple((id(line.series), line.length, line.role) for line in lines),
+            self.names,
+            stretch,
+            self.marks,
+            cursor,
+            note,
+            self.waiting,
+        )
+        if shown != self._shown:
+            self._shown = shown
+            self.redraw()
 
     def redraw(self) -> None:
         self._drawn = ()
@@ -249,11 +282,12 @@ class Chart(Widget, can_focus=True):
 
     def _draw(self) -> list[Strip]:
         width, height = self.size
-        styles = {role: self.get_component_rich_style(f"chart--{role}") for role in self.ROLES}
+        styles = self._role_styles.get(self)
+        base = styles["base"]
         plot_width, plot_height = width - GUTTER, height - 2
         rows = [self._heading(styles)]
         if plot_width < 4 or plot_height < 1:
-            return [Strip(rows[0]).adjust_cell_length(width, self.rich_style)]
+            return [Strip(rows[0]).adjust_cell_length(width, base)]
         if self.axis is None or not any(line.length for line in self.lines):
             rows.append([Segment(" " * GUTTER + self.waiting, styles["note"])])
         else:
@@ -263,7 +297,7 @@ class Chart(Widget, can_focus=True):
             rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
             corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
             rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, plot_width, self.marks, styles)])
-        return [Strip(row).adjust_cell_length(width, self.rich_style) for row in rows]
+        return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
         return fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling)

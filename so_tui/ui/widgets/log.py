@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
@@ -49,6 +50,11 @@ class LogView(ScrollView, can_focus=True):
         self.partial = ""
         self._widest = 0
         self._found = -1
+        self._styles: dict[str, Style] = {}
+
+    def notify_style_update(self) -> None:
+        self._styles = {}
+        super().notify_style_update()
 
     def clear(self) -> None:
         """Forget every line, for another run."""
@@ -122,26 +128,28 @@ class LogView(ScrollView, can_focus=True):
         scroll_x, scroll_y = self.scroll_offset
         index = scroll_y + y
         width = self.size.width
-        base = self.rich_style
+        if not self._styles:
+            self._styles = {name: self.get_component_rich_style(name) for name in self.COMPONENT_CLASSES} | {"base": self.rich_style}
+        base = self._styles["base"]
         if index < len(self.lines):
             text = self.lines[index]
             low = text.lower()
-            style = self.get_component_rich_style("log--bad" if "error" in low or "traceback" in low else "log--line")
+            style = self._styles["log--bad" if "error" in low or "traceback" in low else "log--line"]
             strip = Strip(self._marked(text, low, index, style))
         elif index == len(self.lines) and self.partial:
-            strip = Strip([Segment(self.partial, self.get_component_rich_style("log--partial"))])
+            strip = Strip([Segment(self.partial, self._styles["log--partial"])])
         else:
             return Strip.blank(width, base)
         return strip.crop(scroll_x, scroll_x + width).extend_cell_length(width, base)
 
-    def _marked(self, text: str, low: str, index: int, style: object) -> list[Segment]:
+    def _marked(self, text: str, low: str, index: int, style: Style) -> list[Segment]:
         """The line with every occurrence of the searched text marked."""
         wanted = self.needle.lower()
         segments: list[Segment] = []
         at = 0
-        mark = self.get_component_rich_style("log--found" if index == self._found else "log--match")
+        mark = self._styles["log--found" if index == self._found else "log--match"]
         while wanted and (place := low.find(wanted, at)) >= 0:
-            segments += [Segment(text[at:place], style), Segment(text[place : place + len(wanted)], mark)]  # type: ignore[arg-type]
+            segments += [Segment(text[at:place], style), Segment(text[place : place + len(wanted)], mark)]
             at = place + len(wanted)
-        segments.append(Segment(text[at:], style))  # type: ignore[arg-type]
+        segments.append(Segment(text[at:], style))
         return segments

@@ -14,7 +14,7 @@ from textual.widget import Widget
 from so_tui.ui.follow import NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import GIB, plural, shorten
-from so_tui.ui.widgets.chart import GUTTER, gutter_text, joined, plot_rows
+from so_tui.ui.widgets.chart import GUTTER, RoleStyles, gutter_text, joined, plot_rows
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
 
@@ -87,6 +87,7 @@ class NodePanel(Widget, can_focus=True):
         self.plot_height = 2
         self._strips: list[Strip] = []
         self._drawn: tuple[object, ...] = ()
+        self._role_styles = RoleStyles("nodes", self.ROLES)
 
     def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None) -> None:
         """Take new data."""
@@ -114,7 +115,7 @@ class NodePanel(Widget, can_focus=True):
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
 
     def _draw(self) -> list[Strip]:
-        styles = {role: self.get_component_rich_style(f"nodes--{role}") for role in self.ROLES}
+        styles = self._role_styles.get(self)
         width = self.size.width
         rows: list[list[Segment]] = []
         plot = self.plot_height
@@ -132,7 +133,8 @@ class NodePanel(Widget, can_focus=True):
             rows.append([Segment(" " * indent, styles["note"]), *joined(cells, styles)])
         if not rows:
             rows.append([Segment("no samples of this host yet", styles["note"])])
-        return [Strip(row).adjust_cell_length(width, self.rich_style) for row in rows]
+        base = styles["base"]
+        return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
         roles = {"main": "main-core"}

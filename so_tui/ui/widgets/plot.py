@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 from so_tui.ui.series import Axis, Line
@@ -50,17 +52,29 @@ class Scale:
             share = (value - self.low) / (self.high - self.low)
         return min(dots - 1, max(0, round(share * (dots - 1))))
 
+    def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
+        """Lowest and highest dot row of each span; None where nothing can be shown."""
+        if self.log:
+            pairs = [None if span is None else (self.height(span[0], dots), self.height(span[1], dots)) for span in found]
+            return [None if pair is None or pair[1] is None else (pair[0] or 0, pair[1]) for pair in pairs]
+        base, top = self.low, dots - 1
+        factor = top / (self.high - base)
+        return [
+            None
+            if span is None
+            else (min(top, max(0, round((span[0] - base) * factor))), min(top, max(0, round((span[1] - base) * factor))))
+            for span in found
+        ]
+
 
 def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list[int]]:
     """Extremes of ``line`` in each dot column, and the columns that hold a gap."""
     indices = axis.indices(line, columns)
-    found: list[Span | None] = []
-    gaps: list[int] = []
-    for column in range(columns):
-        start, stop = indices[column], indices[column + 1]
-        found.append(line.series.extremes(start, stop) if stop > start else None)
-        if stop > start and line.series.has_gap(start, stop):
-            gaps.append(column)
+    extremes = line.series.extremes
+    found = [extremes(start, stop) if stop > start else None for start, stop in pairwise(indices)]
+    if not line.series.has_gap(indices[0], indices[-1]):
+        return found, []
+    gaps = [column for column, (start, stop) in enumerate(pairwise(indices)) if stop > start and line.series.has_gap(start, stop)]
     return found, gaps
 
 
@@ -131,6 +145,13 @@ def time_values(low: float, high: float, most: int) -> list[float]:
     return round_values(low, high, most)
 
 
+@cache
+def _runs(glyphs: Glyphs) -> list[list[list[int]]]:
+    """Mask of a run of dots within a cell, by column, first and last dot from the top."""
+    rows = range(glyphs.rows)
+    return [[[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits]
+
+
 class Canvas:
     """A grid of dots, ``width`` x ``height`` cells, and the layer that last drew in each cell."""
 
@@ -138,27 +159,24 @@ class Canvas:
         self.width, self.height, self.glyphs = width, height, glyphs
         self.masks = [[0] * width for _ in range(height)]
         self.layers = [[-1] * width for _ in range(height)]
-
-    @property
-    def columns(self) -> int:
-        return self.width * self.glyphs.columns
-
-    @property
-    def dots(self) -> int:
-        return self.height * self.glyphs.rows
+        self.columns = width * glyphs.columns
+        self.dots = height * glyphs.rows
+        self._runs = _runs(glyphs)
 
     def column(self, column: int, low: int, high: int, layer: int) -> None:
         """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell."""
         cell, sub = divmod(column, self.glyphs.columns)
-        bits, rows = self.glyphs.bits[sub], self.glyphs.rows
-        top, bottom = self.dots - 1 - high, self.dots - 1 - low
-        for row in range(top // rows, bottom // rows + 1):
-            mask = 0
-            for dot in range(max(top, row * rows), min(bottom, row * rows + rows - 1) + 1):
-                mask |= bits[dot - row * rows]
-            if self.layers[row][cell] != layer:
-                self.layers[row][cell], self.masks[row][cell] = layer, 0
-            self.masks[row][cell] |= mask
+        table, rows, last = self._runs[sub], self.glyphs.rows, self.dots - 1
+        first_row, first_dot = divmod(last - high, rows)
+        last_row, last_dot = divmod(last - low, rows)
+        for row in range(first_row, last_row + 1):
+            mask = table[first_dot if row == first_row else 0][last_dot if row == last_row else rows - 1]
+            layers = self.layers[row]
+            if layers[cell] == layer:
+                self.masks[row][cell] |= mask
+            else:
+                layers[cell] = layer
+                self.masks[row][cell] = mask
 
     def draw(self, found: Sequence[Span | None], gaps: Sequence[int], scale: Scale, layer: int, *, connect: bool = True) -> None:
         """Draw one line: each column's span, joined to the one before it unless a gap lies between them.
@@ -167,15 +185,11 @@ class Canvas:
         """
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
-        for column, span in enumerate(found):
-            if span is None:
+        for column, heights in enumerate(scale.heights(found, self.dots)):
+            if heights is None:
                 before = None if column in broken else before
                 continue
-            low, high = scale.height(span[0], self.dots), scale.height(span[1], self.dots)
-            if high is None:
-                before = None
-                continue
-            low = 0 if low is None else low
+            low, high = heights
             if before is not None and column not in broken:
                 if connect:
                     low, high = self._join(before, column, low, high, layer)
