@@ -6,6 +6,7 @@ import locale
 from collections.abc import Mapping
 from typing import get_args
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
@@ -43,6 +44,9 @@ _PLAIN = str.maketrans(
         "∞": "i",
         "²": "2",
         "±": "~",
+        "°": " ",
+        "“": '"',
+        "”": '"',
         "≈": "~",
         "\u2800": " ",
     }
@@ -64,4 +68,9 @@ class PlainCharacters(LineFilter):
     """Everything that is drawn, in ASCII, cell for cell."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [Segment(text.translate(_PLAIN), style, control) for text, style, control in segments]
+        return [Segment(_plain(text), style, control) for text, style, control in segments]
+
+
+def _plain(text: str) -> str:
+    text = text.translate(_PLAIN)
+    return text if text.isascii() else "".join(character if character.isascii() else "?" * cell_len(character) for character in text)

@@ -23,6 +23,7 @@ from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
 
 if TYPE_CHECKING:
+    from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
 
 DEBOUNCE_S = 0.12
@@ -38,6 +39,16 @@ def launch_facts(plan: Plan) -> list[Content]:
         Content(plan_view.length_text(plan, steps)),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
+
+
+def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
+    """The field that makes a plan impossible on this machine, with the reason; two empty texts where nothing does."""
+    if plan is None or plan.possible:
+        return "", ""
+    gpus = plan.spec.gpus
+    present = {gpu.index for gpu in machine.gpus}
+    absent = gpus > len(present) if isinstance(gpus, int) else not present.issuperset(gpus)
+    return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reasons[0]
 
 
 class ConfigureScreen(Page):
@@ -175,7 +186,9 @@ class ConfigureScreen(Page):
         if message.serial != self._serial or self._base is None:
             return
         self._planned = message
-        self._mark_fields(message)
+        machine = self.so.machine
+        assert machine is not None
+        self._mark_fields(message, *impossible_field(message.plan, machine))
         self._show_title()
         plan = message.plan
         self.query_one("#launch", Button).disabled = plan is None or not message.command
@@ -211,8 +224,9 @@ class ConfigureScreen(Page):
                 lines += [*([Content(""), Content.styled(title, "bold $faint")] if title else []), *body]
         return Content("\n").join(lines)
 
-    def _mark_fields(self, message: Planned) -> None:
-        problems: dict[str, str] = {}
+    def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
+        """Mark what differs and what is wrong; ``field`` is the one that makes the plan impossible here."""
+        problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field
             problems.setdefault(path, f"{problem.message}. {problem.remedy}".rstrip(". ") + ".")
@@ -260,7 +274,7 @@ class ConfigureScreen(Page):
         planned = self._planned
         if planned is None:
             return
-        if planned.plan is None:
+        if planned.plan is None or not planned.plan.possible:
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
             forced = planned.plan.spec if planned.command else None
@@ -269,8 +283,11 @@ class ConfigureScreen(Page):
             self.so.ask_launch(planned.plan.spec, launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
-        wrong = planned.problems[0]
-        self.notify(f"{label(wrong.field)}: {wrong.message}", title="Not launched", severity="error", markup=False)
+        if planned.problems:
+            text = f"{label(planned.problems[0].field)}: {planned.problems[0].message}"
+        else:
+            text = planned.plan.reasons[0] if planned.plan else ""
+        self.notify(text, title="Not launched", severity="error", markup=False)
         rows = self.query(FieldRow).filter(".-wrong")
         if rows:
             rows.first().scroll_visible()

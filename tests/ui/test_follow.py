@@ -1,0 +1,135 @@
+"""From a run directory to snapshots: live, resumed, unreadable, past."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from make_run import quad_machine, write_run
+
+from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs.records import ResumedRecord, RunState, StepRecord
+from so_tui.ui.follow import RunFollower, smoothing
+from so_tui.ui.view import View, axis_of, extent_of, rows_for
+
+
+def later(record: StepRecord, **changes: object) -> StepRecord:
+    import msgspec
+
+    return msgspec.structs.replace(record, **changes)
+
+
+def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=300, seconds_of_samples=40, nan_steps=range(100, 110))
+    follower = RunFollower(run)
+    first = follower.poll()
+    assert first.length == 300
+    assert first.live
+    assert first.plan is not None
+    assert [node.id for node in first.nodes] == [0, 1, 2, 3]
+    assert first.nodes[1].cpus == tuple(range(72, 144))
+    assert first.series["loss"].has_gap(99, 109)
+    assert not first.series["loss"].has_gap(0, 99)
+    assert [line.text for line in first.log_lines][-1].startswith(time.strftime("%H")) or first.log_lines
+    assert first.latest is not None
+
+    writer = MetricsWriter(run, 1)
+    writer.append(later(first.latest, step=301, time=first.latest.time + 3, loss=1.25))
+    second = follower.poll()
+    assert (first.length, second.length) == (300, 301), "a snapshot does not grow after it was handed over"
+    assert second.series["loss"].value(300) == 1.25
+    assert second.log_lines == ()
+    writer.close()
+
+
+def test_a_resume_takes_later_steps_back(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=50, seconds_of_samples=5)
+    follower = RunFollower(run)
+    before = follower.poll()
+    assert before.latest is not None
+    writer = MetricsWriter(run, 2)
+    writer.append(ResumedRecord(attempt=2, time=time.time(), step=30))
+    writer.append(later(before.latest, attempt=2, step=31, loss=9.0))
+    writer.close()
+    after = follower.poll()
+    assert after.length == 31
+    assert after.steps[30] == 31
+    assert after.series["loss"].value(30) == 9.0
+    assert RunFollower(run).poll().length == 31
+
+
+def test_what_was_known_stays_when_the_folder_is_gone(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5)
+    follower = RunFollower(run)
+    follower.poll()
+    moved = run.path.with_name("away")
+    shutil.move(run.path, moved)
+    blind = follower.poll()
+    assert blind.length == 20
+    assert blind.state is not None
+    shutil.move(moved, run.path)
+    assert not follower.poll().trouble
+
+
+def test_a_run_without_a_step_has_no_step_axis_but_a_time_axis(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=10, state="loading")
+    snapshot = RunFollower(run).poll()
+    assert extent_of(snapshot, "step") is None
+    axis = axis_of(snapshot, View())
+    assert axis is not None
+    assert axis.unit == "time"
+
+
+def test_a_heartbeat_that_stands_still_is_timed(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(runs_dir, steps=5, seconds_of_samples=3)
+    follower = RunFollower(run)
+    clock = [0.0]
+    monkeypatch.setattr(follower._watch, "_clock", lambda: clock[0])
+    assert follower.poll().silent_s == 0
+    clock[0] = 20.0
+    assert follower.poll().silent_s == pytest.approx(20, abs=1)
+    state: RunState = read_state(run)
+    import msgspec
+
+    write_state(run, msgspec.structs.replace(state, heartbeat=2))
+    assert follower.poll().silent_s == 0
+
+
+def test_zoom_keeps_the_newest_in_sight_and_stays_inside_the_run() -> None:
+    extent = (1.0, 1000.0)
+    tail = View().zoomed(0.5, extent)
+    assert tail.tail
+    assert tail.resolved((1.0, 2000.0)) == pytest.approx((1500.5, 2000.0))
+    middle = View(cursor=500.0).zoomed(0.5, extent)
+    assert not middle.tail
+    low, high = middle.resolved(extent)
+    assert low < 500 < high
+    assert middle.zoomed(8, extent).window is None
+    assert middle.panned(-99, extent).resolved(extent)[0] == 1.0
+    assert View(cursor=1000.0).pointed(10, extent, 100).cursor == 1000.0
+    narrow = View(window=(10.0, 20.0), cursor=20.0).pointed(5, extent, 10)
+    assert narrow.window == (15.0, 25.0)
+
+
+def test_rows_are_shared_so_that_everything_fits() -> None:
+    for height, nodes, gpus in ((21, 1, 0), (21, 1, 1), (21, 4, 2), (33, 4, 4), (33, 1, 1), (47, 4, 4), (47, 8, 8)):
+        fixed = 3 if nodes > 3 and height < 24 else 4
+        rows = rows_for(height, nodes, gpus, fixed)
+        used = fixed + rows.charts + rows.log + nodes * (2 + rows.plot) + gpus
+        assert used <= height, (height, nodes, gpus)
+        assert rows.charts >= 6
+        assert rows.log >= 2
+
+
+def test_the_average_looks_back_over_a_share_of_the_run() -> None:
+    assert smoothing(60) == pytest.approx(0.8)
+    assert smoothing(5000) == pytest.approx(0.98)
+    assert 0 < smoothing(0) < 1
+    assert not math.isnan(smoothing(10))
+
+
+def test_machine_of_the_fixture_is_what_it_says() -> None:
+    assert len(quad_machine().cpu_nodes) == 4

@@ -1,0 +1,168 @@
+"""Charts as pure functions: what is drawn of which numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from array import array
+
+import pytest
+
+from so_tui.ui.series import Axis, Ema, Line, Series
+from so_tui.ui.widgets.chart import axis_row, gutter_text, x_text
+from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
+
+
+def line_of(values: list[float]) -> tuple[Line, Axis]:
+    series, steps = Series(), array("d")
+    for step, value in enumerate(values, 1):
+        series.append(value)
+        steps.append(float(step))
+    return Line(series, len(series), steps, steps, "main"), Axis("step", 1.0, float(max(2, len(values))))
+
+
+def drawn(values: list[float], width: int, height: int, glyphs: str = "braille", *, log: bool = False) -> list[str]:
+    line, axis = line_of(values)
+    canvas = Canvas(width, height, GLYPHS[glyphs])  # type: ignore[index]
+    found, gaps = spans(line, axis, canvas.columns)
+    canvas.draw(found, gaps, fit_scale([found], log=log), 0)
+    return ["".join(text for text, _ in canvas.row(row)) for row in range(height)]
+
+
+def test_extremes_of_any_stretch_agree_with_a_plain_search() -> None:
+    chance = random.Random(3)
+    values = [chance.gauss(0, 1) if chance.random() > 0.02 else math.nan for _ in range(5000)]
+    series = Series()
+    for value in values:
+        series.append(value)
+    for _ in range(300):
+        start = chance.randrange(5000)
+        stop = chance.randrange(start, 5001)
+        finite = [value for value in values[start:stop] if value == value]
+        assert series.extremes(start, stop) == ((min(finite), max(finite)) if finite else None)
+        assert series.has_gap(start, stop) == any(value != value for value in values[start:stop])
+
+
+def test_a_stretch_of_a_million_values_is_looked_at_by_its_pyramid() -> None:
+    series = Series()
+    for value in range(200_000):
+        series.append(float(value))
+    started = time.process_time()
+    for start in range(0, 100_000, 100):
+        assert series.extremes(start, start + 100_000) == (float(start), float(start + 99_999))
+    assert time.process_time() - started < 0.5
+
+
+def test_not_a_number_is_a_gap_and_not_a_bridge() -> None:
+    values = [1.0] * 10 + [math.nan] * 10 + [1.0] * 10
+    row = drawn(values, 15, 1)[0]
+    assert "\u2800" not in row
+    assert row[:4].strip()
+    assert row[6:9] == "   "
+    assert row[-4:].strip()
+    assert drawn([1.0, 1.0, math.inf, 1.0, 1.0], 10, 1)[0].count(" ") >= 1
+
+
+def test_few_points_are_joined_by_a_line() -> None:
+    rows = drawn([0.0, 10.0], 10, 4)
+    assert all(row.strip() for row in rows)
+    columns = ["".join(row[column] for row in rows) for column in range(10)]
+    assert all(column.strip() for column in columns), "no column may be empty between two joined points"
+
+
+def test_log_scale_gives_equal_ratios_equal_heights_and_skips_what_is_not_positive() -> None:
+    scale = fit_scale([[(0.001, 1000.0)]], log=True)
+    heights = [scale.height(10.0**power, 61) for power in range(-3, 4)]
+    assert heights == [0, 10, 20, 30, 40, 50, 60]
+    assert scale.height(0.0, 61) is None
+    assert drawn([1.0, -1.0, 1.0], 6, 2, log=True)
+    assert not fit_scale([[(-2.0, -1.0)]], log=True).log, "nothing to take the logarithm of"
+
+
+def test_scales_without_spread_or_data_still_have_a_height() -> None:
+    assert fit_scale([[(3.0, 3.0)]]).height(3.0, 9) == 4
+    assert fit_scale([[]]) == Scale(-0.05, 1.05)
+    assert fit_scale([[(2.0, 4.0)]], zero=True).low == 0
+
+
+@pytest.mark.parametrize("glyphs", ["braille", "block", "ascii"])
+@pytest.mark.parametrize("size", [(4, 1), (13, 3), (80, 8), (200, 30)])
+def test_every_size_and_glyph_set_fills_its_rectangle(glyphs: str, size: tuple[int, int]) -> None:
+    rows = drawn([math.sin(step / 9) for step in range(400)], *size, glyphs)
+    assert [len(row) for row in rows] == [size[0]] * size[1]
+    assert all(any(row[column] != " " for row in rows) for column in range(size[0]))
+    if glyphs == "ascii":
+        assert all(row.isascii() for row in rows)
+
+
+def test_later_layers_take_the_cell() -> None:
+    line, axis = line_of([float(step % 2) for step in range(100)])
+    flat, _ = line_of([0.5] * 100)
+    canvas = Canvas(20, 3, GLYPHS["braille"])
+    for layer, one in enumerate((line, flat)):
+        found, gaps = spans(one, axis, canvas.columns)
+        canvas.draw(found, gaps, Scale(0, 1), layer)
+    assert {layer for _, layer in canvas.row(1)} == {1}
+    assert {layer for _, layer in canvas.row(0)} == {0}
+
+
+def test_the_average_starts_unbiased_and_passes_over_gaps() -> None:
+    average = Ema(0.98)
+    assert average.add(2.0) == pytest.approx(2.0)
+    assert average.add(2.0) == pytest.approx(2.0)
+    assert math.isnan(average.add(math.nan))
+    assert average.add(2.0) == pytest.approx(2.0)
+    for _ in range(400):
+        last = average.add(1.0)
+    assert last == pytest.approx(1.0, abs=1e-3)
+
+
+def test_round_values() -> None:
+    assert round_values(0, 100, 5) == [0, 25, 50, 75, 100]
+    assert round_values(0.98, 2.6, 4) == [1.0, 1.5, 2.0, 2.5]
+    assert time_values(0, 3600, 4) == [0, 1800, 3600]
+    assert ticks(Scale(0.5, 200, log=True), 6) == [1.0, 10.0, 100.0]
+    for low, high, most in ((0.0, 1e-9, 3), (1e6, 1.1e6, 4), (-3.0, 5.0, 2)):
+        values = round_values(low, high, most)
+        assert 1 <= len(values) <= most
+        assert all(low - 1e-12 <= value <= high + 1e-12 for value in values)
+
+
+def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
+    steps, times = array("d", [10.0, 20.0]), array("d", [100.0, 200.0])
+    axis = Axis("step", 10.0, 20.0, 0.0, steps, times, 2)
+    assert axis.time_of(15.0) == 150.0
+    series, at = Series(), array("d")
+    for second in range(50, 251, 10):
+        series.append(float(second))
+        at.append(float(second))
+    line = Line(series, len(series), at, None, "main")
+    found, _ = spans(line, axis, 2)
+    assert found == [(100.0, 140.0), (150.0, 200.0)], "what lies before and after the steps is not squeezed in"
+
+
+def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
+    from rich.style import Style
+
+    styles = {role: Style() for role in ("axis", "label", "mark")}
+    from so_tui.ui.widgets.chart import Mark
+
+    axis = Axis("step", 0.0, 1000.0)
+    plain = "".join(segment.text for segment in axis_row(axis, 60, [], styles))
+    assert len(plain) == 60
+    assert " 500 " in plain
+    marked = "".join(segment.text for segment in axis_row(axis, 60, [Mark(500.0, 0.0, "◆", "mark")], styles))
+    assert "◆" in marked
+    assert "500" not in marked
+    assert x_text(Axis("time", 0, 10_000, 100.0), 100.0 + 5400) == "1 h 30 m"
+    assert x_text(axis, 1240.4) == "1 240"
+
+
+def test_gutter_names_no_two_rows_that_touch() -> None:
+    texts = gutter_text(Scale(0, 450), 9, lambda value: f"{value:.0f}")
+    named = [index for index, text in enumerate(texts) if text.strip()]
+    assert all(len(text) == 7 for text in texts)
+    assert len(named) >= 2
+    assert min(second - first for first, second in itertools.pairwise(named)) > 1

@@ -1,0 +1,439 @@
+"""The newcomer's path through each screen, by keyboard, in a small and a middling terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_run import quad_machine, write_run
+from textual.pilot import Pilot
+from textual.widgets import Button, DataTable, Input, Static
+
+from so_tui.runs import RunDirectory, create_run
+from so_tui.runs.control import pending
+from so_tui.spec import RunSpec, load_catalog
+from so_tui.ui.app import SoTuiApp
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.widgets.log import LogView
+from so_tui.ui.widgets.nodes import NodePanel
+
+SIZES = [(80, 24), (120, 36)]
+
+
+@asynccontextmanager
+async def opened(runs_dir: Path, size: tuple[int, int] = (120, 36), **options: Any) -> AsyncIterator[Pilot[None]]:
+    options.setdefault("machine", quad_machine())
+    app = SoTuiApp(runs_dir=runs_dir, **options)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.machine is not None and app.catalog is not None)
+        yield pilot
+
+
+async def until(pilot: Pilot[None], happened: Callable[[], object], limit_s: float = 15) -> None:
+    """Wait for what a worker brings; nothing in these tests waits for a fixed time."""
+    async with asyncio.timeout(limit_s):
+        while not happened():
+            await pilot.pause(0.02)
+    await pilot.pause()
+
+
+def shown(pilot: Pilot[None], selector: str) -> str:
+    return str(pilot.app.screen.query_one(selector, Static).content)
+
+
+def screen_text(pilot: Pilot[None]) -> str:
+    """Everything on the screen, as a reader sees it."""
+    width, height = pilot.app.size
+    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    assert len(lines) == height
+    assert all(strip.cell_length <= width for strip in lines)
+    return "\n".join(strip.text for strip in lines)
+
+
+async def presets_ready(pilot: Pilot[None]) -> DataTable[Any]:
+    table = pilot.app.screen.query_one("#table", DataTable)
+    await until(pilot, lambda: table.row_count > 0)
+    return table
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as pilot:
+        table = await presets_ready(pilot)
+        assert table.row_count == len(load_catalog().presets)
+        text = screen_text(pilot)
+        for word in ("quad-gh200", "1 Presets", "4 GPUs", "tiny (embedded)", "✓", "✗ too big", "First time here?", "^p", "no run live"):
+            assert word in text, word
+        await until(pilot, lambda: "on 2 GPUs" in shown(pilot, "#detail-title") or "on 1 GPU" in shown(pilot, "#detail-title"))
+        assert "each GPU" in shown(pilot, "#detail")
+        await pilot.press("slash", *"phi", "enter")
+        assert table.row_count == 1
+        await pilot.press("escape")
+        assert table.row_count > 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[int, int]) -> None:
+    asked: list[RunSpec] = []
+
+    def start(spec: RunSpec, machine: object, **options: object) -> RunDirectory:
+        asked.append(spec)
+        return write_run(runs_dir, steps=3, seconds_of_samples=2)
+
+    async with opened(runs_dir, size, start=start) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow))
+        await until(pilot, lambda: "fits" in shown(pilot, "#verdict"))
+        assert "Llama 3.1 8B" in shown(pilot, "#form-title")
+        await pilot.press("f5")
+        assert "Launch" in screen_text(pilot)
+        await pilot.press("n")
+        assert not asked
+        await pilot.press("l", "y")
+        await until(pilot, lambda: asked)
+        assert asked[0].name == "llama-3.1-8b"
+        await until(pilot, lambda: pilot.app.current_mode == "dashboard")
+        await until(pilot, lambda: pilot.app.screen.query_one("#loss", Chart).lines)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_wrong_field_is_marked_with_its_message_and_nothing_can_be_launched(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
+        row = pilot.app.screen.query_one("#field-offload-ratio", FieldRow)
+        button = pilot.app.screen.query_one("#launch", Button)
+        assert not button.disabled
+        row.focus_control()
+        await pilot.press("ctrl+u", *"1.5")
+        await until(pilot, lambda: row.has_class("-wrong"))
+        note = str(row.query_one(".field-note", Static).content)
+        assert "from 0 to 1" in note
+        assert "✗" in str(row.query_one(".field-name", Static).content)
+        assert button.disabled
+        await pilot.press("f5")
+        assert pilot.app.screen.focused is row.query_one(Input)
+        await pilot.press("ctrl+u", *"0.5")
+        await until(pilot, lambda: not row.has_class("-wrong") and not button.disabled)
+        assert row.has_class("-changed")
+        assert "was 0.9" in str(row.query_one(".field-note", Static).content)
+
+
+async def test_more_gpus_than_there_are_mark_the_field(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
+        row = pilot.app.screen.query_one("#field-gpus", FieldRow)
+        row.focus_control()
+        await pilot.press("ctrl+u", *"9")
+        await until(pilot, lambda: pilot.app.screen.query_one("#launch", Button).disabled)
+        assert row.has_class("-wrong")
+
+
+async def test_edits_survive_other_screens_and_other_presets_and_are_saved_as_a_preset(runs_dir: Path, tmp_path: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
+        screen = pilot.app.screen
+        screen.query_one("#field-train-learning_rate", FieldRow).focus_control()
+        await pilot.press("ctrl+u", *"2e-4", "escape")
+        await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
+        await pilot.press("5", "2")
+        assert "1 change" in shown(pilot, "#form-title")
+        await pilot.press("equals_sign")
+        assert "train.learning_rate" in screen_text(pilot)
+        await pilot.press("escape", "ctrl+s")
+        await until(pilot, lambda: pilot.app.screen.query(Input))
+        await pilot.press("ctrl+u", *"my-tiny", "enter")
+        saved = tmp_path / "config" / "so-tui" / "presets" / "my-tiny.toml"
+        await until(pilot, saved.exists)
+        assert "learning_rate = 0.0002" in saved.read_text()
+        assert 'extends = "tiny"' in saved.read_text()
+        await until(pilot, lambda: "my-tiny" in shown(pilot, "#form-title"))
+        assert "no changes" in shown(pilot, "#form-title")
+
+
+async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    async with opened(runs_dir, (200, 50)) as pilot:
+        monkeypatch.setattr(pilot.app, "copy_to_clipboard", copied.append)
+        await presets_ready(pilot)
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
+        await pilot.press("y")
+        assert "--include localhost:0,1" in copied[0]
+        assert copied[0] in shown(pilot, "#plan-text")
+
+
+async def test_a_preset_that_does_not_fit_tells_why_and_starts_nothing(runs_dir: Path) -> None:
+    async with opened(runs_dir, start=lambda *_, **__: pytest.fail("started")) as pilot:
+        table = await presets_ready(pilot)
+        await pilot.press("slash", *"70b", "enter")
+        table.move_cursor(row=0, column=table.cursor_column)
+        await pilot.press("l")
+        await until(pilot, lambda: "does not fit here" in screen_text(pilot))
+        assert "needs" in screen_text(pilot)
+        await pilot.press("escape")
+
+
+async def test_a_bad_preset_of_the_user_is_told_and_stops_nothing(runs_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "broken.toml").write_text('extends = "tiny"\n[offload]\nratoi = 0.5\n')
+    async with opened(runs_dir) as pilot:
+        table = await presets_ready(pilot)
+        assert table.row_count == len(load_catalog().presets)
+        told = shown(pilot, "#problems")
+        assert "ratoi" in told
+        assert "broken.toml" in told
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_dashboard_of_a_live_run(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=60)
+    async with opened(runs_dir, size, open_run=run) as pilot:
+        screen = pilot.app.screen
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        text = screen_text(pilot)
+        for word in ("step 120 / 5 000", "loss", "throughput", "TFLOPS", "node 0", "Adam", "main", "GPU 0", "log", "exposed"):
+            assert word in text, word
+        assert len(screen.query_one(NodePanel).pictures) == 4
+        loss = screen.query_one("#loss", Chart)
+        assert loss.axis is not None
+        assert loss.axis.unit == "step"
+        await pilot.press("x")
+        assert loss.axis.unit == "time"
+        await pilot.press("x", "z")
+        assert loss.axis.high - loss.axis.low < 70
+        await pilot.press("0", "i")
+        assert loss.cursor == 120
+        await pilot.press("left", "left")
+        assert loss.cursor is not None
+        assert loss.cursor < 120
+        assert "at step" in screen_text(pilot)
+        await pilot.press("escape")
+        assert loss.cursor is None
+        await pilot.press("L")
+        assert loss.log_scale
+        await pilot.press("m")
+        assert screen.maximized is loss
+        await pilot.press("m")
+        assert screen.maximized is None
+
+
+async def test_log_follows_is_searched_and_lets_go(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=150, seconds_of_samples=5)
+    async with opened(runs_dir, open_run=run) as pilot:
+        log = pilot.app.screen.query_one(LogView)
+        await until(pilot, lambda: log.lines and log.scroll_y == log.max_scroll_y)
+        assert log.following
+        await pilot.press("slash", *"step 42/", "enter")
+        assert log.matches == 1
+        assert not log.following
+        found = next(index for index, line in enumerate(log.lines) if "step 42/" in line)
+        assert log.scroll_y <= found < log.scroll_y + log.size.height
+        await pilot.press("f")
+        assert log.following
+        run.log_path(1, "quad-gh200").open("a").write("Traceback: the newest line\n")
+        await until(pilot, lambda: "the newest line" in log.lines[-1])
+        assert log.scroll_y == log.max_scroll_y
+
+
+async def test_stop_asks_and_no_is_the_default(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        await pilot.press("s", "enter")
+        await pilot.pause()
+        assert not pending(run)
+        await pilot.press("s", "y")
+        await until(pilot, lambda: "stop" in pending(run))
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_before_the_first_step_the_phase_is_told(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
+    async with opened(runs_dir, size, open_run=run) as pilot:
+        await until(pilot, lambda: "loading" in shown(pilot, "#title"))
+        assert "reading the weights" in screen_text(pilot)
+
+
+async def test_an_ended_run_says_why_and_what_next(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=2, state="failed")
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "failed" in shown(pilot, "#title"))
+        text = screen_text(pilot)
+        assert "out of GPU memory" in text
+        assert "micro-batch 4 -> 2" in text
+        assert "r Resume" in text
+        assert "s Stop" not in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_runs_are_listed_previewed_compared_opened_and_deleted(runs_dir: Path, size: tuple[int, int]) -> None:
+    live = write_run(runs_dir, steps=40, seconds_of_samples=2, name="live")
+    old = write_run(runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", preset="tiny", gpus=2, name="old")
+    async with opened(runs_dir, size) as pilot:
+        await pilot.press("4")
+        table = pilot.app.screen.query_one("#table", DataTable)
+        await until(pilot, lambda: table.row_count == 2)
+        await until(pilot, lambda: pilot.app.screen.query_one("#overlay", Chart).lines)
+        text = screen_text(pilot)
+        for word in ("✓ finished", "● training", "live", "old", "60 / 60", "D Delete"):
+            assert word in text, word
+        assert table.cursor_row == 0
+        await pilot.press("space", "down", "space")
+        assert len(pilot.app.screen.query_one("#overlay", Chart).lines) == 2
+        await pilot.press("equals_sign")
+        assert "differ" in screen_text(pilot)
+        await pilot.press("escape", "D")
+        assert pilot.app.screen is not table.screen or live.path.exists()
+        assert live.path.exists(), "the cursor is on the live run, which is never deleted"
+        await pilot.press("up", "D")
+        await pilot.pause()
+        assert "Delete old?" in screen_text(pilot)
+        await pilot.press("enter")
+        assert old.path.exists(), "no is the default"
+        await pilot.press("D", "y")
+        await until(pilot, lambda: not old.path.exists())
+        await until(pilot, lambda: table.row_count == 1)
+        await pilot.press("enter")
+        await until(pilot, lambda: pilot.app.current_mode == "dashboard")
+        await until(pilot, lambda: "live" in shown(pilot, "#title"))
+
+
+async def test_empty_dashboard_and_runs_say_what_brings_them_to_life(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await pilot.press("3")
+        await pilot.pause()
+        assert "Press 1 and then l" in screen_text(pilot)
+        await pilot.press("4")
+        await pilot.pause()
+        assert "No runs yet" in screen_text(pilot)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_machine_hangs_together_and_doctor_speaks(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as pilot:
+        await pilot.press("5")
+        await until(pilot, lambda: "node 0" in shown(pilot, "#tree"))
+        tree = shown(pilot, "#tree")
+        for word in ("72 cores 216-287", "GPU 3", "node 28", "its own memory", "NVLink-C2C"):
+            assert word in tree, word
+        await until(pilot, lambda: pilot.app.findings is not None)  # type: ignore[attr-defined]
+        assert "deepspeed 0.19.8" in shown(pilot, "#software")
+
+
+async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=5, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        names = {command.title for command in pilot.app.get_system_commands(pilot.app.screen)}
+        assert {"Stop", "Save now", "Axis", "Zoom", "Inspect", "Maximise", "Search", "Quit", "Go to Presets", "Help", "Theme"} <= names
+        await pilot.press("question_mark")
+        text = screen_text(pilot)
+        for word in ("what it is for", "Stop", "Everywhere"):
+            assert word in text, word
+        await pilot.press("escape", "1")
+        await pilot.pause()
+        assert {"Launch", "Filter"} <= {command.title for command in pilot.app.get_system_commands(pilot.app.screen)}
+
+
+async def test_keys_that_multiplexers_take_are_left_to_them(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        for number in "12345":
+            await pilot.press(number)
+            await pilot.pause()
+            assert not {"ctrl+b", "ctrl+a", "ctrl+enter"} & set(pilot.app._bindings.key_to_bindings)
+            assert not {"ctrl+b", "ctrl+a", "ctrl+enter"} & set(pilot.app.screen._bindings.key_to_bindings)
+
+
+async def test_one_key_means_one_thing(runs_dir: Path) -> None:
+    """A key may be absent from a screen, but never does something else there."""
+    meaning: dict[str, set[str]] = {}
+    async with opened(runs_dir) as pilot:
+        for number in "12345":
+            await pilot.press(number)
+            await pilot.pause()
+            for key, bindings in pilot.app.screen._bindings.key_to_bindings.items():
+                meaning.setdefault(key, set()).update(binding.action.partition("(")[0] for binding in bindings if binding.id)
+    assert {key: actions for key, actions in meaning.items() if len(actions) > 1} == {}
+
+
+async def test_the_mouse_reaches_screens_and_keys(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        text = screen_text(pilot).split("\n")
+        await pilot.click(offset=(text[1].index("4 Runs") + 2, 1))
+        await until(pilot, lambda: pilot.app.current_mode == "runs")
+        await pilot.click(offset=(text[1].index("Presets") + 2, 1))
+        await until(pilot, lambda: pilot.app.current_mode == "presets")
+        keys = screen_text(pilot).split("\n")[-1]
+        await pilot.click(offset=(keys.index("Filter") + 1, 35))
+        await until(pilot, lambda: pilot.app.screen.query_one("#filter").display)
+
+
+async def test_without_colour_everything_is_still_told_apart(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    run = write_run(runs_dir, steps=20, seconds_of_samples=3)
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        for strip in pilot.app.screen._compositor.render_strips(pilot.app.size):
+            for segment in strip.apply_filter(pilot.app._filters[-1], pilot.app.screen.background_colors[1]):
+                colour = segment.style.color if segment.style else None
+                if colour is not None and colour.triplet is not None:
+                    assert len(set(colour.triplet)) == 1, "only shades of grey"
+        assert "● training" in screen_text(pilot)
+
+
+async def test_plain_characters_where_the_locale_has_no_others(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
+    run = write_run(runs_dir, steps=20, seconds_of_samples=3)
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        plain = pilot.app._filters[-1]
+        for number in "31245":
+            await pilot.press(number)
+            await pilot.pause(0.2)
+            for strip in pilot.app.screen._compositor.render_strips(pilot.app.size):
+                text = strip.apply_filter(plain, pilot.app.screen.background_colors[1]).text
+                assert text.isascii(), text
+
+
+@pytest.mark.parametrize("theme", ["so-tui-light", "textual-dark", "ansi-dark"])
+async def test_every_theme_has_the_colours(runs_dir: Path, theme: str) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=3)
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        pilot.app.theme = theme
+        for number in "12345":
+            await pilot.press(number)
+            await pilot.pause()
+            assert "so-tui" in screen_text(pilot)
+
+
+async def test_a_worker_that_fails_says_so(runs_dir: Path) -> None:
+    async with opened(runs_dir, start=lambda *_, **__: 1 / 0) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("l", "y")
+        await until(pilot, lambda: any("ZeroDivisionError" in note.message for note in pilot.app._notifications))
+
+
+async def test_a_real_directory_is_created_by_the_default_start(runs_dir: Path) -> None:
+    """The run list sees what another process creates."""
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        spec = load_catalog().presets["tiny"].spec
+        create_run(spec, runs_dir)
+        pilot.app.list_runs()  # type: ignore[attr-defined]
+        await until(pilot, lambda: len(pilot.app.runs) == 1)  # type: ignore[attr-defined]
+        assert not pilot.app.screen.query_one("#first-visit").display

@@ -1,0 +1,114 @@
+"""Numbers, bars, cores and forms as text."""
+
+from __future__ import annotations
+
+from make_run import plan_for, quad_machine
+
+from so_tui.spec import find_preset, with_values
+from so_tui.ui.form import GROUPS, LENGTH, advanced_paths, edits_between, length_of, values_of, with_edit
+from so_tui.ui.glyphs import chosen_glyphs
+from so_tui.ui.summary import machine_facts, rank_counts
+from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant, thousands
+from so_tui.ui.widgets import plan_view
+from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
+from so_tui.ui.widgets.heat import group_cores, heat_cells
+
+
+def test_numbers_have_units_and_no_noise() -> None:
+    assert thousands(131072) == "131 072"
+    assert [significant(value) for value in (0.0, 1.4821, 431.2, 15999.6, 1e-5, 0.04271)] == [
+        "0",
+        "1.48",
+        "431",
+        "16 000",
+        "1.0e-5",
+        "0.0427",
+    ]
+    assert significant(float("nan")) == "NaN"
+    assert (rate(31234), rate(4730), rate(940)) == ("31.2k", "4.73k", "940")
+    assert (count(14_768_307_200), count(3_100_000)) == ("14.8 B", "3.1 M")
+    assert (memory(512 << 20), memory(117 << 30), memory(3 << 29)) == ("512 MiB", "117 GiB", "1.5 GiB")
+    assert memory_of(30 << 30, 95 << 30) == "30.0 of 95.0 GiB"
+    assert disk(207_000_000_000) == "207 GB"
+    assert [duration(seconds) for seconds in (0.045, 3.1, 42.5, 364, 11_520, 200_000)] == [
+        "45 ms",
+        "3.10 s",
+        "42.5 s",
+        "6 m 04 s",
+        "3 h 12 m",
+        "2 d 7 h",
+    ]
+    assert [mark_duration(seconds) for seconds in (0, 45, 900, 5400)] == ["0", "45 s", "15 m", "1 h 30 m"]
+
+
+def test_bars_fill_their_width_and_hide_no_part() -> None:
+    assert fill(0.5, 10).plain == "━" * 5 + "─" * 5
+    assert fill(7.0, 4).plain == "━" * 4
+    assert fill(0.0, 4).plain == "─" * 4
+    assert sum(cells_of([0.02, 0.84, 2.11, 0.09, 0.04], 40)) == 40
+    assert min(cells_of([0.001, 100.0], 10)) == 1
+    assert cells_of([0.0, 0.0], 10) == [0, 0]
+    bar = stacked([Part("a", 1, "1", "$accent"), Part("b", 1, "1", "$accent")], 10).plain
+    assert len(set(bar)) == 2, "parts differ without colour"
+
+
+def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
+    loads = [float(cpu) for cpu in range(72)]
+    groups = group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
+    assert [(group.name, len(group.loads)) for group in groups] == [("Adam", 65), ("main", 7)]
+    for width in (120, 60, 20):
+        cells = heat_cells(groups, width, "braille")
+        assert len(cells) <= width
+        assert [character for character, role in cells if role == "sign"] == ["A", "m"]
+    assert len(heat_cells(groups, 120, "braille")) == 72 + 3
+    assert all(character.isascii() for character, _ in heat_cells(groups, 120, "ascii"))
+    idle = group_cores([0.0, 50.0, 100.0], range(3), frozenset(), frozenset())
+    assert "".join(character for character, role in heat_cells(idle, 20, "braille") if role == "other") == "▁▅█"
+
+
+def test_every_setting_is_in_the_form_once() -> None:
+    from so_tui.spec import field_index
+
+    grouped = [path for _, paths in GROUPS for path in paths]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) - {LENGTH} <= field_index().keys()
+    assert not set(grouped) & set(advanced_paths())
+    assert "model.attention" in advanced_paths()
+
+
+def test_edits_are_what_differs() -> None:
+    spec = find_preset("tiny").spec
+    base = values_of(spec)
+    edits = with_edit({}, base, "train.learning_rate", "1e-4")
+    assert edits == {"train.learning_rate": "1e-4"}
+    assert with_edit(edits, base, "train.learning_rate", base["train.learning_rate"]) == {}
+    edits = with_edit(with_edit({}, base, "train.epochs", "2"), base, "train.tokens", "5000")
+    assert edits == {"train.tokens": "5000"}
+    assert with_values(spec, edits).train.steps == 0
+    assert length_of(base)[0] == "train.steps"
+    wanted = with_values(spec, {"offload.ratio": "0.25", "gpus": "0,1"})
+    assert with_values(spec, edits_between(spec, wanted)) == wanted
+
+
+def test_a_machine_in_a_line() -> None:
+    facts = machine_facts(quad_machine())
+    assert facts[0] == "4x GH200 120GB 95 GiB"
+    assert facts[1] == "4 NUMA nodes x 72 cores, 117 GiB each"
+    assert rank_counts(quad_machine()) == (1, 2, 4)
+    assert rank_counts(quad_machine(3)) == (1, 2, 3)
+
+
+def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
+    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
+    assert plan.verdict in plan_view.headline(plan).plain
+    for width in (40, 78, 120):
+        lines = [*plan_view.memory_lines(plan, width), *plan_view.step_lines(plan, width), *plan_view.reason_lines(plan, width)]
+        assert max(line.cell_length for line in lines) <= width
+
+
+def test_glyphs_follow_setting_locale_and_terminal() -> None:
+    assert chosen_glyphs({}, "UTF-8") == "braille"
+    assert chosen_glyphs({}, "ANSI_X3.4-1968") == "ascii"
+    assert chosen_glyphs({"TERM": "linux"}, "utf-8") == "block"
+    assert chosen_glyphs({"SO_TUI_GLYPHS": "block"}, "ascii") == "block"
+    assert chosen_glyphs({"SO_TUI_GLYPHS": "nonsense"}, "utf-8") == "braille"
