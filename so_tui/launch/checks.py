@@ -85,9 +85,10 @@ def _refuse_taken_gpus(plan: Plan, machine: Machine) -> None:
     taken = []
     for gpu in gpus:
         try:
-            locks.take(folder, locks.gpu_lock_name(gpu), locks.Holder(run="", pid=os.getpid())).release()
+            for lock in locks.take_gpus(folder, [gpu], locks.Holder(run="", pid=os.getpid())):
+                lock.release()
         except locks.LockTakenError as error:
-            taken.append(f"GPU {gpu.index} is used by {error.who}. Wait for it, stop it, or choose other GPUs with gpus = [...]")
+            taken.append(f"{error}. Wait for it, stop it, or choose other GPUs with gpus = [...]")
     if taken:
         raise Refused(taken)
 

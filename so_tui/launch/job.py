@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from so_tui.launch import command, environment, locks
-from so_tui.machine.types import Machine
+from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.state import write_atomic
@@ -43,7 +43,7 @@ class Job:
         """
         folder = locks.lock_folder()
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
-        gpu_locks = locks.take_all(folder, self._gpu_lock_names(), holder)
+        gpu_locks = locks.take_gpus(folder, self._gpus(), holder)
         self.port, port_lock = locks.take_port(folder, holder)
         self._locks = (*gpu_locks, port_lock)
         argv = command.argv(self.plan, run=str(self._run.path), attempt=self._attempt, port=self.port)
@@ -70,9 +70,9 @@ class Job:
             self.port = msgspec.json.decode(self._run.command_path(self._attempt).read_bytes())["port"]
         folder = locks.lock_folder()
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
-        for name in self._gpu_lock_names():
+        for gpu in self._gpus():
             try:
-                self._locks = (*self._locks, locks.take(folder, name, holder))
+                self._locks = (*self._locks, *locks.take_gpus(folder, [gpu], holder))
             except locks.LockTakenError as error:
                 if error.holder is None or error.holder.run != holder.run:
                     raise
@@ -90,9 +90,9 @@ class Job:
             lock.release()
         self._locks = ()
 
-    def _gpu_lock_names(self) -> list[str]:
+    def _gpus(self) -> list[Gpu]:
         chosen = {rank.gpu for rank in self.plan.binding}
-        return [locks.gpu_lock_name(gpu) for gpu in self.machine.gpus if gpu.index in chosen]
+        return [gpu for gpu in self.machine.gpus if gpu.index in chosen]
 
     def _write_command(self, argv: tuple[str, ...], changes: tuple[environment.Variable, ...]) -> None:
         record: dict[str, Any] = {

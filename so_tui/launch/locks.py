@@ -44,8 +44,8 @@ class LockTakenError(Exception):
     def __init__(self, name: str, holder: Holder | None) -> None:
         self.name = name
         self.holder = holder
-        self.who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder and holder.run else "another run"
-        super().__init__(f"{name} is used by {self.who}")
+        who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder and holder.run else "another run"
+        super().__init__(f"{name} is used by {who}")
 
 
 def lock_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -81,12 +81,15 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
     return Lock(name, descriptor)
 
 
-def take_all(folder: Path, names: Iterable[str], holder: Holder) -> tuple[Lock, ...]:
-    """Take all of the locks or none. Raises LockTakenError for the first that is held."""
+def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
+    """Take the locks of all of the GPUs or none. Raises LockTakenError for the first that is held."""
     with contextlib.ExitStack() as undo:
         locks = []
-        for name in names:
-            lock = take(folder, name, holder)
+        for gpu in gpus:
+            try:
+                lock = take(folder, gpu_lock_name(gpu), holder)
+            except LockTakenError as error:
+                raise LockTakenError(f"GPU {gpu.index}", error.holder) from None
             undo.callback(lock.release)
             locks.append(lock)
         undo.pop_all()

@@ -108,22 +108,25 @@ class Supervisor:
                 self._tick()
                 if time.monotonic() >= due:
                     due = time.monotonic() + TICK_S
-                    with self._despite_full_disk("samples"):
+                    with self._despite_trouble_with("samples"):
                         samples.append(sampler.sample())
         finally:
             sampler.close()
-            with self._despite_full_disk("samples"):
+            with self._despite_trouble_with("samples"):
                 samples.close()
 
     def _tick(self) -> None:
         before = {process.pid for process in self._tree.alive}
         # In this order: when a process is seen to be gone, everything it had written is read after it.
         self._tree.look()
-        self._read()
+        with self._despite_trouble_with("records"):
+            self._read()
         self._notice_losses(before)
-        self._notice_stop()
+        with self._despite_trouble_with("control"):
+            self._notice_stop()
         self._act()
-        self._trim()
+        with self._despite_trouble_with("log"):
+            self._trim()
         self._state = progress.observed(self._state, self._reader, self._attempt)
         if self._stop is not None:
             self._state = msgspec.structs.replace(self._state, detail=self._state.detail or "asked to stop")
@@ -180,13 +183,16 @@ class Supervisor:
             self._tree.signal(signal.SIGKILL)
             time.sleep(0.1)
             self._tree.look()
-        for leftover in shm_leftovers({process.pid for process in self._tree.gone}, self._job.port):
-            leftover.unlink(missing_ok=True)
-        self._read()
+        with self._despite_trouble_with("shared memory"):
+            for leftover in shm_leftovers({process.pid for process in self._tree.gone}, self._job.port):
+                leftover.unlink(missing_ok=True)
+        with self._despite_trouble_with("records"):
+            self._read()
 
     def _evidence(self) -> Evidence:
         return Evidence(
             name=self._run.name,
+            saved_step=progress.observed(self._state, self._reader, self._attempt).saved_step,
             end=progress.trainers_end(self._reader, self._attempt),
             failures=_failures(self._run.attempt_dir(self._attempt)),
             runner_status=self._job.status(),
@@ -248,17 +254,17 @@ class Supervisor:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
     def _write_state(self) -> None:
-        with self._despite_full_disk("state"):
+        with self._despite_trouble_with("state"):
             write_state(self._run, self._state)
 
     @contextlib.contextmanager
-    def _despite_full_disk(self, what: str) -> Iterator[None]:
-        """Watching goes on when a file cannot be written: to give up would leave the processes to themselves."""
+    def _despite_trouble_with(self, what: str) -> Iterator[None]:
+        """A full disk or a file system that hangs is said once and outlived: to give up would leave the processes to themselves."""
         try:
             yield
         except OSError as error:
             if self._trouble.get(what) != error.errno:
-                print(f"the {what} of {self._run.path} could not be written: {error}", file=sys.stderr)
+                print(f"{what} of {self._run.path}: {error}", file=sys.stderr)
             self._trouble[what] = error.errno
 
 

@@ -16,8 +16,6 @@ from msgspec import Struct
 from so_tui.runs.liveness import EXIT_CODES
 from so_tui.runs.records import EndRecord, Process
 
-_RESUME = "`so-tui resume {name}` goes on from the last checkpoint"
-
 
 class Failure(Struct, frozen=True):
     """What a rank left in ``failure.rank<R>.json`` before it gave up."""
@@ -31,6 +29,8 @@ class Failure(Struct, frozen=True):
 class Evidence(Struct, frozen=True, kw_only=True):
     name: str
     """The run's name, for the advice."""
+    saved_step: int | None = None
+    """The step of the last checkpoint; None when there is none."""
     end: EndRecord | None = None
     failures: tuple[Failure, ...] = ()
     runner_status: int | None = None
@@ -61,9 +61,9 @@ class End(Struct, frozen=True, kw_only=True):
 
 def conclude(evidence: Evidence) -> End:
     """The end of the attempt, with a reason and what to do next."""
-    if evidence.end is not None:
-        return End(state=evidence.end.state, reason=evidence.end.reason, suggestion=evidence.end.suggestion)
-    again = _RESUME.format(name=evidence.name)
+    again = _again(evidence)
+    if (end := evidence.end) is not None:
+        return End(state=end.state, reason=end.reason, suggestion=end.suggestion or (again if end.state == "failed" else ""))
     if evidence.failures:
         first = evidence.failures[0]
         return End(state="failed", reason=f"rank {first.rank}: {first.reason}", suggestion=first.suggestion or again)
@@ -87,6 +87,12 @@ def conclude(evidence: Evidence) -> End:
         )
         return End(state="lost", reason=reason, suggestion=again)
     return _by_exit(evidence, again)
+
+
+def _again(evidence: Evidence) -> str:
+    if evidence.saved_step is None:
+        return f"Nothing had been saved: `so-tui resume {evidence.name}` starts it over"
+    return f"`so-tui resume {evidence.name}` goes on from step {evidence.saved_step}"
 
 
 def _by_exit(evidence: Evidence, again: str) -> End:

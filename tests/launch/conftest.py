@@ -91,10 +91,15 @@ def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0) -> Run
     """The first state that satisfies ``until``; fails when the run ends before, or in too long."""
     deadline = time.monotonic() + timeout_s
     while not until(state := read_state(run)):
-        assert state.state not in FINAL_STATES, state
-        assert time.monotonic() < deadline, state
+        assert state.state not in FINAL_STATES, _story(run, state)
+        assert time.monotonic() < deadline, _story(run, state)
         time.sleep(0.1)
     return state
+
+
+def _story(run: RunDirectory, state: RunState) -> str:
+    logs = [path.read_text(errors="replace")[-3000:] for path in sorted(run.attempts_dir.glob("*/*.log"))]
+    return "\n".join([repr(state), *logs])
 
 
 def ended(state: RunState) -> bool:

@@ -28,11 +28,12 @@ def test_a_lock_is_held_once_and_says_by_whom(tmp_path: Path) -> None:
 
 
 def test_all_or_none(tmp_path: Path) -> None:
-    held = locks.take(tmp_path, "b", ME)
-    with pytest.raises(locks.LockTakenError):
-        locks.take_all(tmp_path, ["a", "b"], ME)
-    locks.take(tmp_path, "a", ME).release()
-    held.release()
+    first, second = quad_gh200().gpus[:2]
+    (held,) = locks.take_gpus(tmp_path, [second], ME)
+    with pytest.raises(locks.LockTakenError, match="GPU 1 is used by run mine"):
+        locks.take_gpus(tmp_path, [first, second], ME)
+    for lock in (held, *locks.take_gpus(tmp_path, [first], ME)):
+        lock.release()
 
 
 def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypa
     lock.release()
     state = read_state(run)
     assert (done.returncode, state.state) == (1, "failed")
-    assert "run busy-one (pid 77)" in state.reason
+    assert "GPU 0 is used by run busy-one (pid 77)" in state.reason
     assert "gpus = [...]" in state.suggestion
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from so_tui.launch.gpu_sampler import GpuSampler
 from so_tui.launch.processes import ProcessTree, role_of
 from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory, shm_leftovers
 from so_tui.machine import inspect_machine
@@ -61,6 +62,22 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     tree.look()
     assert tree.alive == ()
     assert [process.pid for process in tree.gone] == [child.pid]
+
+
+@pytest.mark.gpu
+def test_gpus_are_sampled() -> None:
+    gpus = inspect_machine().gpus
+    sampler = GpuSampler(gpus)
+    sampler.sample()
+    time.sleep(1)
+    samples = sampler.sample()
+    sampler.close()
+    assert [sample.index for sample in samples] == [gpu.index for gpu in gpus]
+    for sample, gpu in zip(samples, gpus, strict=True):
+        assert sample.busy_percent is not None
+        assert sample.memory_used_bytes is not None
+        assert sample.power_w is not None
+        assert (sample.c2c_to_gpu_bytes_per_s is not None) == bool(gpu.c2c)
 
 
 def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def test_the_trainers_word_counts_whatever_the_exit_codes_say() -> None:
     assert conclude(Evidence(name="r", end=stopped)).exit_code == 4
 
 
+def test_the_advice_knows_whether_something_was_saved() -> None:
+    record = EndRecord(attempt=1, time=0.0, state="failed", step=9, reason="out of luck")
+    assert conclude(Evidence(name="r", end=record, saved_step=5)).suggestion == "`so-tui resume r` goes on from step 5"
+    assert "starts it over" in conclude(Evidence(name="r", end=record)).suggestion
+
+
 def test_exit_code_0_without_that_word_is_a_failure() -> None:
     assert "vanished" in reason(runner_status=0, first_gone=LAUNCHER)
     assert "without a word of the trainer" in reason(runner_status=0)
