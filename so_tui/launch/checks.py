@@ -43,6 +43,7 @@ def quick_checks(
     _refuse_missing_inputs(plan.spec)
     _refuse_taken_gpus(plan, machine)
     if not force:
+        _refuse_missing_compiler(plan, machine)
         _refuse_small_places(plan, resuming=resuming, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir())
     return _foreign_users(plan, machine)
 
@@ -61,6 +62,14 @@ def _refuse_missing_software(machine: Machine) -> None:
         )
     if reasons:
         raise Refused(reasons)
+
+
+def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
+    """Raises Refused, forceable: the kernel may have been compiled before."""
+    if plan.mode != "gpu" and machine.software.compiler is None:
+        raise Refused(
+            ["CPU Adam is compiled at the first run, and there is no C++ compiler here. Install g++ (or set CXX)"], forceable=True
+        )
 
 
 def _refuse_missing_inputs(spec: RunSpec) -> None:

@@ -35,11 +35,13 @@ def ds_config(plan: Plan) -> dict[str, Any]:
 
 def _zero_section(plan: Plan) -> dict[str, Any]:
     sub_group_size = plan.spec.offload.sub_group_size
+    # As in its published configurations; everything else reduces gradients beside the backward pass.
+    theirs = plan.mode == "superoffload" and plan.spec.offload.engine == "deepspeed"
     section: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": sub_group_size,
         "reduce_bucket_size": sub_group_size,
-        "overlap_comm": plan.mode == "gpu",
+        "overlap_comm": not theirs,
         "contiguous_gradients": True,
     }
     if plan.mode != "gpu":

@@ -168,12 +168,15 @@ class ProcessTree:
 
 
 def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
-    """What a process of the run is, by its command line and its parent's role."""
-    if "deepspeed.launcher.runner" in command:
+    """What a process of the run is, by its command line and its parent's role (None where the parent is not of the run).
+
+    Between fork and exec a child has its parent's command line: a child of the launcher is never the launcher.
+    """
+    if "deepspeed.launcher.runner" in command and parent is None:
         return "runner"
-    if "deepspeed.launcher.launch" in command:
+    if "deepspeed.launcher.launch" in command and parent in (None, "runner"):
         return "launcher"
-    if parent != "rank" and any(argument.startswith("--local_rank") for argument in command):
+    if parent in (None, "launcher") and any(argument.startswith("--local_rank") for argument in command):
         return "rank"
     # Our engine's worker is a script of its own; DeepSpeed's is a spawned Python.
     if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith("/offload/worker.py") for argument in command):

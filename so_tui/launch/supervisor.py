@@ -147,7 +147,9 @@ class Supervisor:
             self._closing.terminated_at = time.monotonic()
 
     def _notice_losses(self, before: set[int]) -> None:
-        lost = [process for process in self._tree.gone if process.pid in before and process.role in ("runner", "launcher", "rank")]
+        present = {process.role for process in self._tree.alive} - {"rank"}
+        leading = {"runner", "launcher", "rank"} - present
+        lost = [process for process in self._tree.gone if process.pid in before and process.role in leading]
         if self._first_gone is None and lost:
             # The launcher's death takes its ranks along (parent-death signal) faster than we look: name the cause, not the victims.
             self._first_gone = min(lost, key=lambda process: ("launcher", "runner", "rank").index(process.role))

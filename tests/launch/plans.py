@@ -10,7 +10,14 @@ from so_tui.spec.types import DataSpec, ModelSpec, RunSpec, TrainSpec
 
 GIB = 2**30
 SOFTWARE = Software(
-    python="3.12", torch="2.13.0", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0", numactl="2.0.18", numactl_works=True
+    python="3.12",
+    torch="2.13.0",
+    torch_cuda="13.0",
+    deepspeed="0.19.8",
+    transformers="5.23.0",
+    numactl="2.0.18",
+    numactl_works=True,
+    compiler="g++ 13.3.0",
 )
 
 

@@ -62,6 +62,13 @@ def test_torch_without_cuda_on_a_gpu_machine() -> None:
         quick_checks(plan_of(embedded(), gpus=True), quad_gh200(software=software), force=True)
 
 
+def test_a_compiler_for_cpu_adam() -> None:
+    machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, compiler=None))
+    with pytest.raises(Refused, match="compiler") as caught:
+        quick_checks(plan_of(embedded()), machine)
+    assert caught.value.forceable
+
+
 def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
     spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3))
     plan = plan_with(plan_of(spec), disk_bytes=2**60)

@@ -12,6 +12,7 @@ def test_superoffload_with_our_engine() -> None:
     config = ds_config(plan_of(spec_of(offload=OffloadSpec(ratio=0.7, sub_group_size=1_000_000))))
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
+    assert zero["overlap_comm"] is True
     assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 1_000_000
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.7, "super_offload": True}
     assert config["zero_force_ds_cpu_optimizer"] is False
@@ -24,6 +25,7 @@ def test_only_deepspeeds_engine_is_told_its_core_share() -> None:
     offload = OffloadSpec(engine="deepspeed", cpu_adam_cores_fraction=0.8)
     section = ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["offload_optimizer"]
     assert section["cpuadam_cores_perc"] == 0.8
+    assert ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["overlap_comm"] is False
     zero_offload = ds_config(plan_of(spec_of(offload=offload), mode="zerooffload"))["zero_optimization"]["offload_optimizer"]
     assert zero_offload == {"device": "cpu", "pin_memory": True, "ratio": 0.9}
 

@@ -102,6 +102,8 @@ def test_roles() -> None:
     rank = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
     assert role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None) == "runner"
     assert role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner") == "launcher"
+    assert role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher") == "other"
+    assert role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner") == "other"
     assert role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
     assert role_of(rank, "launcher") == "rank"
     assert role_of(rank, None) == "rank"
