@@ -210,7 +210,7 @@ class SoTuiApp(App[None]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self.notify(f"Starting {spec.label} …")
+                self.notify(f"Starting {spec.label} …", markup=False)
                 self.launch(spec)
 
         self.push_screen(Question(f"Launch {spec.label}?", list(facts), yes="Launch", default_yes=True), answered)

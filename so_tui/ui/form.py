@@ -55,7 +55,7 @@ def advanced_paths() -> tuple[str, ...]:
 
 def hint(info: FieldInfo) -> str:
     """What to type: the range with its unit; nothing where the control itself shows it."""
-    return info.range_text.replace("_", " ") or info.unit
+    return info.range_text.removeprefix("from ").replace("_", " ") or info.unit
 
 
 def text_of(value: Any) -> str:

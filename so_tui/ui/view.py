@@ -86,14 +86,22 @@ def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
     return (low, high) if high > low else (low, low + 1)
 
 
-def axis_of(snapshot: Snapshot, view: View) -> Axis | None:
-    """The axis that every chart of this snapshot shares. Before the first step it is the time."""
+HELD_SHARE = 1 / 250
+"""The right end of a growing axis waits until it moved by about a dot: until then a plot that is drawn again would look the same."""
+
+
+def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None) -> Axis | None:
+    """The axis that every chart of this snapshot shares. Before the first step it is the time. ``held`` is the one that is shown."""
     unit: Unit = view.unit if snapshot.length else "time"
     extent = extent_of(snapshot, unit)
     if extent is None:
         return None
     low, high = view.resolved(extent) if unit == view.unit else extent
     origin = snapshot.start.time if snapshot.start is not None else extent[0] if unit == "time" else 0.0
+    if held is not None and snapshot.live and held.unit == unit and held.origin == origin and held.steps is snapshot.steps:
+        grown, moved = high - held.high, abs(low - held.low)
+        if 0 <= grown < HELD_SHARE * (high - low) and moved <= grown and bool(held.length) == bool(snapshot.length):
+            low, high = held.low, held.high
     return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
 
 
@@ -113,9 +121,9 @@ def rows_for(height: int, nodes: int, gpus: int, fixed: int) -> Rows:
     What does not fit even so is reached by scrolling.
     """
     left = height - fixed - 2 * nodes - gpus
-    for plot in (4, 3, 2, 1, 0):
-        charts = left - plot * nodes - max(5, height // 6)
-        if charts >= (12 if plot > 1 else 9):
+    for plot, least_charts, least_log in ((4, 12, height // 6), (3, 12, 5), (2, 12, 5), (1, 8, 4), (0, 9, 4)):
+        charts = left - plot * nodes - max(4, least_log)
+        if charts >= least_charts:
             charts = min(charts, max(12, height // 3))
             return Rows(charts, plot, left - plot * nodes - charts)
     charts = max(6, min(9, left - 4))

@@ -339,7 +339,9 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
         await until(pilot, lambda: "training" in shown(pilot, "#title"))
         names = {command.title for command in pilot.app.get_system_commands(pilot.app.screen)}
         assert {"Stop", "Save now", "Axis", "Zoom", "Inspect", "Maximise", "Search", "Quit", "Go to Presets", "Help", "Theme"} <= names
-        await pilot.press("question_mark")
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: "Save now" in screen_text(pilot))
+        await pilot.press("escape", "question_mark")
         text = screen_text(pilot)
         for word in ("what it is for", "Stop", "Everywhere"):
             assert word in text, word

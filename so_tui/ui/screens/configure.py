@@ -229,7 +229,7 @@ class ConfigureScreen(Page):
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field
-            problems.setdefault(path, f"{problem.message}. {problem.remedy}".rstrip(". ") + ".")
+            problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
         edits = self._edits
         for row in self.query(FieldRow):
             if row.path == LENGTH:

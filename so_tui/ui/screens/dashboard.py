@@ -21,6 +21,7 @@ from so_tui.ui.follow import RunFollower, Snapshot
 from so_tui.ui.messages import SnapshotReady
 from so_tui.ui.page import Page
 from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
+from so_tui.ui.series import Axis
 from so_tui.ui.text import plural, rate, significant
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets import stats
@@ -82,6 +83,7 @@ class DashboardScreen(RunActions, Page):
         self._generation = 0
         self._snapshot: Snapshot | None = None
         self._said: dict[str, Content] = {}
+        self._axis: Axis | None = None
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
@@ -127,6 +129,7 @@ class DashboardScreen(RunActions, Page):
         self._generation += 1
         self._follower = RunFollower(run)
         self._snapshot = None
+        self._axis = None
         self.view = View(unit=self.view.unit)
         self.query_one(LogView).clear()
         self.query_one("#empty").display = False
@@ -205,7 +208,7 @@ class DashboardScreen(RunActions, Page):
         self.query_one(NodePanel).set_plot_height(rows.plot)
 
     def _draw_charts(self, snapshot: Snapshot) -> None:
-        axis = axis_of(snapshot, self.view)
+        axis = self._axis = axis_of(snapshot, self.view, self._axis)
         extent = extent_of(snapshot, self.view.unit)
         note = self.view.words(extent) if extent else ""
         cursor = self.view.cursor
@@ -271,6 +274,7 @@ class DashboardScreen(RunActions, Page):
             self._show(replace(self._snapshot, log_lines=()))
 
     def watch_view(self) -> None:
+        self._axis = None
         if self._snapshot is not None:
             self._draw_charts(self._snapshot)
 

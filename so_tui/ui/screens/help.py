@@ -8,37 +8,18 @@ from typing import Any
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.dom import DOMNode
 from textual.screen import Screen
 
-# Keys that Textual's own widgets bring and that need no word: moving about in tables, fields and scrolled panes.
-_EDITING = (
-    "up",
-    "down",
-    "left",
-    "right",
-    "home",
-    "end",
-    "pageup",
-    "pagedown",
-    "tab",
-    "shift+",
-    "ctrl+",
-    "backspace",
-    "delete",
-    "alt+",
-    "super+",
-)
 
-
-def _bindings(screen: Screen[Any]) -> Iterator[tuple[object, Binding, bool]]:
-    """Bindings with a description, once per action."""
+def _bindings(screen: Screen[Any]) -> Iterator[tuple[DOMNode, Binding, bool]]:
+    """The program's own bindings (they have an id), once per action; moving about in tables and fields is left to Textual's."""
     seen: set[str] = set()
     for active in screen.active_bindings.values():
         binding = active.binding
-        if not binding.description or binding.action in seen or binding.system:
-            continue
-        seen.add(binding.action)
-        yield active.node, binding, active.enabled
+        if binding.id and binding.action not in seen:
+            seen.add(binding.action)
+            yield active.node, binding, active.enabled
 
 
 def key_groups(screen: Screen[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -46,10 +27,8 @@ def key_groups(screen: Screen[Any]) -> list[tuple[str, list[tuple[str, str, str]
     here: list[tuple[str, str, str]] = []
     everywhere: list[tuple[str, str, str]] = []
     for node, binding, _ in _bindings(screen):
-        if node is not screen and node is not screen.app:
-            continue
         row = (screen.app.get_key_display(binding), binding.description, binding.tooltip)
-        (here if node is screen else everywhere).append(row)
+        (everywhere if node is screen.app else here).append(row)
     everywhere += [("^p", "Commands", "Every command by name"), ("^q", "Quit", "Also from a text field")]
     moving = [
         ("tab", "Next field or panel", ""),
@@ -60,13 +39,11 @@ def key_groups(screen: Screen[Any]) -> list[tuple[str, list[tuple[str, str, str]
 
 
 def commands(app: App[Any], screen: Screen[Any]) -> Iterator[SystemCommand]:
-    """A palette command for every binding of the screen and the program."""
+    """A palette command for every binding of the screen and the program that is of use now."""
     for node, binding, enabled in _bindings(screen):
-        if enabled and (node is screen or node is app) and binding.action != "command_palette":
+        if enabled:
             key = app.get_key_display(binding)
             title = f"Go to {binding.description}" if binding.action.startswith("show(") else binding.description
             yield SystemCommand(
-                title,
-                f"{binding.tooltip or binding.description}  [{key}]",
-                partial(screen.run_action, binding.action) if node is screen else partial(app.run_action, binding.action),
+                title, f"{binding.tooltip or binding.description}; key {key}", partial(app.run_action, binding.action, node)
             )

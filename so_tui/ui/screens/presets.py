@@ -40,7 +40,9 @@ class TableReady(Message):
 
 
 class PresetTable(DataTable[Text]):
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Configure", tooltip="Change its settings before it runs")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "Configure", id="open", tooltip="Change its settings before it runs")
+    ]
 
 
 class PresetsScreen(Page):

@@ -49,7 +49,7 @@ class Sketched(Message):
 
 
 class RunTable(DataTable[Text]):
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", tooltip="Show this run on the dashboard")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
 
 
 class RunsScreen(RunActions, Page):

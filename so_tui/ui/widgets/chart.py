@@ -47,6 +47,18 @@ def value_at(line: Line, axis: Axis, x: float) -> float | None:
     return line.series.value(index) if index >= 0 else None
 
 
+def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
+    """What a plot depends on: equal keys, equal plots. Values right of the stretch play no part, so a held axis keeps its plot."""
+    lengths = []
+    for line in lines:
+        positions, end = line.times, axis.high
+        if axis.unit == "step":
+            positions, end = (line.steps, axis.high) if line.steps is not None else (line.times, axis.time_of(axis.high))
+        beyond = line.length > 0 and positions[line.length - 1] > end
+        lengths.append((id(line.series), line.role, -1 if beyond else line.length))
+    return axis.unit, axis.low, axis.high, tuple(lengths)
+
+
 def x_text(axis: Axis, x: float) -> str:
     """A place on the axis in words: ``1 240`` steps or ``12 m 04 s``."""
     if axis.unit == "step":
@@ -86,7 +98,7 @@ def axis_row(axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str,
     def column(x: float) -> int:
         return min(width - 1, max(0, int((x - axis.low) / span * width))) if span > 0 else 0
 
-    most = max(2, width // 14)
+    most = max(2, width // 11)
     if axis.unit == "step":
         values = round_values(axis.low, axis.high, most, (1, 2, 5, 10))
         values = [value for value in values if value == round(value)]
@@ -237,6 +249,8 @@ class Chart(Widget, can_focus=True):
         self._drawn: tuple[object, ...] = ()
         self._shown: tuple[object, ...] = ()
         self._role_styles = RoleStyles("chart", self.ROLES)
+        self._plot_key: tuple[object, ...] = ()
+        self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
 
     def show(
         self,
@@ -291,13 +305,23 @@ class Chart(Widget, can_focus=True):
         if self.axis is None or not any(line.length for line in self.lines):
             rows.append([Segment(" " * GUTTER + self.waiting, styles["note"])])
         else:
-            body, scale = plot_rows(self.lines, self.axis, None, (plot_width, plot_height), GLYPHS[self.glyphs], styles, fit=self._fit)
+            body, scale = self._plot(plot_width, plot_height, styles)
             labels = gutter_text(scale, plot_height, self.format_value)
             body = [self._with_cursor(row, plot_width, styles) for row in body]
             rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
             corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
             rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, plot_width, self.marks, styles)])
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
+
+    def _plot(self, width: int, height: int, styles: dict[str, Style]) -> tuple[list[list[Segment]], Scale]:
+        """The plot area; the one before where neither the stretch nor the lines changed (what is newer lies right of the stretch)."""
+        axis = self.axis
+        assert axis is not None
+        key = (width, height, self.log_scale, self.glyphs, id(styles), *plot_key(self.lines, axis))
+        if key != self._plot_key:
+            self._plot_key = key
+            self._plotted = plot_rows(self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit)
+        return self._plotted
 
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
         return fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling)

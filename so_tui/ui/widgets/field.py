@@ -19,17 +19,17 @@ class FieldRow(Horizontal):
     DEFAULT_CSS = """
     FieldRow {
         height: auto; min-height: 1; width: 100%;
-        .field-name { width: 19; color: $foreground; }
-        .field-control { width: 24; }
+        .field-name { width: 18; color: $foreground; }
+        .field-control { width: 21; }
         .field-note { width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
         Input.field-control { background: $surface; }
         Input.field-control:focus { background: $block-cursor-blurred-background; }
-        Checkbox { background: transparent; padding: 0; border: none; width: 24; height: 1; }
+        Checkbox { background: transparent; padding: 0; border: none; width: 21; height: 1; }
         Select { height: auto; background: transparent; }
         Select > SelectCurrent { background: $surface; }
         Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
-        .field-number { width: 10; margin-right: 1; }
-        .field-unit { width: 13; }
+        .field-number { width: 9; margin-right: 1; }
+        .field-unit { width: 11; }
         &.-changed .field-name { color: $accent; text-style: bold; }
         &.-wrong .field-name { color: $error; text-style: bold; }
         &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
@@ -56,7 +56,7 @@ class FieldRow(Horizontal):
             options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
             yield Select(options, value=f"train.{unit}", allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
-            yield Checkbox("", self._value == "true", compact=True, classes="field-control")
+            yield Checkbox(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
         elif info.choices:
             yield Select(
                 [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
@@ -70,7 +70,7 @@ class FieldRow(Horizontal):
 
     def on_mount(self) -> None:
         if self.info is not None:
-            self.tooltip = f"{self.path}: {self.info.description}"
+            self.tooltip = Content(f"{self.path}: {self.info.description}")
 
     def show_value(self, value: str) -> None:
         """Set the control without posting Edited."""
@@ -81,7 +81,7 @@ class FieldRow(Horizontal):
                 self.query_one(Input).value = number
                 self.query_one(Select).value = f"train.{unit}"
             elif self.info.type_name == "boolean":
-                self.query_one(Checkbox).value = value == "true"
+                self._check(value == "true")
             elif self.info.choices:
                 self.query_one(Select).value = value
             else:
@@ -93,7 +93,7 @@ class FieldRow(Horizontal):
         self.set_class(bool(problem), "-wrong")
         note = f"✗ {problem}" if problem else advice or self._note()
         if was is not None and not problem:
-            note = f"was {was or 'empty'} · {note}"
+            note = f"was {was or 'empty'}" + (f" · {advice}" if advice else "")
         self.query_one(".field-note", Label).update(Content(note))
         self.query_one(".field-name", Label).update(Content(("✗ " if problem else "• " if was is not None else "") + label(self.path)))
 
@@ -106,12 +106,24 @@ class FieldRow(Horizontal):
             path = str(self.query_one(Select).value)
             self.post_message(self.Edited(path, self.query_one(Input).value))
         elif self.query(Checkbox):
-            self.post_message(self.Edited(self.path, "true" if self.query_one(Checkbox).value else "false"))
+            checked = self.query_one(Checkbox).value
+            self._check(checked)
+            self.post_message(self.Edited(self.path, "true" if checked else "false"))
         elif self.query(Select):
             self.post_message(self.Edited(self.path, str(self.query_one(Select).value)))
         else:
             self.post_message(self.Edited(self.path, self.query_one(Input).value))
 
+    def _check(self, checked: bool) -> None:
+        box = self.query_one(Checkbox)
+        box.label = _yes_or_no(checked)
+        box.value = checked
+
     def focus_control(self) -> None:
         """Put the keyboard into this field."""
         self.query(Input if self.query(Input) else "Select, Checkbox").first().focus()
+
+
+def _yes_or_no(checked: bool) -> str:
+    """Beside the box, whose mark alone is told by its colour."""
+    return "yes" if checked else "no"

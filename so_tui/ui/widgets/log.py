@@ -24,8 +24,8 @@ class LogView(ScrollView, can_focus=True):
     COMPONENT_CLASSES: ClassVar[set[str]] = {"log--line", "log--match", "log--found", "log--partial", "log--bad"}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("end", "follow", "Follow", show=False),
-        Binding("n", "next_match(1)", "Next match", show=False, tooltip="Next line with the searched text"),
-        Binding("N", "next_match(-1)", "Previous match", show=False, tooltip="Line before with the searched text"),
+        Binding("n", "next_match(1)", "Next match", show=False, id="next-match", tooltip="Next line with the searched text"),
+        Binding("N", "next_match(-1)", "Previous match", show=False, id="previous-match", tooltip="Line before with the searched text"),
     ]
     DEFAULT_CSS = """
     LogView {

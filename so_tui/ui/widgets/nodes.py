@@ -14,7 +14,7 @@ from textual.widget import Widget
 from so_tui.ui.follow import NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import GIB, plural, shorten
-from so_tui.ui.widgets.chart import GUTTER, RoleStyles, gutter_text, joined, plot_rows
+from so_tui.ui.widgets.chart import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
 
@@ -88,6 +88,7 @@ class NodePanel(Widget, can_focus=True):
         self._strips: list[Strip] = []
         self._drawn: tuple[object, ...] = ()
         self._role_styles = RoleStyles("nodes", self.ROLES)
+        self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
 
     def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None) -> None:
         """Take new data."""
@@ -125,8 +126,8 @@ class NodePanel(Widget, can_focus=True):
             groups = picture.groups()
             rows.append(self._words(picture, groups, styles, width))
             if plot and self.axis is not None and width > GUTTER + 4:
-                body, scale = plot_rows(picture.view.lines(), self.axis, PERCENT, (width - GUTTER, plot), GLYPHS[self.glyphs], styles)
-                labels = gutter_text(scale, plot, lambda value: f"{value:.0f} %") if plot > 2 else [" " * GUTTER] * plot
+                body = self._history(picture.view, (width - GUTTER, plot), styles)
+                labels = gutter_text(PERCENT, plot, lambda value: f"{value:.0f} %") if plot > 2 else [" " * GUTTER] * plot
                 rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
             cells = self._cores(groups, width - 1)
             indent = min(INDENT, max(1, width - len(cells)))
@@ -135,6 +136,16 @@ class NodePanel(Widget, can_focus=True):
             rows.append([Segment("no samples of this host yet", styles["note"])])
         base = styles["base"]
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
+
+    def _history(self, view: NodeView, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
+        """The plot of a node; the one before where the stretch did not move."""
+        assert self.axis is not None
+        lines = view.lines()
+        key = (size, self.glyphs, id(styles), *plot_key(lines, self.axis))
+        name = (view.host, view.id)
+        if self._plots.get(name, ((), []))[0] != key:
+            self._plots[name] = (key, plot_rows(lines, self.axis, PERCENT, size, GLYPHS[self.glyphs], styles)[0])
+        return self._plots[name][1]
 
     def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
         roles = {"main": "main-core"}
