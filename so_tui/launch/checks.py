@@ -105,22 +105,25 @@ def _refuse_taken_gpus(plan: Plan, machine: Machine) -> None:
 def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     """Raises Refused when the checkpoints or the shared memory of the plan have no room now."""
     reasons = []
-    folder = _existing(Path(plan.spec.checkpoint.folder) if plan.spec.checkpoint.folder else runs_dir)
-    if not os.access(folder, os.W_OK):
-        problem = Problem(field="checkpoint.folder", value=str(folder), message="cannot be written", remedy="Choose another folder")
+    field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
+    wanted = Path(plan.spec.checkpoint.folder or runs_dir)
+    folder = _existing(wanted)
+    # A file system without any space (/proc, /sys) is none to write to, whatever the permissions say.
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
+        problem = Problem(field=field, value=str(wanted), message=f"{folder} cannot be written", remedy="Choose another folder")
         raise InputError([problem])
     # The newest checkpoint is written before the oldest that is kept goes; a resumed run has its old ones already.
     copies = (1 if resuming else plan.spec.checkpoint.keep + 1) if plan.spec.checkpoint.every_steps else int(plan.spec.checkpoint.at_end)
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         reasons.append(
-            f"{copies} checkpoint{'s' if copies > 1 else ''} of {_gb(plan.disk_bytes)} need {_gb(needed_bytes)}, and {folder} has "
-            f"{_gb(free_bytes)} free. Free space, set checkpoint.folder, or lower checkpoint.keep"
+            f"{copies} checkpoint{'s' if copies > 1 else ''} of {_size(plan.disk_bytes)} need {_size(needed_bytes)}, and {folder} has "
+            f"{_size(free_bytes)} free. Free space, set checkpoint.folder, or lower checkpoint.keep"
         )
     shm = Path("/dev/shm")
     if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
         reasons.append(
-            f"/dev/shm has {_gb(free)} free, and {_gb(plan.shm_bytes)} are needed. Remount it larger (in Docker: --shm-size), "
+            f"/dev/shm has {_size(free)} free, and {_size(plan.shm_bytes)} are needed. Remount it larger (in Docker: --shm-size), "
             "or use offload.engine = so-tui"
         )
     if reasons:
@@ -139,5 +142,5 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -43,7 +43,7 @@ def start(
     machine = visible_machine(machine, os.environ)
     _refuse_other_host(machine)
     launch = prepare(spec, machine, force=force)
-    quick_checks(launch.plan, machine, force=force)
+    quick_checks(launch.plan, machine, force=force, runs_dir=runs_dir)
     run = create_run(launch.plan.spec, Path(runs_dir) if runs_dir else None)
     try:
         _launch_attempt(run, new_attempt(run), launch, machine, place or ThisMachine())
@@ -66,7 +66,7 @@ def resume(run: RunDirectory, machine: Machine, *, force: bool = False, place: P
     machine = visible_machine(machine, os.environ)
     _refuse_other_host(machine)
     launch = prepare(read_spec(run), machine, force=force or before.forced)
-    quick_checks(launch.plan, machine, force=force or before.forced, resuming=True)
+    quick_checks(launch.plan, machine, force=force or before.forced, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
     attempt = new_attempt(run)

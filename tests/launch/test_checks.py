@@ -80,6 +80,16 @@ def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
     quick_checks(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False))), cpu_machine())
 
 
+@pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/hostname/runs"])
+def test_a_folder_that_cannot_be_written(folder: str) -> None:
+    with pytest.raises(InputError, match="cannot be written") as caught:
+        quick_checks(plan_of(embedded()), cpu_machine(), runs_dir=folder)
+    assert [problem.field for problem in caught.value.problems] == ["--runs-dir"]
+    with pytest.raises(InputError) as caught:
+        quick_checks(plan_of(embedded(checkpoint=CheckpointSpec(folder=folder))), cpu_machine())
+    assert [problem.field for problem in caught.value.problems] == ["checkpoint.folder"]
+
+
 def test_shared_memory() -> None:
     with pytest.raises(Refused, match="/dev/shm"):
         quick_checks(plan_with(plan_of(embedded()), shm_bytes=2**60), cpu_machine())
