@@ -36,6 +36,7 @@ from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_state, write_state
 
 TICK_S = 1.0
+_START_TICK_S = 0.2
 _LOG_TRIM_S = 5.0
 _LOG_LINES = 400
 _SWEEP_S = 5.0
@@ -104,7 +105,7 @@ class Supervisor:
         due = time.monotonic() + TICK_S
         try:
             while self._tree.alive or self._job.running():
-                self._tree.wait_for_loss(max(0.0, due - time.monotonic()))
+                self._tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._patience_s()))
                 self._tick()
                 if time.monotonic() >= due:
                     due = time.monotonic() + TICK_S
@@ -114,6 +115,11 @@ class Supervisor:
             sampler.close()
             with self._despite_trouble_with("samples"):
                 samples.close()
+
+    def _patience_s(self) -> float:
+        """A rank that dies right after its start must have been seen, or no one cleans up behind it."""
+        seen = any(process.role == "rank" for process in (*self._tree.alive, *self._tree.gone))
+        return TICK_S if seen else _START_TICK_S
 
     def _tick(self) -> None:
         before = {process.pid for process in self._tree.alive}

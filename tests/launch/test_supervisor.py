@@ -95,6 +95,8 @@ def test_an_exception_of_a_rank_is_the_reason(runs: Runs, monkeypatch: pytest.Mo
     run = runs.start()
     last = wait_for(run, ended)
     assert (last.state, last.reason) == ("failed", "RuntimeError: the loss is a teapot")
+    pids = [(run.path / f"rank{rank}.pid").read_text() for rank in (0, 1)]
+    assert not [path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
     assert "so-tui logs" in last.suggestion
 
 
