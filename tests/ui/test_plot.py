@@ -11,7 +11,7 @@ from array import array
 import pytest
 
 from so_tui.ui.series import Axis, Ema, Line, Series
-from so_tui.ui.widgets.chart import axis_row, gutter_text, x_text
+from so_tui.ui.widgets.drawing import axis_row, gutter_text, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
 
 
@@ -147,7 +147,7 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     from rich.style import Style
 
     styles = {role: Style() for role in ("axis", "label", "mark")}
-    from so_tui.ui.widgets.chart import Mark
+    from so_tui.ui.widgets.drawing import Mark
 
     axis = Axis("step", 0.0, 1000.0)
     plain = "".join(segment.text for segment in axis_row(axis, 60, [], styles))

@@ -25,7 +25,8 @@ from so_tui.ui.series import Axis
 from so_tui.ui.text import plural, rate, significant
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets import stats
-from so_tui.ui.widgets.chart import GUTTER, Chart, Mark
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.drawing import GUTTER, Mark
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.nodes import NodePanel, NodePicture
 from so_tui.ui.widgets.rule import Rule

@@ -14,7 +14,7 @@ from textual.widget import Widget
 from so_tui.ui.follow import NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import GIB, plural, shorten
-from so_tui.ui.widgets.chart import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows
+from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, changed_rows, gutter_text, joined, plot_key, plot_rows
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
 
@@ -93,8 +93,17 @@ class NodePanel(Widget, can_focus=True):
     def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None) -> None:
         """Take new data."""
         rows = len(self.pictures)
-        self.pictures, self.axis, self._drawn = pictures, axis, ()
-        self.refresh(layout=rows != len(pictures))
+        self.pictures, self.axis = pictures, axis
+        if rows != len(pictures) or self._drawn != self._look():
+            self._drawn = ()
+            self.refresh(layout=rows != len(pictures))
+            return
+        before, self._strips = self._strips, self._draw()
+        self.refresh(*changed_rows(before, self._strips, self.size.width))
+
+    def _look(self) -> tuple[object, ...]:
+        """What strips depend on besides the data."""
+        return self.size, self.has_focus, self.app.theme, self.glyphs, self.plot_height
 
     def set_plot_height(self, rows: int) -> None:
         """Rows of history per node, as the room allows."""
@@ -110,7 +119,7 @@ class NodePanel(Widget, can_focus=True):
         super().notify_style_update()
 
     def render_line(self, y: int) -> Strip:
-        key = (self.size, self.has_focus, self.app.theme, self.glyphs, self.plot_height)
+        key = self._look()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)

@@ -1,0 +1,171 @@
+"""What charts are drawn with: rows of a plot, the x axis, the gutter of y labels, and which rows came out different."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+from so_tui.ui.series import Axis, Line
+from so_tui.ui.text import mark_duration, thousands
+from so_tui.ui.widgets.plot import Canvas, Glyphs, Scale, round_values, spans, ticks, time_values
+
+GUTTER = 7
+"""Cells left of every plot, the same everywhere, so that plots above each other share their columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An event on the x axis: a checkpoint, a resume, a loss that was not a number."""
+
+    step: float
+    time: float
+    sign: str
+    role: str
+
+    def at(self, axis: Axis) -> float:
+        return self.step if axis.unit == "step" else self.time
+
+
+def value_at(line: Line, axis: Axis, x: float) -> float | None:
+    """The newest value of ``line`` at or before ``x`` of ``axis``; None before its first."""
+    positions = line.times
+    if axis.unit == "step":
+        if line.steps is not None:
+            positions = line.steps
+        else:
+            x = axis.time_of(x)
+    index = bisect_right(positions, x, 0, line.length) - 1
+    return line.series.value(index) if index >= 0 else None
+
+
+def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
+    """What a plot depends on: equal keys, equal plots. Values right of the stretch play no part, so a held axis keeps its plot."""
+    lengths = []
+    for line in lines:
+        positions, end = line.times, axis.high
+        if axis.unit == "step":
+            positions, end = (line.steps, axis.high) if line.steps is not None else (line.times, axis.time_of(axis.high))
+        beyond = line.length > 0 and positions[line.length - 1] > end
+        lengths.append((id(line.series), line.role, -1 if beyond else line.length))
+    return axis.unit, axis.low, axis.high, tuple(lengths)
+
+
+def x_text(axis: Axis, x: float) -> str:
+    """A place on the axis in words: ``1 240`` steps or ``12 m 04 s``."""
+    if axis.unit == "step":
+        return thousands(round(x))
+    return mark_duration(max(0.0, x - axis.origin))
+
+
+def plot_rows(
+    lines: Sequence[Line],
+    axis: Axis,
+    scale: Scale | None,
+    size: tuple[int, int],
+    glyphs: Glyphs,
+    styles: Mapping[str, Style],
+    *,
+    fit: Callable[[list[list[tuple[float, float] | None]]], Scale] | None = None,
+) -> tuple[list[list[Segment]], Scale]:
+    """The plot area as segments by row, and the scale that was used: ``scale``, or what ``fit`` makes of the visible spans."""
+    width, height = size
+    canvas = Canvas(width, height, glyphs)
+    measured = [spans(line, axis, canvas.columns) for line in lines]
+    if scale is None:
+        assert fit is not None
+        scale = fit([found for found, _ in measured])
+    for layer, (found, gaps) in enumerate(measured):
+        canvas.draw(found, gaps, scale, layer, connect=lines[layer].role != "band")
+    empty = styles["empty"]
+    rows = [[Segment(text, empty if layer < 0 else styles[lines[layer].role]) for text, layer in canvas.row(row)] for row in range(height)]
+    return rows, scale
+
+
+def axis_row(axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]) -> list[Segment]:
+    """The x axis: a thin rule with round values written into it and marks on it."""
+    cells: list[tuple[str, str]] = [("─", "axis")] * width
+    span = axis.high - axis.low
+
+    def column(x: float) -> int:
+        return min(width - 1, max(0, int((x - axis.low) / span * width))) if span > 0 else 0
+
+    most = max(2, width // 11)
+    if axis.unit == "step":
+        values = round_values(axis.low, axis.high, most, (1, 2, 5, 10))
+        values = [value for value in values if value == round(value)]
+    else:
+        values = [axis.origin + seconds for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)]
+    marked = {column(x): mark for mark in marks if axis.low <= (x := mark.at(axis)) <= axis.high}
+    free = 0
+    for value in values:
+        label = x_text(axis, value)
+        start = min(max(0, column(value) - len(label) // 2), width - len(label) - 1)
+        if start < free or any(start <= place < start + len(label) for place in marked):
+            continue
+        if start > 0:
+            label = f" {label} "
+            start -= 1
+        for offset, character in enumerate(label[: width - start]):
+            cells[start + offset] = (character, "label")
+        free = start + len(label) + 1
+    for place, mark in marked.items():
+        cells[place] = (mark.sign, mark.role)
+    return joined(cells, styles)
+
+
+def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> list[Segment]:
+    """Cells of one role in a row become one segment."""
+    segments: list[Segment] = []
+    text, current = "", ""
+    for character, role in cells:
+        if role != current and text:
+            segments.append(Segment(text, styles[current]))
+            text = ""
+        current = role
+        text += character
+    if text:
+        segments.append(Segment(text, styles[current]))
+    return segments
+
+
+def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str]) -> list[str]:
+    """The y labels of a plot, one text of GUTTER cells per row, at most every third row named."""
+    texts = [" " * GUTTER] * height
+    for value in ticks(scale, max(2, height // 3 + 1)):
+        place = scale.height(value, height)
+        if place is not None:
+            texts[height - 1 - place] = f"{format_value(value):>{GUTTER - 1}} "[-GUTTER:]
+    return texts
+
+
+def changed_rows(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
+    """The rows that differ; all of them where their number does. At least one: a refresh without a region repaints everything."""
+    if len(before) != len(after):
+        return [Region(0, 0, width, max(len(before), len(after)))]
+    rows = [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    return rows or [Region(0, 0, width, 1)]
+
+
+class RoleStyles:
+    """A widget's component styles by role, looked up again only when theme or focus changed: looking them up costs as much as drawing."""
+
+    def __init__(self, prefix: str, roles: Sequence[str]) -> None:
+        self._prefix, self._roles = prefix, roles
+        self._key: tuple[object, ...] = ()
+        self._styles: dict[str, Style] = {}
+
+    def get(self, widget: Widget) -> dict[str, Style]:
+        """The styles, and the widget's own as ``base``."""
+        key = (widget.app.theme, widget.has_focus, widget.is_maximized)
+        if key != self._key:
+            self._key = key
+            self._styles = {role: widget.get_component_rich_style(f"{self._prefix}--{role}") for role in self._roles}
+            self._styles["base"] = widget.rich_style
+        return self._styles
