@@ -228,7 +228,8 @@ class SoTuiApp(App[None]):
             else:
                 from so_tui.launch import preflight, start
 
-                preflight(spec, machine)
+                for warning in preflight(spec, machine, force=force, runs_dir=self.runs_dir):
+                    self.call_from_thread(self.notify, warning, severity="warning", markup=False)
                 run = start(spec, machine, runs_dir=self.runs_dir, force=force)
         except SoTuiError as error:
             retry = spec if isinstance(error, Refused) and error.forceable else None

@@ -54,8 +54,8 @@ def advanced_paths() -> tuple[str, ...]:
 
 
 def hint(info: FieldInfo) -> str:
-    """What to type: the range with its unit; nothing where the control itself shows it."""
-    return info.range_text.removeprefix("from ").replace("_", " ") or info.unit
+    """What to type, short enough to stand beside the field: the range, else the unit; the tooltip says it in full."""
+    return info.range_text.removesuffix(info.unit).removeprefix("from ").replace("_", " ").replace(" and ", ", ").strip() or info.unit
 
 
 def text_of(value: Any) -> str:

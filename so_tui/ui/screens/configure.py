@@ -18,7 +18,7 @@ from so_tui.spec import InputError, Refused, RunSpec, field_index, save_preset, 
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import Page
-from so_tui.ui.text import plural
+from so_tui.ui.text import plural, thousands
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
 
@@ -247,13 +247,13 @@ class ConfigureScreen(Page):
         """What the plan makes of a field, where that says more than its range."""
         machine = self.so.machine
         if path == "gpus" and machine is not None:
-            return f"of {plural(len(machine.gpus), 'GPU')} here, or a list: 0,1" if machine.gpus else "ranks: this machine has no GPU"
+            return f"of {len(machine.gpus)}, or a list: 0,1" if machine.gpus else "ranks: no GPU here"
         if plan is None:
             return ""
         if path == "offload.mode" and plan.spec.offload.mode != self._edits.get(path, self._base_values.get(path)):
             return f"→ {plan.mode}"
         if path == "train.gradient_accumulation":
-            return f"= {plan_view.length_text(plan, 0)}"
+            return f"= {thousands(plan.tokens_per_step)} tokens"
         if path == LENGTH and plan.spec.train.steps:
             return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
         if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:

@@ -51,7 +51,8 @@ class PresetsScreen(Page):
     CSS_PATH = "presets.tcss"
     HELP_TEXT = (
         "Each row is a model, each column a number of GPUs. A cell says whether that fits on this machine, how much of the optimizer "
-        "has to live in CPU memory (the offload ratio), and the predicted speed. ★ marks the count we would take."
+        "has to live in CPU memory (the offload ratio; none: all of it stays on the GPU), and the predicted tokens per second. "
+        "★ marks the count we would take."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -172,19 +173,20 @@ class PresetsScreen(Page):
         return self.app.theme_variables[variable.removeprefix("$")]
 
     def _cell(self, plan: Plan | None, wide: bool) -> Text:
-        """``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``), or that it does not fit."""
+        """``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or that it does not fit."""
         if plan is None:
             return Text("-")
         text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
         text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
         if plan.verdict == "does not fit":
             return text.append("too big", self._colour("$faint"))
-        ratio = 0.0 if plan.mode == "gpu" else plan.ratio
+        offloads = plan.mode != "gpu"
         speed = rate(plan.useful_tokens_per_s_total) if plan.useful_tokens_per_s_total else ""
         if wide:
-            text.append(f"{'tight' if plan.verdict == 'tight' else 'ratio'} {ratio:.2f}", self._colour("$foreground"))
+            words = f"ratio {plan.ratio:.2f}" if offloads else "no offload"
+            text.append(f"{'tight ' + words[-4:] if plan.verdict == 'tight' and offloads else words:<10}", self._colour("$foreground"))
             return text.append(f" {speed + '/s' if speed else '':>7}", self._colour("$faint"))
-        text.append(f"{ratio:.2f}", self._colour("$foreground"))
+        text.append(f"{plan.ratio:.2f}" if offloads else "none", self._colour("$foreground"))
         return text.append(f" {speed:>5}", self._colour("$faint"))
 
     def _chosen(self) -> tuple[PlanRow, Plan] | None:
@@ -215,6 +217,8 @@ class PresetsScreen(Page):
         if plan.gpu_bytes:
             lines.insert(1, Content(" " * plan_view.LABEL) + plan_view.breakdown_line(plan, "gpu", width - plan_view.LABEL))
         lines += plan_view.step_lines(plan, width) + plan_view.reason_lines(plan, width)
+        for index, line in enumerate(plan_view.binding_lines(plan)):
+            lines.append(Content.styled(f"{'binding' if index == 0 else '':<{plan_view.LABEL}}", "$faint") + line)
         self.query_one("#detail", Static).update(Content("\n").join(lines))
 
     @on(DataTable.CellSelected)

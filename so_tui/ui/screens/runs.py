@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,9 +16,8 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
-from so_tui.runs import RunDirectory, state_with_truth
-from so_tui.runs.records import FINAL_STATES
-from so_tui.spec import InputError
+from so_tui.runs import RunDirectory, delete_run
+from so_tui.spec import SoTuiError
 from so_tui.ui.form import values_of
 from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
@@ -315,13 +313,9 @@ class RunsScreen(RunActions, Page):
     @work(thread=True, group="delete", name="delete a run", exit_on_error=False)
     def _delete(self, run: RunDirectory) -> None:
         try:
-            if state_with_truth(run).state not in FINAL_STATES:
-                self.app.post_message(Failed(f"{run.name} was not deleted", ("It is live. Stop it first with s.",)))
-                return
-        except InputError:
-            pass  # its state cannot be read any more: what is left of it may go
-        try:
-            shutil.rmtree(run.path)
+            delete_run(run)
+        except SoTuiError as error:
+            self.app.post_message(Failed(f"{run.name} was not deleted", tuple(str(error).splitlines())))
         except OSError as error:
             self.app.post_message(Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))
         self.app.call_from_thread(self.so.list_runs)
