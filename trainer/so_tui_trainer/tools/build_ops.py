@@ -1,6 +1,7 @@
-"""Compile DeepSpeed's CPU Adam kernel ahead of the first run: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s}`` out.
+"""Compile what a first run would compile: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s}`` out.
 
-Otherwise the first run compiles it while all its ranks wait, for one to three minutes in which nothing seems to happen.
+That is DeepSpeed's CPU Adam, this program's own, and on a machine without GPUs DeepSpeed's collectives in shared memory. Otherwise the first
+run does it while all its ranks wait, for one to three minutes in which nothing seems to happen.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import time
 
 
 def build() -> dict[str, object]:
-    """Load the kernel, which compiles it when it is not cached. Raises whatever the compiler's failure raises."""
+    """Load the kernels, which compiles those that are not cached. Raises whatever the compiler's failure raises."""
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from so_tui_trainer.offload import kernel
 
     began = time.monotonic()
+    kernel.library()
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+        ShareMemCommBuilder().load(verbose=False)
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
     CPUAdamBuilder().load(verbose=False)
     seconds = time.monotonic() - began
     # Loading a cached build takes a second or two; compiling takes most of a minute on any machine.
