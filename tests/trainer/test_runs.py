@@ -108,6 +108,16 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDir
     assert logits.std() > 0.5  # it learned something: random weights give 0.28
 
 
+def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(finished: RunDirectory, tmp_path: Path) -> None:
+    export = str(finished.path / "export")
+    spec = tiny(model__id=export, model__weights="pretrained", train__steps="2", train__learning_rate="1e-5", checkpoint__at_end="false")
+    run, code = train(spec, tmp_path, port=29708)
+    assert code == 0, log(run)
+    learned = steps_of(records(finished))
+    assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
+    assert steps_of(records(run))[0].loss < learned[0].loss - 1
+
+
 def test_the_export_tool_answers_in_json(finished: RunDirectory, tmp_path: Path) -> None:
     request = json.dumps({"run": str(finished.path), "to": str(tmp_path / "model")})
     command = [sys.executable, "-m", "so_tui_trainer.tools.export"]

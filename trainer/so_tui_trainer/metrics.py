@@ -87,7 +87,7 @@ class Metrics:
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self._memory_bytes, self._memory_at = 0, -math.inf
         self._measured: list[Step] = []
-        self._exposed_in_forward_s: dict[int, float] = {}
+        self._gauges: dict[int, Gauges] = {}
 
     def watch(self, step: Step) -> None:
         """Remember on the device the first step whose loss was not finite; keep a benchmark's steps."""
@@ -104,7 +104,7 @@ class Metrics:
         """The record of a step, written by rank 0. Waits for the GPU. Raises NonFiniteError on all ranks alike."""
         times = _optimizer_apart(step.laps.read(), gauges.exposed_in_forward_s)
         if self._spec.benchmark.measured_steps:
-            self._exposed_in_forward_s[step.number] = gauges.exposed_in_forward_s
+            self._gauges[step.number] = gauges
         alone = times.data + times.optimizer + times.other
         peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
         table = self._ranks.table(
@@ -129,21 +129,26 @@ class Metrics:
     def summary(self) -> dict[str, float]:
         """Medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
 
-        How long a forward pass waited for the optimizer is known of logged steps only: forward and exposed optimizer time are medians over
-        these where there are any.
+        What the engine measures is known of logged steps only: Adam's time, and how long a forward pass waited for the optimizer. Where
+        there are any, the medians of these parts are over them.
         """
         if not self._measured:
             return {}
-        logged = [step for step in self._measured if step.number in self._exposed_in_forward_s] or self._measured
-        every, split = self._measured_rates(self._measured), self._measured_rates(logged)
+        logged = [step for step in self._measured if step.number in self._gauges]
+        every, split = self._measured_rates(self._measured), self._measured_rates(logged or self._measured)
         medians = {name: statistics.median(rates[name] for rates in every) for name in every[0]}
         for name in ("forward_s", "exposed_optimizer_s"):
             medians[name] = statistics.median(rates[name] for rates in split)
+        if logged:
+            medians["adam_busy_s"] = statistics.median(self._gauges[step.number].adam_busy_s for step in logged)
         return medians | {"measured_steps": float(len(every))}
 
     def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
-        exposed = self._exposed_in_forward_s
-        return [self._rates(step.work, _optimizer_apart(step.laps.read(), exposed.get(step.number, 0.0))) for step in steps]
+        nothing = Gauges(None, 0.0, 0.0)
+        return [
+            self._rates(step.work, _optimizer_apart(step.laps.read(), self._gauges.get(step.number, nothing).exposed_in_forward_s))
+            for step in steps
+        ]
 
     def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, everyone: Everyone) -> StepRecord:
         rates = self._rates(step.work, times)

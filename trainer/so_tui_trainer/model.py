@@ -172,6 +172,7 @@ def _pretrained(model: ModelSpec, config: PretrainedConfig, implementation: str)
     factory: Any = AutoModelForCausalLM
     causal, info = factory.from_pretrained(
         resolve_source(model.id),
+        config=config,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         dtype=torch.bfloat16,

@@ -93,6 +93,7 @@ class Session:
 
     def finish(self, outcome: Outcome) -> None:
         """Close everything, then say how it ended: the record is the last thing that is written."""
+        self._phase("saving", "giving the memory back and ending the processes")
         self._close()
         reason = "" if outcome.state == "finished" else "stopped on request"
         self.recorder.write(
