@@ -244,8 +244,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         settings = self._settings
         numels = [weights.numel() for weights in self.fp16_partitioned_groups_flat]
         on_gpu = gpu_sub_groups(numels, settings.ratio)
+        place = {parameter.ds_id: place for place, parameter in enumerate(self.module.parameters())}
         self.core = SuperOffload(
-            [self._sub_group(index, index < on_gpu) for index in range(len(numels))],
+            [self._sub_group(index, index < on_gpu, place) for index in range(len(numels))],
             self.optimizer,
             accumulation=settings.accumulation,
             clipping=settings.clipping,
@@ -268,7 +269,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._gate_gathering()
         comm.barrier()
 
-    def _sub_group(self, index: int, on_gpu: bool) -> SubGroup:
+    def _sub_group(self, index: int, on_gpu: bool, place: Mapping[int, int]) -> SubGroup:
         parameters = self.fp16_groups[index]
         weights = self.fp16_partitioned_groups_flat[index]
         rank = comm.get_rank(group=self.dp_process_group)
@@ -284,6 +285,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             names=tuple(self.param_names[parameter] for parameter in parameters),
             offsets=tuple(offsets[:-1]),
             on_gpu=on_gpu,
+            first_use=min(place[parameter.ds_id] for parameter in parameters),
         )
 
     def _gate_gathering(self) -> None:

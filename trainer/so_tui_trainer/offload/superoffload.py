@@ -50,6 +50,8 @@ class SubGroup:
     offsets: tuple[int, ...]
     """Where each parameter begins."""
     on_gpu: bool
+    first_use: int = 0
+    """When a forward pass first wants its weights: the place of its earliest parameter in the model's order."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class SuperOffload:
         self._interval, self._last_interval = _Interval(), _Interval()
         self._gpu = [index for index, group in enumerate(self.sub_groups) if group.on_gpu]
         self._cpu = [index for index, group in enumerate(self.sub_groups) if not group.on_gpu]
+        self._held_order = sorted(self._cpu, key=lambda index: self.sub_groups[index].first_use)
+        """In which order the worker gets what was held back: norms, say, are few, last in the list, and wanted by the very first layer."""
         self._slot = {index: slot for slot, index in enumerate(self._cpu)}
         """Sub-group -> its place in the arena."""
         self._masters = {index: self._gpu_master(index) for index in self._gpu}
@@ -276,7 +280,7 @@ class SuperOffload:
         self._norm = self._transfers.fetch(squares)
         self._interval.stepping.append((begin, self._transfers.mark()))
         if self._clipping:
-            for index in self._cpu:
+            for index in self._held_order:
                 self._send_step(index, factor, self._backward.copied[index])
         self._step_gpu(factor)
         self._finish()

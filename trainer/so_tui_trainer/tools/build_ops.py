@@ -1,6 +1,6 @@
 """Compile what a first run would compile: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s}`` out.
 
-That is DeepSpeed's CPU Adam, this program's own, and on a machine without GPUs DeepSpeed's collectives in shared memory. Otherwise the first
+That is DeepSpeed's CPU Adam, our own, and on a machine without GPUs DeepSpeed's collectives in shared memory. Otherwise the first
 run does it while all its ranks wait, for one to three minutes in which nothing seems to happen.
 """
 
