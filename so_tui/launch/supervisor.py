@@ -78,6 +78,7 @@ class Supervisor:
         self._closing = Closing()
         self._stop: StopRequest | None = None
         self._first_gone: Process | None = None
+        self._unprompted = False
         self._gone_unseen = False
         self._oom_kills_before = oom_kills()
         self._signal: signal.Signals | None = None
@@ -159,6 +160,7 @@ class Supervisor:
         if self._first_gone is None and lost:
             # The launcher's death takes its ranks along (parent-death signal) faster than we look: name the cause, not the victims.
             self._first_gone = min(lost, key=lambda process: ("launcher", "runner", "rank").index(process.role))
+            self._unprompted = self._closing.terminated_at is None
         if self._closing.broken_at is None and any(process.role != "rank" for process in lost):
             self._closing.broken_at = time.monotonic()
 
@@ -206,6 +208,7 @@ class Supervisor:
             runner_status=self._job.status(),
             first_gone=self._first_gone,
             first_gone_code=self._tree.exit_code(self._first_gone) if self._first_gone else None,
+            unprompted=self._unprompted,
             stop_overdue_s=self._stop.grace_s if self._stop and self._closing.stop_overdue(time.monotonic()) else None,
             gone_unseen=self._gone_unseen,
             oom_kills=oom_kills() - self._oom_kills_before,

@@ -39,6 +39,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The first of runner, launcher and ranks that ended."""
     first_gone_code: int | None = None
     """Its exit code (below 0: a signal's number), where that could be seen."""
+    unprompted: bool = False
+    """It ended before anything of the run was told to end."""
     stop_overdue_s: float | None = None
     """A stop was asked for and not carried out within so many seconds."""
     gone_unseen: bool = False
@@ -62,9 +64,10 @@ class End(Struct, frozen=True, kw_only=True):
 def conclude(evidence: Evidence) -> End:
     """The end of the attempt, with a reason and what to do next."""
     again = _again(evidence)
-    if (end := evidence.end) is not None:
+    bereaved = _bereaved(evidence)
+    if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
         return End(state=end.state, reason=end.reason, suggestion=end.suggestion or (again if end.state == "failed" else ""))
-    if evidence.failures:
+    if evidence.failures and not bereaved:
         first = evidence.failures[0]
         return End(state="failed", reason=f"rank {first.rank}: {first.reason}", suggestion=first.suggestion or again)
     if evidence.stop_overdue_s is not None:
@@ -87,6 +90,14 @@ def conclude(evidence: Evidence) -> End:
         )
         return End(state="lost", reason=reason, suggestion=again)
     return _by_exit(evidence, again)
+
+
+def _bereaved(evidence: Evidence) -> bool:
+    """Whether what the ranks report are only the consequences of one that a signal ended before it could say a word."""
+    gone, code = evidence.first_gone, evidence.first_gone_code
+    if not evidence.unprompted or gone is None or gone.role != "rank" or code is None or code >= 0:
+        return False
+    return all(failure.rank != gone.rank for failure in evidence.failures)
 
 
 def _again(evidence: Evidence) -> str:

@@ -77,6 +77,7 @@ def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, monkeypat
         ("launcher", None, "orphans deaf", "DeepSpeed's launcher"),
         ("rank", 1, "", "rank 1 was ended by SIGKILL"),
         ("rank", 0, "deaf", "rank 0 was ended by SIGKILL"),
+        ("rank", 0, "mourns", "rank 0 was ended by SIGKILL"),
     ],
 )
 def test_kill_9_of_any_process(runs: Runs, monkeypatch: pytest.MonkeyPatch, role: str, rank: int | None, manners: str, told: str) -> None:

@@ -55,6 +55,23 @@ def test_what_ranks_wrote_down_comes_first() -> None:
     assert reason(failures=(failure,), first_gone=RANK, first_gone_code=1) == "rank 3: the gradient of step 7 is not finite"
 
 
+def test_what_the_bereaved_report_does_not_hide_the_dead() -> None:
+    """Rank 2 is killed; rank 0 sees its connection close, and says so as its own failure and as the last word of the trainer."""
+    failure = Failure(rank=0, reason="another rank was lost", suggestion="look at the log")
+    record = EndRecord(attempt=1, time=0.0, state="failed", step=9, reason=failure.reason, suggestion=failure.suggestion)
+    dead = {"first_gone": RANK, "first_gone_code": -9, "unprompted": True}
+    assert reason(failures=(failure,), end=record, **dead) == "rank 2 was ended by SIGKILL"
+    assert "resume" in conclude(Evidence(name="r", failures=(failure,), **dead)).suggestion  # type: ignore[arg-type]
+    assert "want of memory" in reason(failures=(failure,), oom_kills=1, **dead)
+
+
+def test_a_rank_that_was_made_to_go_is_not_the_cause() -> None:
+    failure = Failure(rank=0, reason="the loss is not finite", suggestion="lower the learning rate")
+    assert reason(failures=(failure,), first_gone=RANK, first_gone_code=-15) == "rank 0: the loss is not finite"
+    crashed_at_exit = Failure(rank=2, reason="the GPU ran out of memory", suggestion="smaller")
+    assert "ran out" in reason(failures=(crashed_at_exit,), first_gone=RANK, first_gone_code=-11, unprompted=True)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

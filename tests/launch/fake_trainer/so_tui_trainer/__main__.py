@@ -48,6 +48,9 @@ def train(run: RunDirectory, attempt: int) -> int:
             writer.append(step_record(attempt, step))
         if "crash" in MANNERS and RANK == 1 and step == 3:
             raise RuntimeError("the loss is a teapot")
+        if "mourns" in MANNERS and RANK == 1 and step > 3 and not Path("/proc", (run.path / "rank0.pid").read_text(), "exe").exists():
+            (run.attempt_dir(attempt) / "failure.rank1.json").write_text('{"rank": 1, "reason": "another rank was lost"}')
+            raise ConnectionError("closed by peer")
         if (run.control_dir / "stop").exists() and "stubborn" not in MANNERS:
             return leave(writer, run, attempt, step, "stopped")
     return leave(writer, run, attempt, steps, "finished")
