@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ def tiny(**changes: str) -> RunSpec:
     return with_values(find_preset("tiny").spec, {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def start(run: RunDirectory, spec: RunSpec, port: int, extra: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(run: RunDirectory, spec: RunSpec, extra: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start the next attempt of a run; its output goes to the attempt's log."""
     machine = inspect_machine()
     launch = prepare(spec, machine)
@@ -30,15 +31,21 @@ def start(run: RunDirectory, spec: RunSpec, port: int, extra: Mapping[str, str] 
     run.ds_config_path(attempt).write_bytes(msgspec.json.encode(launch.ds_config))
     changes = environment.variables(launch.plan, machine, os.environ, run=str(run.path), attempt=attempt)
     env = environment.apply(changes, os.environ) | dict(extra or {})
-    argv = command.argv(launch.plan, run=str(run.path), attempt=attempt, port=port)
+    argv = command.argv(launch.plan, run=str(run.path), attempt=attempt, port=_free_port())
     with run.log_path(attempt, "here").open("wb") as log:
         return subprocess.Popen(argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
-def train(spec: RunSpec, folder: Path, port: int) -> tuple[RunDirectory, int]:
+def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:
     """A run to its end; the launcher's exit code."""
     run = create_run(spec, folder)
-    return run, start(run, spec, port).wait(timeout=400)
+    return run, start(run, spec).wait(timeout=400)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def records(run: RunDirectory) -> list[MetricRecord]:

@@ -43,7 +43,7 @@ def test_the_varlen_kernel_gives_what_masked_attention_gives(window: int | None)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gpu", "zerooffload", "superoffload"])
 def test_each_mode_trains_saves_and_exports(tmp_path: Path, mode: str) -> None:
-    run, code = train(tiny(offload__mode=mode, gpus="1", train__steps="20", checkpoint__export="true"), tmp_path, port=29721)
+    run, code = train(tiny(offload__mode=mode, gpus="1", train__steps="20", checkpoint__export="true"), tmp_path)
     assert code == 0, log(run)
     found = records(run)
     steps = [record for record in found if isinstance(record, StepRecord)]

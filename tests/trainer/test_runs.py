@@ -41,7 +41,7 @@ def end_of(found: list[MetricRecord]) -> EndRecord:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Two ranks, twelve steps, a checkpoint every five, an export at the end."""
     spec = tiny(train__steps="12", checkpoint__every_steps="5", checkpoint__export="true")
-    run, code = train(spec, tmp_path_factory.mktemp("finished"), port=29701)
+    run, code = train(spec, tmp_path_factory.mktemp("finished"))
     assert code == 0, log(run)
     return run
 
@@ -111,7 +111,7 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDir
 def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(finished: RunDirectory, tmp_path: Path) -> None:
     export = str(finished.path / "export")
     spec = tiny(model__id=export, model__weights="pretrained", train__steps="2", train__learning_rate="1e-5", checkpoint__at_end="false")
-    run, code = train(spec, tmp_path, port=29708)
+    run, code = train(spec, tmp_path)
     assert code == 0, log(run)
     learned = steps_of(records(finished))
     assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
@@ -131,7 +131,7 @@ def test_the_export_tool_answers_in_json(finished: RunDirectory, tmp_path: Path)
 def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished: RunDirectory, tmp_path: Path) -> None:
     spec = tiny(train__steps="12")
     run = create_run(spec, tmp_path)
-    process = start(run, spec, port=29702)
+    process = start(run, spec)
     while not any(isinstance(record, StepRecord) and record.step >= 3 for record in records(run)):
         assert process.poll() is None, log(run)
         time.sleep(0.05)
@@ -142,7 +142,7 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     assert 3 < end.step < 12
     assert Path(end.saved).is_dir()
     control.clear(run, "stop")
-    assert start(run, spec, port=29703).wait(timeout=300) == 0, log(run, 2)
+    assert start(run, spec).wait(timeout=300) == 0, log(run, 2)
     second = [record for record in records(run) if record.attempt == 2]
     assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
@@ -165,7 +165,7 @@ def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished: RunDirect
         benchmark__measured_steps="1",
         checkpoint__at_end="false",
     )
-    run, code = train(spec, tmp_path, port=29704)
+    run, code = train(spec, tmp_path)
     assert code == 0, log(run)
     first, second = steps_of(records(run))
     expected = steps_of(records(finished))[0]
@@ -182,7 +182,7 @@ def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "a", "answer": "b"}\n')
     spec = tiny(offload__mode="zerooffload", data__source=str(rows), data__format="auto")
-    run, code = train(spec, tmp_path / "runs", port=29705)
+    run, code = train(spec, tmp_path / "runs")
     assert code == 1
     end = end_of(records(run))
     assert end.state == "failed"
