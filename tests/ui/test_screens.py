@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from make_run import quad_machine, write_run
+from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
@@ -439,3 +440,27 @@ async def test_a_real_directory_is_created_by_the_default_start(runs_dir: Path) 
         pilot.app.list_runs()  # type: ignore[attr-defined]
         await until(pilot, lambda: len(pilot.app.runs) == 1)  # type: ignore[attr-defined]
         assert not pilot.app.screen.query_one("#first-visit").display
+
+
+async def test_a_burst_of_keys_is_taken_in_the_order_it_was_typed(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow))
+        await pilot.press("tab")
+        field = pilot.app.focused
+        assert isinstance(field, Input)
+        for key, character in [("backspace", "\x7f")] * 4 + [("3", "3"), ("4", "4"), ("left", ""), ("1", "1")]:
+            pilot.app.post_message(events.Key(key, character or None))
+        await until(pilot, lambda: len(field.value) == 3)
+        assert field.value == "314"
+
+
+async def test_a_filter_keeps_the_chosen_model_and_says_when_there_is_none(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("slash", *"30b", "enter")
+        assert "Qwen3 30B" in shown(pilot, "#detail-title")
+        await pilot.press("escape")
+        await until(pilot, lambda: "Qwen3 30B" in shown(pilot, "#detail-title"))
+        await pilot.press("slash", *"zzz")
+        await until(pilot, lambda: "no model" in shown(pilot, "#detail-title"))

@@ -258,7 +258,7 @@ class ConfigureScreen(Page):
             return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
         if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
             rank = plan.binding[0]
-            return f"{len(rank.adam_cpus)} of {len(rank.cpus)} cores a rank, {len(rank.main_cpus)} for the rest"
+            return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)} a rank"
         return ""
 
     def _show_title(self) -> None:

@@ -27,6 +27,7 @@ from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets import stats
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.drawing import GUTTER, Mark
+from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.nodes import NodePanel, NodePicture
 from so_tui.ui.widgets.rule import Rule
@@ -102,7 +103,7 @@ class DashboardScreen(RunActions, Page):
             yield NodePanel(glyphs=glyphs, id="nodes")
             yield Static(id="gpus")
             yield Rule("log", id="log-rule")
-            yield Input(placeholder="search the log: enter and n go back through the matches, esc ends", compact=True, id="search")
+            yield Entry(placeholder="search the log: enter and n go back through the matches, esc ends", compact=True, id="search")
             yield LogView(id="log")
 
     def on_mount(self) -> None:

@@ -12,6 +12,8 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
+from so_tui.ui.widgets.entry import Entry
+
 
 class Question(ModalScreen[bool]):
     """Asks once, yes or no. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
@@ -61,7 +63,7 @@ class AskName(ModalScreen[str | None]):
         with Vertical(classes="dialog"):
             yield Static(Content(self._title), classes="dialog-title")
             yield Static(Content(self._hint), classes="faint")
-            yield Input(self._value, compact=True)
+            yield Entry(self._value, compact=True)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Save", id="yes", compact=True)
                 yield Button("Cancel", id="no", compact=True)

@@ -20,6 +20,7 @@ from so_tui.ui.page import Page
 from so_tui.ui.summary import rank_counts
 from so_tui.ui.text import count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
+from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.plan_view import SIGNS, STYLES
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class PresetsScreen(Page):
     def body(self) -> Iterable[Widget]:
         yield Static(id="first-visit")
         yield Static(id="problems")
-        yield Input(placeholder="show models whose name contains …", id="filter", compact=True)
+        yield Entry(placeholder="show models whose name contains …", id="filter", compact=True)
         yield PresetTable(id="table", cursor_type="cell")
         yield Static(id="detail-title", classes="section")
         with VerticalScroll(id="detail-pane"):
@@ -148,6 +149,7 @@ class PresetsScreen(Page):
             return
         table = self._table
         at = table.cursor_coordinate
+        preset = self._preset_at(at.row)
         table.clear(columns=True)
         noun = "GPU" if self.so.machine and self.so.machine.gpus else "rank"
         wide, spacious = self.size.width >= 112, self.size.width >= 132
@@ -164,7 +166,12 @@ class PresetsScreen(Page):
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
             table.add_row(*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts), key=row.preset)
-        table.move_cursor(row=at.row, column=at.column)
+        table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=at.column)
+
+    def _preset_at(self, row: int) -> str:
+        """The preset in a row of the table as it is shown now; empty where there is none."""
+        table = self._table
+        return table.ordered_rows[row].key.value or "" if 0 <= row < table.row_count else ""
 
     def on_resize(self) -> None:
         self._fill()
@@ -206,7 +213,9 @@ class PresetsScreen(Page):
     def _show_detail(self) -> None:
         chosen = self._chosen()
         if chosen is None:
-            self.query_one("#detail", Static).update("")
+            if self.rows:
+                self.query_one("#detail-title", Static).update("no model with this text: esc shows them all")
+                self.query_one("#detail", Static).update("")
             return
         row, plan = chosen
         noun = "GPU" if plan.gpu_capacity_bytes else "rank"

@@ -27,6 +27,7 @@ from so_tui.ui.series import Axis
 from so_tui.ui.sketch import Sketch, Sketcher
 from so_tui.ui.text import age, plural, rate, shorten, shorten_path, thousands
 from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.rule import Rule
 from so_tui.ui.widgets.stats import SIGNS, state_content
 
@@ -85,7 +86,7 @@ class RunsScreen(RunActions, Page):
 
     def body(self) -> Iterable[Widget]:
         yield Static(Content.from_markup(EMPTY), id="empty")
-        yield Input(placeholder="show runs whose name, model or state contains …", id="filter", compact=True)
+        yield Entry(placeholder="show runs whose name, model or state contains …", id="filter", compact=True)
         yield RunTable(id="table", cursor_type="row")
         yield Rule(id="preview-rule")
         with Horizontal(id="preview"):

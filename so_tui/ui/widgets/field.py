@@ -11,6 +11,7 @@ from textual.widgets import Checkbox, Input, Label, Select
 
 from so_tui.spec import FieldInfo
 from so_tui.ui.form import LENGTH, LENGTH_KEYS, hint, label
+from so_tui.ui.widgets.entry import Entry
 
 
 class FieldRow(Horizontal):
@@ -19,17 +20,17 @@ class FieldRow(Horizontal):
     DEFAULT_CSS = """
     FieldRow {
         height: auto; min-height: 1; width: 100%;
-        .field-name { width: 18; color: $foreground; }
-        .field-control { width: 21; }
+        .field-name { width: 20; color: $foreground; }
+        .field-control { width: 20; }
         .field-note { width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
         Input.field-control { background: $surface; }
         Input.field-control:focus { background: $block-cursor-blurred-background; }
-        Checkbox { background: transparent; padding: 0; border: none; width: 21; height: 1; }
+        Checkbox { background: transparent; padding: 0; border: none; width: 20; height: 1; }
         Select { height: auto; background: transparent; }
         Select > SelectCurrent { background: $surface; }
         Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
         .field-number { width: 9; margin-right: 1; }
-        .field-unit { width: 11; }
+        .field-unit { width: 10; }
         &.-changed .field-name { color: $accent; text-style: bold; }
         &.-wrong .field-name { color: $error; text-style: bold; }
         &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
@@ -52,7 +53,7 @@ class FieldRow(Horizontal):
         info = self.info
         if info is None:
             unit, _, number = self._value.partition(" ")
-            yield Input(number, compact=True, classes="field-control field-number")
+            yield Entry(number, compact=True, classes="field-control field-number")
             options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
             yield Select(options, value=f"train.{unit}", allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
@@ -62,7 +63,7 @@ class FieldRow(Horizontal):
                 [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
             )
         else:
-            yield Input(self._value, compact=True, classes="field-control", select_on_focus=False)
+            yield Entry(self._value, compact=True, classes="field-control", select_on_focus=False)
         yield Label(self._note(), classes="field-note")
 
     def _note(self) -> str:
