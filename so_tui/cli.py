@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     resume = add("resume", "run:resume", "go on from a run's last checkpoint", runs_folder)
     resume.add_argument("run", nargs="?", default="latest", metavar="RUN")
     resume.add_argument("--plain", action="store_true", help="print progress lines instead of opening the dashboard")
+    resume.add_argument("--force", action="store_true", help="start although the plan says it does not fit")
     resume.add_argument("--detach", action="store_true", help="start, print the run's name and return")
     logs = add("logs", "runs:logs", "print what a run's processes wrote", runs_folder)
     logs.add_argument("run", nargs="?", default="latest", metavar="RUN")
@@ -102,6 +104,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal or a pipe without Unicode gets a question mark instead of a traceback
     arguments = build_parser().parse_args(argv)
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 

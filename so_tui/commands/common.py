@@ -54,6 +54,7 @@ def print_rich(*renderables: Any) -> None:
     """Print for people, with colour where the terminal has it (NO_COLOR is respected)."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # What is printed often comes from elsewhere (an exception, a path): its brackets are no markup, its colons no emoji.
+    console = Console(highlight=False, markup=False, emoji=False)
     for renderable in renderables:
         console.print(renderable)

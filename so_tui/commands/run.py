@@ -45,7 +45,7 @@ def resume(arguments: argparse.Namespace) -> int:
     from so_tui.machine import inspect_machine
 
     target = find_run(arguments.run, arguments.runs_dir)
-    resume_run(target, inspect_machine())
+    resume_run(target, inspect_machine(), force=arguments.force)
     return _show(target, arguments, owner=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from datetime import datetime
+from pathlib import Path
 
 from so_tui.commands.common import print_json, print_rich
 from so_tui.runs import find_run, list_runs, state_with_truth
@@ -58,7 +59,7 @@ def _summary(state: RunState) -> dict[str, object]:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Ask a run to stop, wait for its checkpoint, and say what was saved."""
+    """Ask a run to stop, wait for its checkpoint, and say what was saved; 1 when it did not come to that."""
     from so_tui.launch import stop as stop_run
 
     run = find_run(arguments.run, arguments.runs_dir)
@@ -70,7 +71,7 @@ def stop(arguments: argparse.Namespace) -> int:
     state = stop_run(run, grace_s=arguments.grace)
     saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
     print(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}")
-    return 0
+    return 0 if state.state in ("stopped", "finished") else 1
 
 
 def logs(arguments: argparse.Namespace) -> int:
@@ -95,10 +96,11 @@ def logs(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
-    from so_tui.launch.helpers import stream_tool
+    from so_tui.launch import stream_tool, writable
 
     run = find_run(arguments.run, arguments.runs_dir)
     target = arguments.to or str(run.path / "export")
+    writable(Path(target), "--to")
     for event in stream_tool("export", {"run": str(run.path), "to": target}):
         if message := event.get("message"):
             print(message, flush=True)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from so_tui.launch.checks import preflight
+    from so_tui.launch.checks import preflight, writable
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
     from so_tui.launch.preparation import Launch, launch_json, prepare
@@ -25,12 +25,13 @@ __all__ = [
     "stop",
     "stream_tool",
     "supervise",
+    "writable",
 ]
 
 _MODULES = {
     "helpers": ("ToolError", "call_tool", "stream_tool"),
     "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
-    "checks": ("preflight",),
+    "checks": ("preflight", "writable"),
     "preparation": ("Launch", "launch_json", "prepare"),
     "supervisor": ("supervise",),
 }

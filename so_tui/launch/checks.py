@@ -48,6 +48,17 @@ def quick_checks(
     return _foreign_users(plan, machine)
 
 
+def writable(wanted: Path, field: str) -> Path:
+    """The folder or its nearest parent that exists. Raises InputError, naming the field, when nothing can be written there."""
+    path = wanted.expanduser().absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.exists())
+    # A file system without any space (/proc, /sys) is none to write to, whatever the permissions say.
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
+        problem = Problem(field=field, value=str(wanted), message=f"{folder} cannot be written", remedy="Choose another folder")
+        raise InputError([problem])
+    return folder
+
+
 def _refuse_missing_software(machine: Machine) -> None:
     software = machine.software
     reasons = [
@@ -106,12 +117,7 @@ def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     """Raises Refused when the checkpoints or the shared memory of the plan have no room now."""
     reasons = []
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
-    wanted = Path(plan.spec.checkpoint.folder or runs_dir)
-    folder = _existing(wanted)
-    # A file system without any space (/proc, /sys) is none to write to, whatever the permissions say.
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
-        problem = Problem(field=field, value=str(wanted), message=f"{folder} cannot be written", remedy="Choose another folder")
-        raise InputError([problem])
+    folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
     # The newest checkpoint is written before the oldest that is kept goes; a resumed run has its old ones already.
     copies = (1 if resuming else plan.spec.checkpoint.keep + 1) if plan.spec.checkpoint.every_steps else int(plan.spec.checkpoint.at_end)
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
@@ -134,12 +140,6 @@ def _foreign_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
     chosen = {rank.gpu for rank in plan.binding}
     users = locks.foreign_processes(gpu for gpu in machine.gpus if gpu.index in chosen)
     return tuple(f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}" for index, pids in users.items())
-
-
-def _existing(path: Path) -> Path:
-    """The path or its nearest parent that exists."""
-    path = path.expanduser().absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _size(count: int) -> str:

@@ -87,6 +87,7 @@ def _missing(machine: Machine, gpus: Gpus) -> str:
     there = len(machine.gpus)
     has = f"{machine.hostname} has {there} GPU" + ("s" if there > 1 else "")
     if isinstance(gpus, int):
-        return "" if gpus <= there else f"{gpus} GPUs asked for, {has}"
-    absent = [index for index in gpus if index not in {gpu.index for gpu in machine.gpus}]
-    return f"there is no GPU {absent[0]}: {has}" if absent else ""
+        return "" if gpus <= there else f"gpus = {gpus}: {has}. Ask for {there} or fewer"
+    indices = [gpu.index for gpu in machine.gpus]
+    absent = [index for index in gpus if index not in indices]
+    return f"gpus = {list(gpus)}: there is no GPU {absent[0]}, {has}. Choose from {indices}" if absent else ""

@@ -1,0 +1,84 @@
+"""The command line as a user meets it: what is printed, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.cli import main
+from so_tui.machine import inspect_machine, machine_json
+from so_tui.machine.types import Gpu
+from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs.records import RunState
+from so_tui.spec import find_preset
+
+
+@pytest.fixture
+def ended_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run that failed for a reason in which rich would see markup, and so-tui must not."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = create_run(find_preset("tiny").spec, tmp_path / "runs")
+    state = read_state(run)
+    reason = "[/lib/gloo/pair.cc:553] closed [bold] by :x: peer"
+    write_state(run, RunState(name=run.name, state="failed", reason=reason, started=state.started, attempt=1, exit_code=1))
+    return run
+
+
+def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "so_tui", *argv], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_texts_of_others_are_printed_as_they_are(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--runs-dir", str(ended_run.path.parent)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in ("[/lib/gloo/pair.cc:553]", "[bold]", ":x:"):
+        assert word in printed
+
+
+def test_a_problem_of_a_preset_names_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text('extends = "tiny"\nname = "mine"\n[offload]\nratoi = 1\n')
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["presets"]) == 2
+    assert "Keys of [offload]" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("argv", [("doctor",), ("plan", "tiny"), ("inspect",), ("run", "tiny", "--dry-run")])
+def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback(argv: tuple[str, ...]) -> None:
+    done = command(*argv, PYTHONIOENCODING="ascii")
+    assert (done.returncode in (0, 3), done.stderr) == (True, "")
+    assert done.stdout
+
+
+def test_export_says_that_a_folder_cannot_be_written(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(ended_run.path), "--to", "/proc/nowhere"]) == 2
+    assert "--to = /proc/nowhere: /proc cannot be written" in capsys.readouterr().err
+
+
+def test_the_wait_for_a_stop_tells_whether_the_run_stopped(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", str(ended_run.path)]) == 0
+    assert "has already ended: failed" in capsys.readouterr().out
+
+
+def test_resume_can_be_forced_as_run_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(tmp_path), "--force"]) == 2
+    assert "no run lies there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "told"), [("5", "gpus = 5"), ("0,7", "gpus = [0, 7]")])
+def test_more_gpus_than_there_are(gpus: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus_of_four = [
+        Gpu(index=index, name="NVIDIA H200", pci_bus_id=f"0000:0{index}:00.0", memory_total_bytes=140 << 30) for index in range(4)
+    ]
+    file = tmp_path / "machine.json"
+    file.write_bytes(machine_json(msgspec.structs.replace(inspect_machine(), gpus=tuple(gpus_of_four))))
+    assert main(["run", "tiny", "--gpus", gpus, "--machine", str(file), "--dry-run"]) == 3
+    assert told in capsys.readouterr().err
