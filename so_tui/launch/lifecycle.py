@@ -57,12 +57,17 @@ def start(
 def resume(run: RunDirectory, machine: Machine, *, force: bool = False, place: Place | None = None) -> int:
     """Start another attempt, which goes on from the last checkpoint. Returns its number.
 
-    Raises InputError when the run still lives, else as ``start``.
+    Raises InputError when the run still lives or has nothing left to train, else as ``start``.
     """
     before = state_with_truth(run)
     if before.state not in FINAL_STATES:
         remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first"
         raise InputError([Problem(field="run", value=run.name, message=f"still runs ({before.state})", remedy=remedy)])
+    if before.state == "finished":
+        remedy = f"Start a new run with more steps, or use what it trained: `so-tui export {run.name}`"
+        raise InputError(
+            [Problem(field="run", value=run.name, message=f"has finished all of its {before.total_steps} steps", remedy=remedy)]
+        )
     machine = visible_machine(machine, os.environ)
     _refuse_other_host(machine)
     launch = prepare(read_spec(run), machine, force=force or before.forced)

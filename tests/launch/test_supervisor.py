@@ -63,10 +63,14 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"hf_do_not_write_me" not in written
 
 
-def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRAINER", "steps=5 bad-exit lingers")
-    last = wait_for(runs.start(), ended)
+    run = runs.start()
+    last = wait_for(run, ended)
     assert (last.state, last.exit_code) == ("finished", 0)
+    with pytest.raises(InputError, match="has finished all of its 5 steps"):
+        resume(run, machine)
+    assert run.attempts() == (1,)
 
 
 @pytest.mark.parametrize(
