@@ -7,6 +7,7 @@ import time
 from datetime import datetime
 
 from so_tui.runs import RunDirectory, RunReader, control, state_with_truth
+from so_tui.runs.liveness import EXIT_CODES
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -21,11 +22,11 @@ from so_tui.runs.records import (
     StepRecord,
     WarningRecord,
 )
+from so_tui.spec import SoTuiError
 
 POLL_S = 0.5
 # Steps come several a second on small models; a terminal or a log file wants no more than this.
 STEP_LINE_S = 2.0
-EXIT_CODES = {"finished": 0, "stopped": 4, "failed": 1, "lost": 1}
 
 
 def exit_code_of(run: RunDirectory) -> int | None:
@@ -36,7 +37,8 @@ def exit_code_of(run: RunDirectory) -> int | None:
 def follow(run: RunDirectory, *, owner: bool) -> int:
     """Print progress until the run ends and return its exit code.
 
-    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise.
+    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise. Raises SoTuiError when
+    the run's folder is deleted meanwhile.
     """
     from so_tui.launch import ensure_supervised
 
@@ -55,6 +57,8 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             # Whoever looks keeps a run supervised: its supervisor may have been killed.
             if time.monotonic() - checked > 5:
                 checked = time.monotonic()
+                if not run.spec_path.exists():
+                    raise SoTuiError(f"the folder of {run.name} has been deleted; what of it still runs is ended")
                 ensure_supervised(run)
             time.sleep(POLL_S)
         except KeyboardInterrupt:

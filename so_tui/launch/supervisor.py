@@ -41,6 +41,8 @@ _LOG_TRIM_S = 5.0
 _LOG_LINES = 400
 _SWEEP_S = 5.0
 """How long the last processes are hunted after the end; what survives KILL for so long sits in the kernel."""
+_DELETED_S = 10.0
+"""How long the run's folder may be missing before it counts as deleted: a network file system may lose sight of it for a moment."""
 _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it takes down the others."""
 
@@ -83,6 +85,7 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
         self._signal: signal.Signals | None = None
         self._trim_due = 0.0
+        self._there_at = time.monotonic()
         self._trouble: dict[str, int | None] = {}
 
     def watch(self) -> int:
@@ -131,6 +134,7 @@ class Supervisor:
         self._notice_losses(before)
         with self._despite_trouble_with("control"):
             self._notice_stop()
+        self._notice_deletion()
         self._act()
         with self._despite_trouble_with("log"):
             self._trim()
@@ -172,6 +176,19 @@ class Supervisor:
         if asked is not None and asked != self._stop:
             self._stop = asked
             self._closing.overdue_at = time.monotonic() + asked.grace_s
+
+    def _notice_deletion(self) -> None:
+        """Without its folder a run can neither be seen nor stopped, and what it saves would make a folder anew that is no run."""
+        try:
+            there = self._run.spec_path.exists()
+        except OSError:
+            there = True  # out of reach is not deleted
+        now = time.monotonic()
+        if there:
+            self._there_at = now
+        elif self._closing.broken_at is None and now - self._there_at > _DELETED_S:
+            print(f"{self._run.path} has been deleted: ending its processes", file=sys.stderr)
+            self._closing.broken_at = now
 
     def _act(self) -> None:
         step = self._closing.step(time.monotonic())

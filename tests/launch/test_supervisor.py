@@ -164,6 +164,24 @@ def test_a_takeover_tells_a_later_death(runs: Runs, monkeypatch: pytest.MonkeyPa
     assert nothing_is_left(run, before)
 
 
+def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
+    run, before = runs.training()
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "so_tui", "watch", str(run.path), "--plain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert watching.stdout is not None
+    assert run.name in watching.stdout.readline()
+    run.path.rename(run.path.with_name("elsewhere"))
+    _, complaint = watching.communicate(timeout=WITHIN_S)
+    assert (watching.returncode, "has been deleted" in complaint) == (1, True)
+    assert before.supervisor is not None
+    deadline = time.monotonic() + WITHIN_S
+    while any(alive(process) for process in (before.supervisor, *before.processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert not run.path.exists()
+
+
 def test_everything_killed_at_once_is_lost(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
