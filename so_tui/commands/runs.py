@@ -37,7 +37,7 @@ def runs(arguments: argparse.Namespace) -> int:
         ("started", "left"),
         ("reason", "left"),
     ):
-        table.add_column(heading, justify=side, header_style="bold", no_wrap=heading != "reason")  # type: ignore[arg-type]
+        table.add_column(heading, justify=side, header_style="bold", no_wrap=heading != "reason", overflow="fold")  # type: ignore[arg-type]
     for run, state in listed:
         started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
         loss = "" if state.loss is None else f"{state.loss:.4f}"

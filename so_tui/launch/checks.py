@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from so_tui.launch import locks
-from so_tui.launch.helpers import call_tool, problem_of
+from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
 from so_tui.launch.preparation import prepare, visible_machine
 from so_tui.launch.sources import missing_paths, with_absolute_paths
 from so_tui.machine.types import Machine
@@ -15,7 +15,6 @@ from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
 from so_tui.spec import InputError, Problem, Refused, RunSpec, resolve_source, spec_tree
 
-_INSTALL = "Install the training extra: pip install 'so-tui[train]'"
 _CHECK_TIMEOUT_S = 180.0
 
 
@@ -62,7 +61,7 @@ def writable(wanted: Path, field: str) -> Path:
 def _refuse_missing_software(machine: Machine) -> None:
     software = machine.software
     reasons = [
-        f"{name} is not installed here. {_INSTALL}"
+        f"{name} is not installed here. {INSTALL_TRAINING}"
         for name, version in (("torch", software.torch), ("deepspeed", software.deepspeed), ("transformers", software.transformers))
         if version is None
     ]

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from so_tui.spec.errors import InputError, Problem, SoTuiError
+from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
 
+INSTALL_TRAINING = "Install the training extra: pip install 'so-tui[train]'"
 _STDERR_LINES = 5
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 class ToolError(SoTuiError):
@@ -25,7 +28,8 @@ class ToolError(SoTuiError):
 def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
     """The answer of a helper process: the last JSON object that it printed.
 
-    Raises InputError for what the helper says the user can mend (exit code 2), else ToolError with the last lines that it wrote to stderr.
+    Raises InputError for what the helper says the user can mend (exit code 2), Refused when the training software is not installed, else
+    ToolError with the last lines that it wrote to stderr.
     """
     try:
         done = subprocess.run(
@@ -42,7 +46,7 @@ def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -
 def stream_tool(name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The lines of a helper process that reports progress, as they come. Closing the iterator ends the process.
 
-    Raises InputError or ToolError as ``call_tool`` does.
+    Raises InputError, Refused or ToolError as ``call_tool`` does.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -95,4 +99,6 @@ def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
     if code == InputError.exit_code and (problems := _decoded(name, last_line).get("problems")):
         return InputError([problem_of(entry) for entry in problems])
     lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
+    if lines and (missing := _MISSING_MODULE.search(lines[-1])):
+        return Refused([f"the Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"])
     return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it said nothing"))

@@ -149,3 +149,16 @@ class TestHelpers:
             helpers.call_tool("probe", {"lines": [], "code": 7})
         with pytest.raises(helpers.ToolError, match="no JSON"):
             helpers.call_tool("probe", {"lines": ["Downloading..."]})
+
+
+def test_a_helper_without_the_training_software_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "so_tui_trainer" / "tools"
+    tools.mkdir(parents=True)
+    for folder in (tools.parent, tools):
+        (folder / "__init__.py").touch()
+    (tools / "lonely.py").write_text("import no_such_torch\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(Refused, match=r"no_such_torch is not installed here\. Install the training extra"):
+        helpers.call_tool("lonely", {})
+    with pytest.raises(Refused, match="no_such_torch"):
+        list(helpers.stream_tool("lonely", {}))
