@@ -135,12 +135,8 @@ def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
     return int((1 - ratio) * sub_groups)
 
 
-def expand(blocks: Sequence[ParameterBlock]) -> tuple[Tensor, ...]:
+def expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
     """The run-length table written out: every tensor of the model in the order of its parameter list, ``{i}`` replaced."""
-    return tuple(_expanded(blocks))
-
-
-def _expanded(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
     for block in blocks:
         for index in range(block.first, block.first + block.repeat):
             for tensor in block.tensors:
@@ -154,7 +150,7 @@ Row = tuple[Group, tuple[str, ...], int]
 @lru_cache(maxsize=64)
 def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
     """What the optimizer gets, in its order: the group with weight decay, then the one without. Tied tensors have no states."""
-    own = [Parameter(tensor.name, prod(tensor.shape), tensor.decay) for tensor in _expanded(blocks) if not tensor.tied]
+    own = [Parameter(tensor.name, prod(tensor.shape), tensor.decay) for tensor in expand(blocks) if not tensor.tied]
     return tuple([parameter for parameter in own if parameter.decay] + [parameter for parameter in own if not parameter.decay])
 
 

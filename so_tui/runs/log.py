@@ -165,15 +165,6 @@ def log_readers(run: RunDirectory) -> tuple[LogReader, ...]:
     return tuple(LogReader(path) for path in run.logs(attempts[-1]).values()) if attempts else ()
 
 
-def all_lines(path: Path) -> Iterator[str]:
-    """Every line of a log as it is now, the unfinished one included."""
-    reader = LogReader(path)
-    while lines := reader.poll(limit_s=60.0):
-        yield from lines
-    if reader.partial:
-        yield reader.partial
-
-
 def readable(line: bytes) -> str:
     """One line as a terminal would leave it: the last state of what ``\\r`` rewrote, no escape sequences, no control characters."""
     states = line.split(b"\r")

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from so_tui.runs import LogReader, RunDirectory, RunReader, log_readers, new_attempt, redact
-from so_tui.runs.log import all_lines, readable, trim_log
+from so_tui.runs.log import readable, trim_log
 
 
 def add(path: Path, text: bytes) -> None:
     with path.open("ab") as file:
         file.write(text)
+
+
+def all_lines(path: Path) -> Iterator[str]:
+    """Every line of a log as it is now, the unfinished one included."""
+    reader = LogReader(path)
+    while lines := reader.poll(limit_s=60.0):
+        yield from lines
+    if reader.partial:
+        yield reader.partial
 
 
 @pytest.mark.parametrize(
