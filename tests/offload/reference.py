@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,14 +13,19 @@ from so_tui_trainer.offload.superoffload import Gradient, SuperOffload
 
 
 class Reference:
-    """float32 AdamW over the same flat sub-groups, fed the gradients that the engine receives."""
+    """float32 AdamW over the same flat sub-groups, fed the gradients that the engine receives.
+
+    It works where the weights are, so that recording a gradient never makes the host wait for the GPU.
+    """
 
     def __init__(self, made: Any, clipping: float) -> None:
         core = super_offload(made)
         assert core is not None
         self.core: SuperOffload = core
         self.clipping = clipping
-        self.masters = [core.master(index).clone().requires_grad_() for index in range(len(core.sub_groups))]
+        self.masters = [
+            core.master(index).to(group.weights.device, copy=True).requires_grad_() for index, group in enumerate(core.sub_groups)
+        ]
         groups = made.optimizer.optimizer.param_groups
         self.optimizer = torch.optim.AdamW(
             [
@@ -34,7 +40,7 @@ class Reference:
         self.reset()
         receive = core.receive
 
-        def recording(gradients: list[Gradient], *, boundary: bool) -> None:
+        def recording(gradients: Sequence[Gradient], *, boundary: bool) -> None:
             for gradient in gradients:
                 begin = core.sub_groups[gradient.sub_group].offsets[gradient.member]
                 values = gradient.values.flatten()
@@ -46,7 +52,16 @@ class Reference:
     def reset(self) -> None:
         self.gradients = [torch.zeros_like(master) for master in self.masters]
 
-    def step(self, learning_rate: float) -> float:
+    def take(self) -> list[torch.Tensor]:
+        """What came in since the last step, to be stepped with later."""
+        taken = self.gradients
+        self.reset()
+        return taken
+
+    def step(self, learning_rate: float, taken: list[torch.Tensor] | None = None) -> float:
+        """With what came in since the last step, or with what was taken. The norm of all gradients, before clipping."""
+        if taken is not None:
+            self.gradients = taken
         squares = sum(gradient.double().square().sum() for gradient in self.gradients)
         torch.distributed.all_reduce(squares)
         norm = math.sqrt(float(squares))
@@ -59,5 +74,7 @@ class Reference:
         return norm
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+    assert found is not None
+    expected = expected.to(found.device)
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -21,28 +21,30 @@ torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 WIDTH = 25
 LAYERS = 6
+DEVICE = torch.device("cuda" if os.environ["DS_ACCELERATOR"] == "cuda" else "cpu")
 
 
 class Block(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.up = torch.nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        added: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + added
 
 
 class Model(torch.nn.Module):
     """An embedding tied to the head, and a parameter that is frozen."""
 
-    def __init__(self, vocabulary: int = 50) -> None:
+    def __init__(self, vocabulary: int = 50, width: int = WIDTH) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(vocabulary, WIDTH)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(LAYERS))
-        self.frozen = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-        self.head = torch.nn.Linear(WIDTH, vocabulary, bias=False)
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.frozen = torch.nn.Parameter(torch.ones(width), requires_grad=False)
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -51,6 +53,23 @@ class Model(torch.nn.Module):
             x = block(x)
         logits = self.head(x * self.frozen)
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Poison(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+def poison(made: Any) -> None:
+    """Every gradient below the third block is NaN from now on."""
+    made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))  # type: ignore[no-untyped-call]
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -64,7 +83,14 @@ def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def spec(
-    mode: str, ratio: float = 1.0, *, clipping: float = 0.0, accumulation: int = 1, sub_group_size: int = 2000, **train: Any
+    mode: Literal["auto", "superoffload", "zerooffload", "gpu"],
+    ratio: float = 1.0,
+    *,
+    clipping: float = 0.0,
+    accumulation: int = 1,
+    sub_group_size: int = 2000,
+    implementation: Literal["so-tui", "deepspeed"] = "so-tui",
+    **train: Any,
 ) -> RunSpec:
     return RunSpec(
         name="small",
@@ -77,7 +103,7 @@ def spec(
             gradient_clipping=clipping,
             **{"learning_rate": 1e-2, "beta2": 0.95, **train},
         ),
-        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size),
+        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=implementation),
     )
 
 
@@ -95,15 +121,17 @@ def binding(rank: int = 0) -> RankBinding:
     )
 
 
-def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, ranks: int = 1) -> dict[str, Any]:
+def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3000) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": run.offload.sub_group_size,
-        "reduce_bucket_size": 3000,
+        "reduce_bucket_size": bucket,
         "stage3_param_persistence_threshold": 100,
     }
     if run.offload.mode != "gpu":
         zero["offload_optimizer"] = {"device": "cpu", "ratio": run.offload.ratio, "pin_memory": False}
+    if run.offload.mode == "superoffload" and run.offload.engine == "deepspeed":
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.5}
     return {
         "train_micro_batch_size_per_gpu": run.train.micro_batch,
         "gradient_accumulation_steps": run.train.gradient_accumulation,
@@ -116,7 +144,7 @@ def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, ranks: int = 1)
 
 
 def ensure_process_group() -> None:
-    """One rank, over gloo, in this process; started once."""
+    """One rank, over gloo or NCCL, in this process; started once."""
     import deepspeed
 
     if torch.distributed.is_initialized():
@@ -125,18 +153,20 @@ def ensure_process_group() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
 
 
 @contextmanager
-def engine(run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, **keywords: Any) -> Iterator[Any]:
-    """An initialised engine, closed at the end whatever happens."""
+def engine(
+    run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, *, bucket: int = 3000, **keywords: Any
+) -> Iterator[Any]:
+    """An initialised engine on ``DEVICE``, closed at the end whatever happens. ``bucket``: elements that are reduced together."""
     ensure_process_group()
     if model is None:
         torch.manual_seed(run.train.seed)
         model = Model()
-    model = model.to(dtype)
-    made = offload.initialize(model, parameter_groups(model), ds_config(run, dtype), run, binding(), **keywords)
+    model = model.to(DEVICE, dtype)
+    made = offload.initialize(model, parameter_groups(model), ds_config(run, dtype, bucket), run, binding(), **keywords)
     try:
         yield made
     finally:
@@ -152,7 +182,7 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
     """One micro-step per batch; the losses."""
     losses = []
     for tokens in data:
-        loss = made(tokens)
+        loss = made(tokens.to(DEVICE))
         made.backward(loss)
         made.step()
         losses.append(loss.item())

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,29 +106,12 @@ def test_the_cost_of_a_step_is_told() -> None:
         assert offload.uses_worker(made)
 
 
-class Poison(torch.autograd.Function):
-    """The identity, whose gradient is NaN."""
-
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient * float("nan")
-
-
-def poison(made: Any) -> None:
-    """Every gradient below the third block is NaN from now on."""
-    made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(accumulation: int, tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 0.8, clipping=1.0, accumulation=accumulation)) as made:
         support.train(made, support.batches(2 * accumulation))
         before = support.states(made, tmp_path / "before")
-        poison(made)
+        support.poison(made)
         with pytest.raises(offload.NonFiniteGradientError, match="Step 3: the gradient of sub-group 0") as caught:
             support.train(made, support.batches(accumulation))
         assert (caught.value.step, caught.value.sub_group, caught.value.poisoned) == (3, 0, False)
@@ -140,7 +122,7 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(accumula
 def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", ratio, clipping=0.0, accumulation=accumulation)) as made:
         support.train(made, support.batches(2 * accumulation))
-        poison(made)
+        support.poison(made)
         with pytest.raises(offload.NonFiniteGradientError, match=r"Step 3: .*resume from the last checkpoint") as caught:  # noqa: PT012
             support.train(made, support.batches(3 * accumulation))
             offload.gradient_norm(made)

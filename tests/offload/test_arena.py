@@ -1,0 +1,53 @@
+"""The memory shared with the Adam worker: where it comes from, and what happens when there is not enough."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from so_tui_trainer import offload
+from so_tui_trainer.offload.arena import Arena
+
+SHARED = Path("/dev/shm")
+
+
+def free_bytes() -> int:
+    room = os.statvfs(SHARED)
+    return room.f_bfree * room.f_frsize
+
+
+def own_memory() -> list[str]:
+    """Anonymous files that this process holds open or has mapped."""
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [line for line in (*links, *Path("/proc/self/maps").read_text().splitlines()) if "memfd:so-tui-offload" in line]
+
+
+def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
+    names, free = set(SHARED.iterdir()), free_bytes()
+    arena = Arena([4_000_000], torch.bfloat16, accumulate=False, page_lock=False)
+    for view in (arena.exchange(0), arena.master(0), arena.first_moment(0), arena.second_moment(0)):
+        view.fill_(1.0)  # only now are there pages
+    assert own_memory()
+    during = free_bytes()
+    assert set(SHARED.iterdir()) == names
+    del view
+    arena.close()
+    # Half: somebody else on this machine may use it too.
+    assert free - during < arena.bytes / 2
+    assert free - free_bytes() < arena.bytes / 2
+    assert set(SHARED.iterdir()) == names
+    assert not own_memory()
+
+
+def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
+    numel = 10**14
+    with pytest.raises(offload.OffloadError, match=r"need 1400000\.0 GB of host memory, but only [\d.]+ GB are available\.") as caught:
+        Arena([numel], torch.bfloat16, accumulate=False, page_lock=False)
+    told = re.search(r"only ([\d.]+) GB", str(caught.value))
+    assert told is not None
+    assert 0 < float(told[1]) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert not own_memory()
