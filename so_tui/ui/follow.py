@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from so_tui.machine import load_machine
@@ -31,13 +33,12 @@ from so_tui.runs.records import (
     StepRecord,
     WarningRecord,
 )
+from so_tui.runs.rollup import roll_up
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.series import Ema, Line, Series
+from so_tui.ui.series import Axis, Line, Series
+from so_tui.ui.stretch import Stretch
 
-METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
 PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
-OVERVIEW_COLUMNS = 4000
-"""Rows that the part of a run before it was opened is drawn from: more than any terminal has dots."""
 HISTORY_ROWS = 1500
 RECENT_STEPS = 30
 MOST_POLLS = 10
@@ -77,6 +78,10 @@ class GpuView:
     times: array[float]
     length: int
 
+    def line(self) -> Line:
+        """Its load, drawn over that of its node."""
+        return Line(self.busy, self.length, self.times, None, "gpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -96,13 +101,14 @@ class Snapshot:
     checkpoints: tuple[CheckpointRecord, ...]
     resumes: tuple[ResumedRecord, ...]
     warnings: tuple[WarningRecord, ...]
-    steps: array[float]
-    times: array[float]
+    whole: Stretch
     length: int
-    series: dict[str, Series]
+    closer: Stretch | None
+    """The stretch that was zoomed to, where the whole run shows several steps in a row."""
     nodes: tuple[NodeView, ...]
     gpus: tuple[GpuView, ...]
-    sample: Sample | None
+    averaged: bool
+    """Nodes and GPUs show what they did on average while the run trained: it has ended, and what its host does now is not its doing."""
     log_lines: tuple[LogLine, ...]
     log_partial: str
     silent_s: float
@@ -118,8 +124,24 @@ class Snapshot:
     def hosts(self) -> int:
         return len({node.host for node in self.nodes})
 
-    def line(self, metric: str, role: str) -> Line:
-        return Line(self.series[metric], self.length, self.times, self.steps, role)
+    @property
+    def steps(self) -> array[float]:
+        return self.whole.steps
+
+    @property
+    def times(self) -> array[float]:
+        return self.whole.times
+
+    @property
+    def series(self) -> dict[str, Series]:
+        return self.whole.series
+
+    def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
+        """A metric, in full detail where that was read for the stretch that ``axis`` shows."""
+        closer = self.closer
+        if closer is not None and axis is not None and closer.covers(*axis.in_steps()):
+            return closer.line(metric, role, len(closer))
+        return self.whole.line(metric, role, self.length)
 
     def recent_mean(self, name: str) -> float:
         """Median over the newest steps of a field of the step record; NaN where none has it."""
@@ -144,22 +166,27 @@ class RunFollower:
         self._nodes: dict[tuple[str, int], _Load] = {}
         self._gpus: dict[tuple[str, int], _Load] = {}
         self._latest_samples: dict[str, Sample] = {}
+        self._means: dict[str, Sample] = {}
         self._attempt = -1
         self._spec: RunSpec | None = None
         self._plan: Plan | None = None
         self._machine: Machine | None = None
         self._seeded = False
+        self._closer: Stretch | None = None
         self._restart_series()
 
+    def _decay(self) -> float:
+        return smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
+
     def _restart_series(self) -> None:
-        self._steps, self._times = array("d"), array("d")
-        self._series = {name: Series() for name in (*METRICS, "ema", "norm_ema")}
-        decay = smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
-        self._ema, self._norm_ema = Ema(decay), Ema(decay)
+        self._whole, self._closer = Stretch(self._decay()), None
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
-    def poll(self) -> Snapshot:
-        """Read what is new. A directory that cannot be read right now is told in ``trouble``; what was known stays."""
+    def poll(self, window: tuple[float, float] | None = None) -> Snapshot:
+        """Read what is new, and the steps in ``window`` as closely as they were recorded.
+
+        A directory that cannot be read right now is told in ``trouble``; what was known stays.
+        """
         lines: list[LogLine] = []
         trouble = ""
         try:
@@ -177,42 +204,39 @@ class RunFollower:
                 self._read_attempt(update.state)
                 if not update.more:
                     break
+            self._average()
+            self._look_closer(window)
         except OSError as error:
             trouble = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), trouble)
 
     def _seed(self) -> None:
-        """Draw the part of the run before now from the reader's own overview, without reading every record."""
+        """Draw the part of the run before now."""
         first, latest = self._reader.metrics.first_step, self._reader.latest
-        if first is None or latest is None:
-            return
-        columns = min(OVERVIEW_COLUMNS, latest.step - first + 1)
-        drawn = {name: self._reader.overview(name, columns, first, latest.step).columns for name in (*METRICS, "time")}
-        width = (latest.step - first + 1) / columns
-        for index in range(columns):
-            if not drawn["time"][index].rows:
-                continue
-            self._steps.append(float(int(first + (index + 1) * width) - 1) if width > 1 else float(first + index))
-            self._times.append(drawn["time"][index].last)
-            for name in METRICS:
-                column = drawn[name][index]
-                finite = math.isfinite(column.last)
-                self._series[name].append(column.minimum if finite else math.nan, column.maximum if finite else math.nan)
-            self._series["ema"].append(self._ema.add(drawn["loss"][index].last))
-            self._series["norm_ema"].append(self._norm_ema.add(drawn["gradient_norm"][index].last))
-        self._recent.extend(self._reader.recent(RECENT_STEPS))
+        if first is not None and latest is not None:
+            self._whole.add_columns(self._reader, first, latest.step)
+            self._recent.extend(self._reader.recent(RECENT_STEPS))
 
     def _add_step(self, record: StepRecord) -> None:
-        if self._steps and record.step <= self._steps[-1]:
-            return  # drawn already from the overview
-        self._steps.append(float(record.step))
-        self._times.append(record.time)
-        for name in METRICS:
-            value = getattr(record, name)
-            self._series[name].append(math.nan if value is None else float(value))
-        self._series["ema"].append(self._ema.add(record.loss))
-        self._series["norm_ema"].append(self._norm_ema.add(math.nan if record.gradient_norm is None else record.gradient_norm))
-        self._recent.append(record)
+        if record.step > self._whole.last_step:  # else it is drawn already, from the overview
+            if self._closer is not None and self._closer.last_step == self._whole.last_step:
+                self._closer.add(record)
+            self._whole.add(record)
+            self._recent.append(record)
+
+    def _look_closer(self, window: tuple[float, float] | None) -> None:
+        """Read the steps of ``window`` one by one, where the whole run shows several in a row; and as much again on both sides."""
+        whole, first, latest = self._whole, self._reader.metrics.first_step, self._reader.latest
+        if window is None or first is None or latest is None or window[0] >= whole.coarse_until:
+            self._closer = None
+            return
+        low, high = max(float(first), math.floor(window[0])), min(float(latest.step), math.ceil(window[1]))
+        width = high - low
+        if 3 * width >= whole.last_step - first:
+            self._closer = None
+        elif self._closer is None or not self._closer.covers(low, high) or self._closer.last_step - self._closer.steps[0] > 12 * width:
+            self._closer = Stretch(self._decay())
+            self._closer.add_columns(self._reader, int(max(first, low - width)), int(min(latest.step, high + width)))
 
     def _add_samples(self, host: str, samples: tuple[Sample, ...]) -> None:
         if host not in self._latest_samples and samples:
@@ -223,6 +247,19 @@ class RunFollower:
         for sample in samples:
             self._add_sample(host, sample)
             self._latest_samples[host] = sample
+
+    def _average(self) -> None:
+        """Once a run has ended: what each host did on average between the first step of its last attempt and the last step."""
+        state, start, latest = self._reader.state, self._reader.start, self._reader.latest
+        if state is None or state.state not in FINAL_STATES or start is None or latest is None:
+            self._means = {}
+            return
+        first = bisect_left(self._whole.times, start.time)
+        for host in self._latest_samples.keys() - self._means.keys():
+            since = self._whole.times[first] if first < len(self._whole) else math.inf
+            parts = self._reader.sample_history(host, since, latest.time, HISTORY_ROWS) if since < latest.time else ()
+            if parts:
+                self._means[host] = roll_up(parts).mean
 
     def _add_sample(self, host: str, sample: Sample) -> None:
         for node in sample.nodes:
@@ -253,7 +290,7 @@ class RunFollower:
 
     def _snapshot(self, lines: tuple[LogLine, ...], trouble: str) -> Snapshot:
         reader, state = self._reader, self._reader.state
-        samples = self._latest_samples
+        samples = self._latest_samples | self._means
         return Snapshot(
             run=self.run,
             spec=self._spec,
@@ -269,28 +306,27 @@ class RunFollower:
             checkpoints=reader.checkpoints,
             resumes=reader.metrics.resumes,
             warnings=reader.warnings,
-            steps=self._steps,
-            times=self._times,
-            length=len(self._series["norm_ema"]),
-            series=self._series,
-            nodes=tuple(self._node_views()),
+            whole=self._whole,
+            length=len(self._whole),
+            closer=self._closer,
+            nodes=tuple(self._node_views(samples)),
             gpus=tuple(
                 GpuView(host, gpu, load.mean, load.times, len(load.mean))
                 for host, sample in samples.items()
                 for gpu in sample.gpus
                 if (load := self._gpus.get((host, gpu.index))) is not None
             ),
-            sample=next(iter(samples.values()), None),
+            averaged=bool(self._means),
             log_lines=lines,
             log_partial=reader.log_partial,
             silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
             trouble=trouble,
         )
 
-    def _node_views(self) -> list[NodeView]:
+    def _node_views(self, samples: Mapping[str, Sample]) -> list[NodeView]:
         cpus = {node.id: node.cpus for node in self._machine.numa_nodes} if self._machine else {}
         views = []
-        for host, sample in self._latest_samples.items():
+        for host, sample in samples.items():
             for node in sample.nodes:
                 load = self._nodes.get((host, node.id))
                 if load is not None and node.cores:

@@ -156,6 +156,14 @@ class Axis:
         share = (step - before) / (after - before)
         return self.times[right - 1] + share * (self.times[right] - self.times[right - 1])
 
+    def in_steps(self) -> tuple[float, float]:
+        """The stretch in steps; on a time axis from the step before it to the step after it."""
+        if self.unit == "step" or self.steps is None or self.times is None or not self.length:
+            return self.low, self.high
+        first = bisect_right(self.times, self.low, 0, self.length) - 1
+        last = bisect_left(self.times, self.high, 0, self.length)
+        return self.steps[max(0, first)], self.steps[min(self.length - 1, last)]
+
     def indices(self, line: Line, columns: int) -> list[int]:
         """The first index of ``line`` in each column, and the end: column ``c`` holds ``[result[c], result[c + 1])``."""
         by_step = self.unit == "step" and line.steps is not None

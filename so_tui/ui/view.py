@@ -51,13 +51,20 @@ class View:
         low = min(max(extent[0], low + share * width), extent[1] - width)
         return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
 
+    def at(self, x: float, extent: tuple[float, float]) -> View:
+        """With the cursor at ``x``, kept within the run; on a whole step, so that the step that is named is the one whose values are."""
+        x = min(extent[1], max(extent[0], x))
+        return replace(self, cursor=float(round(x)) if self.unit == "step" else x)
+
     def pointed(self, columns: int, extent: tuple[float, float], dots: int) -> View:
         """The cursor moved by ``columns`` of a chart of ``dots`` columns; the window follows where it would leave it."""
         low, high = self.resolved(extent)
-        step = (high - low) / max(1, dots)
-        at = (self.cursor if self.cursor is not None else high) + columns * step
-        at = min(extent[1], max(extent[0], at))
-        moved = replace(self, cursor=at)
+        width = (high - low) / max(1, dots)
+        if self.unit == "step":
+            width = max(1.0, width)  # no press of a key without a move
+        moved = self.at((self.cursor if self.cursor is not None else high) + columns * width, extent)
+        at = moved.cursor
+        assert at is not None
         if self.window is not None and not low <= at <= high:
             shift = at - low if at < low else at - high
             return replace(moved, window=(low + shift, high + shift), tail=False)
@@ -86,7 +93,7 @@ def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
     return (low, high) if high > low else (low, low + 1)
 
 
-HELD_SHARE = 1 / 250
+HELD_SHARE = 1 / 150
 """The right end of a growing axis waits until it moved by about a dot: until then a plot that is drawn again would look the same."""
 
 

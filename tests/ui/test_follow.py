@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from make_run import quad_machine, write_run
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
 from so_tui.runs.records import ResumedRecord, RunState, StepRecord
 from so_tui.ui.follow import RunFollower, smoothing
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
@@ -133,3 +133,58 @@ def test_the_average_looks_back_over_a_share_of_the_run() -> None:
 
 def test_machine_of_the_fixture_is_what_it_says() -> None:
     assert len(quad_machine().cpu_nodes) == 4
+
+
+def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=30, state="finished")
+    ended = RunFollower(run).poll()
+    assert ended.averaged
+    busy = ended.gpus[0].sample.busy_percent
+    writer = SampleWriter(run, "quad-gh200")
+    last = RunReader(run).poll().samples["quad-gh200"][-1]
+    import msgspec
+
+    idle = tuple(msgspec.structs.replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus)
+    for second in range(2, 60):
+        writer.append(msgspec.structs.replace(last, time=last.time + second, gpus=idle))
+    writer.close()
+    later_on = RunFollower(run).poll()
+    assert later_on.gpus[0].sample.busy_percent == busy
+    assert not RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30)).poll().averaged
+
+
+def test_a_stretch_of_a_long_run_that_is_zoomed_to_is_read_step_by_step(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=9000, total=10_000, seconds_of_samples=1, preset="tiny", gpus=1)
+    follower = RunFollower(run)
+    whole = follower.poll()
+    assert whole.length < 5000
+    view = View(window=(6000.0, 6100.0))
+    axis = axis_of(whole, view)
+    assert axis is not None
+    close = follower.poll(axis.in_steps())
+    line = close.line("loss", "raw", axis)
+    assert line.steps is not None
+    assert [step for step in line.steps[: line.length] if 6000 <= step <= 6100] == list(range(6000, 6101))
+    in_time = axis_of(close, View("time", window=(whole.times[2000], whole.times[2040])))
+    assert in_time is not None
+    assert follower.poll(in_time.in_steps()).line("loss", "raw", in_time).steps is not close.whole.steps
+    assert follower.poll().line("loss", "raw", axis_of(whole, View())).length == whole.length
+
+    # What is recorded from now on is seen in both.
+    tail = follower.poll((8950.0, 9000.0))
+    assert tail.latest is not None
+    writer = MetricsWriter(run, 1)
+    writer.append(later(tail.latest, step=9001, time=tail.latest.time + 3, loss=1.25))
+    writer.close()
+    newest = follower.poll((8950.0, 9000.0))
+    axis = axis_of(newest, View(window=(8951.0, 9001.0), tail=True))
+    line = newest.line("loss", "raw", axis)
+    assert line.series.value(line.length - 1) == 1.25
+    assert line.steps is not newest.whole.steps
+
+
+def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -> None:
+    view = View().at(55.9, (1.0, 60.0))
+    assert view.cursor == 56.0
+    assert view.pointed(-1, (1.0, 60.0), 100).cursor == 55.0
+    assert View("time").at(5.5, (0.0, 10.0)).cursor == 5.5

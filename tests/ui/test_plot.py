@@ -11,6 +11,7 @@ from array import array
 import pytest
 
 from so_tui.ui.series import Axis, Ema, Line, Series
+from so_tui.ui.text import significant
 from so_tui.ui.widgets.drawing import axis_row, gutter_text, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
 
@@ -166,3 +167,8 @@ def test_gutter_names_no_two_rows_that_touch() -> None:
     assert all(len(text) == 7 for text in texts)
     assert len(named) >= 2
     assert min(second - first for first, second in itertools.pairwise(named)) > 1
+
+
+def test_labels_of_small_values_keep_their_leading_digits() -> None:
+    labels = gutter_text(Scale(0.0, 0.022), 12, significant)
+    assert [label.strip() for label in labels if label.strip()] == ["0.0200", "0.0150", "0.0100", "0.005", "0"]

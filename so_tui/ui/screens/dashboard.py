@@ -148,11 +148,12 @@ class DashboardScreen(RunActions, Page):
         if self._follower is None or not self.is_current:
             return
         if not any(worker.group == "follow" and worker.is_running for worker in self.workers):
-            self._poll(self._generation, self._follower)
+            zoomed = self.view.window is not None and self._axis is not None
+            self._poll(self._generation, self._follower, self._axis.in_steps() if zoomed and self._axis is not None else None)
 
     @work(thread=True, group="follow", name="follow the run", exit_on_error=False)
-    def _poll(self, generation: int, follower: RunFollower) -> None:
-        self.post_message(SnapshotReady(generation, follower.poll()))
+    def _poll(self, generation: int, follower: RunFollower, window: tuple[float, float] | None) -> None:
+        self.post_message(SnapshotReady(generation, follower.poll(window)))
 
     @on(SnapshotReady)
     def _take(self, message: SnapshotReady) -> None:
@@ -220,22 +221,23 @@ class DashboardScreen(RunActions, Page):
             chart.waiting = stats.waiting_words(snapshot)
         step_axis = axis if snapshot.length else None
         loss = self.query_one("#loss", Chart)
-        loss.show(
-            [snapshot.line("loss", "raw"), snapshot.line("ema", "main")], ["now", "mean"], step_axis, marks=marks, cursor=cursor, note=note
-        )
+        lines = [snapshot.line("loss", "raw", axis), snapshot.line("ema", "main", axis)]
+        loss.show(lines, ["now", "mean"], step_axis, marks=marks, cursor=cursor, note=note)
         latest = snapshot.latest
         throughput = self.query_one("#throughput", Chart)
+        wide = throughput.size.width >= 52
+        throughput.title = "throughput" if wide else "speed"
         speed = "TFLOPS/GPU"
         if latest is not None and cursor is None:
-            tokens = f"{rate(latest.useful_tokens_per_s_total)} tokens/s"
+            tokens = rate(latest.useful_tokens_per_s_total)
             mfu = f"   MFU {100 * latest.mfu:.1f} %" if latest.mfu is not None else ""
-            speed = f"TFLOPS/GPU   {tokens}{mfu}" if throughput.size.width >= 52 else f"TFLOPS  {tokens}"
-        throughput.show([snapshot.line("model_tflops_per_gpu", "main")], ["."], step_axis, marks=marks, cursor=cursor, note=speed)
+            speed = f"TFLOPS/GPU   {tokens} tokens/s{mfu}" if wide else f"TFLOPS  {tokens} tok/s"
+        throughput.show([snapshot.line("model_tflops_per_gpu", "main", axis)], ["."], step_axis, marks=marks, cursor=cursor, note=speed)
         norm = self.query_one("#norm", Chart)
         if norm.display:
             rate_words = "" if latest is None or cursor is not None else f"learning rate {significant(latest.learning_rate)}"
             norm.show(
-                [snapshot.line("gradient_norm", "raw"), snapshot.line("norm_ema", "main")],
+                [snapshot.line("gradient_norm", "raw", axis), snapshot.line("norm_ema", "main", axis)],
                 [".", ""],
                 step_axis,
                 marks=marks,
@@ -244,11 +246,13 @@ class DashboardScreen(RunActions, Page):
             )
         self.query_one(NodePanel).show(self._pictures(snapshot), axis)
         cores = sum(len(node.cpus) for node in snapshot.nodes)
+        when = ", means while it trained" if snapshot.averaged else ""
         words = (
-            f"NUMA   {plural(len(snapshot.nodes), 'node')}, {plural(cores, 'core')}   a cell is a core: A Adam, m main, o other"
+            f"NUMA   {plural(len(snapshot.nodes), 'node')}, {plural(cores, 'core')}{when}   a cell is a core: A Adam, m main, o other"
             if cores
             else "NUMA   waiting for the first sample"
         )
+
         self.query_one("#nodes-rule", Rule).update(Content.styled(words, "$faint"))
 
     def _pictures(self, snapshot: Snapshot) -> tuple[NodePicture, ...]:
@@ -261,7 +265,9 @@ class DashboardScreen(RunActions, Page):
             adam = frozenset(cpu for rank in here for cpu in rank.adam_cpus)
             main = frozenset(cpu for rank in here for cpu in rank.main_cpus)
             host = node.host if snapshot.hosts > 1 else ""
-            pictures.append(NodePicture(node, f"{host} {words}".strip(), adam, main))
+            used = {rank.gpu for rank in here}
+            gpus = tuple(gpu for gpu in snapshot.gpus if gpu.host == node.host and gpu.sample.index in used)
+            pictures.append(NodePicture(node, f"{host} {words}".strip(), adam, main, gpus))
         return tuple(pictures)
 
     def _show_log_rule(self) -> None:
@@ -279,6 +285,8 @@ class DashboardScreen(RunActions, Page):
         self._axis = None
         if self._snapshot is not None:
             self._draw_charts(self._snapshot)
+            if self.view.window is not None:
+                self._tick()  # a stretch that was zoomed to is read more closely
 
     # The axis.
 
@@ -301,7 +309,7 @@ class DashboardScreen(RunActions, Page):
         if self.view.cursor is not None:
             self.view = replace(self.view, cursor=None)
         elif extent is not None:
-            self.view = replace(self.view, cursor=self.view.resolved(extent)[1])
+            self.view = self.view.at(self.view.resolved(extent)[1], extent)
             self.query_one("#loss").focus()
 
     def action_point(self, columns: int) -> None:
@@ -316,7 +324,9 @@ class DashboardScreen(RunActions, Page):
 
     @on(Chart.CursorMoved)
     def _pointed(self, message: Chart.CursorMoved) -> None:
-        self.view = replace(self.view, cursor=message.x)
+        extent = self._extent()
+        if extent is not None:
+            self.view = self.view.at(message.x, extent)
 
     @on(Chart.Zoomed)
     def _wheel(self, message: Chart.Zoomed) -> None:

@@ -34,7 +34,7 @@ class RunActions(Screen[None]):
             return
         lines = [
             f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
-            "It ends the step it is in and ends; unless the preset says otherwise, it saves a checkpoint to resume from.",
+            "It finishes the step it is in and ends; unless the preset says otherwise, it saves a checkpoint to resume from.",
         ]
 
         def answered(yes: bool | None) -> None:

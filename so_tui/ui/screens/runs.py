@@ -289,11 +289,12 @@ class RunsScreen(RunActions, Page):
         paths = sorted(one.keys() | two.keys(), key=lambda path: (one.get(path) == two.get(path), path))
         differing = sum(one.get(path) != two.get(path) for path in paths)
         width = max(map(len, paths))
-        rows = [f"{'':{width}}  {shorten(left.run.name, 22):<22}  {shorten(right.run.name, 22)}"]
+        column = max(12, min(40, (self.size.width - width - 16) // 2))
+        rows = [f"{'':{width}}  {shorten(left.run.name, column):<{column}}  {shorten(right.run.name, column)}"]
         for index, path in enumerate(paths):
             if index == differing:
                 rows.append("the same in both:")
-            rows.append(f"{path:{width}}  {shorten(one.get(path, ''), 22):<22}  {shorten(two.get(path, ''), 22)}")
+            rows.append(f"{path:{width}}  {shorten(one.get(path, ''), column):<{column}}  {shorten(two.get(path, ''), column)}")
         self.app.push_screen(
             Notice(f"{plural(differing, 'setting')} that differ{'s' if differing == 1 else ''}", ["\n".join(rows)], bad=False)
         )

@@ -143,7 +143,7 @@ class Chart(Widget, can_focus=True):
 
     def _look(self) -> tuple[object, ...]:
         """What strips depend on besides the data."""
-        return self.size, self.has_focus, self.app.theme, self.glyphs
+        return self.outer_size, self.has_focus, self.app.theme, self.glyphs
 
     def redraw(self) -> None:
         self._drawn = ()

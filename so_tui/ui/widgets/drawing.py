@@ -141,7 +141,10 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str])
     for value in ticks(scale, max(2, height // 3 + 1)):
         place = scale.height(value, height)
         if place is not None:
-            texts[height - 1 - place] = f"{format_value(value):>{GUTTER - 1}} "[-GUTTER:]
+            text = format_value(value)
+            if len(text) >= GUTTER and "." in text:
+                text = text.rstrip("0")[: GUTTER - 1]
+            texts[height - 1 - place] = f"{text:>{GUTTER - 1}} "[-GUTTER:]
     return texts
 
 

@@ -76,7 +76,16 @@ class LogView(ScrollView, can_focus=True):
         self._resize_content()
 
     def _resize_content(self) -> None:
-        self.virtual_size = Size(self._widest, len(self.lines) + bool(self.partial))
+        size = Size(self._widest, len(self.lines) + bool(self.partial))
+        bars = size.height > self.size.height, size.width > self.size.width
+        if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
+            # More lines behind the same scrollbars: nothing else on the screen moves, so it need not be laid out again.
+            self.set_reactive(ScrollView.virtual_size, size)
+            for scrollbar, extent, shown in zip((self.vertical_scrollbar, self.horizontal_scrollbar), size[::-1], bars, strict=True):
+                if shown:
+                    scrollbar.window_virtual_size = extent
+        else:
+            self.virtual_size = size
         if self.following:
             self.scroll_end(animate=False, immediate=True, x_axis=False)
         self.refresh()

@@ -11,7 +11,7 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.ui.follow import NodeView
+from so_tui.ui.follow import GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import GIB, plural, shorten
 from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, changed_rows, gutter_text, joined, plot_key, plot_rows
@@ -31,6 +31,8 @@ class NodePicture:
     """``rank 0 · GPU 0``; empty where no rank is bound."""
     adam: frozenset[int]
     main: frozenset[int]
+    gpus: tuple[GpuView, ...] = ()
+    """GPUs that hang off this node and have a load to draw."""
 
     def groups(self) -> tuple[CoreGroup, ...]:
         return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
@@ -43,6 +45,7 @@ class NodePanel(Widget, can_focus=True):
     ROLES = (
         "band",
         "main",
+        "gpu",
         "axis",
         "label",
         "note",
@@ -63,6 +66,7 @@ class NodePanel(Widget, can_focus=True):
         height: auto;
         .nodes--band { color: $raw-line; }
         .nodes--main { color: $accent; }
+        .nodes--gpu { color: $secondary; }
         .nodes--axis { color: $rule; }
         .nodes--label { color: $faint; }
         .nodes--note { color: $faint; }
@@ -103,7 +107,7 @@ class NodePanel(Widget, can_focus=True):
 
     def _look(self) -> tuple[object, ...]:
         """What strips depend on besides the data."""
-        return self.size, self.has_focus, self.app.theme, self.glyphs, self.plot_height
+        return self.outer_size, self.has_focus, self.app.theme, self.glyphs, self.plot_height
 
     def set_plot_height(self, rows: int) -> None:
         """Rows of history per node, as the room allows."""
@@ -135,7 +139,7 @@ class NodePanel(Widget, can_focus=True):
             groups = picture.groups()
             rows.append(self._words(picture, groups, styles, width))
             if plot and self.axis is not None and width > GUTTER + 4:
-                body = self._history(picture.view, (width - GUTTER, plot), styles)
+                body = self._history(picture, (width - GUTTER, plot), styles)
                 labels = gutter_text(PERCENT, plot, lambda value: f"{value:.0f} %") if plot > 2 else [" " * GUTTER] * plot
                 rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
             cells = self._cores(groups, width - 1)
@@ -146,10 +150,11 @@ class NodePanel(Widget, can_focus=True):
         base = styles["base"]
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
-    def _history(self, view: NodeView, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
-        """The plot of a node; the one before where the stretch did not move."""
+    def _history(self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
+        """The plot of a node and its GPUs; the one before where the stretch did not move."""
         assert self.axis is not None
-        lines = view.lines()
+        view = picture.view
+        lines = (*view.lines(), *(gpu.line() for gpu in picture.gpus))
         key = (size, self.glyphs, id(styles), *plot_key(lines, self.axis))
         name = (view.host, view.id)
         if self._plots.get(name, ((), []))[0] != key:
@@ -167,13 +172,21 @@ class NodePanel(Widget, can_focus=True):
         name = f"node {picture.view.id}" + (f" · {picture.ranks}" if picture.ranks else "")
         colours = {"adam": "adam", "main": "main-core", "other": "other"}
         memory = f"{sample.memory_used_bytes / GIB:.0f} of {sample.memory_total_bytes / GIB:.0f} GiB"
-        full = sample.memory_used_bytes > 0.94 * sample.memory_total_bytes
+        # File cache gives way, so a node full of it is not full.
+        full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
         for long in (True, False):
             segments = [
                 Segment(shorten(name, 30), styles["title"]),
                 Segment("  cpu ", styles["note"]),
                 Segment(f"{mean:3.0f} %", styles["value"]),
             ]
+            for gpu in picture.gpus:
+                if long and gpu.sample.busy_percent is not None:
+                    segments += [
+                        Segment("  ", styles["note"]),
+                        Segment(f"GPU {gpu.sample.index}", styles["gpu"]),
+                        Segment(f" {gpu.sample.busy_percent} %", styles["label"]),
+                    ]
             for group in groups:
                 if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
                     continue
