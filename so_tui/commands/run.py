@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
-from so_tui.runs import RunDirectory, find_run
+from so_tui.runs import RunDirectory, find_run, read_state
 from so_tui.spec import InputError, Problem
 
 
@@ -50,10 +50,11 @@ def resume(arguments: argparse.Namespace) -> int:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Show a run, live or past. Leaving does not touch it."""
+    """Show a run, live or past. Leaving does not touch it. Raises InputError for a damaged one, which would never be seen to end."""
     from so_tui.launch import ensure_supervised
 
     target = find_run(arguments.run, arguments.runs_dir)
+    read_state(target)
     ensure_supervised(target)
     return _show(target, arguments, owner=False)
 

@@ -8,8 +8,9 @@ from datetime import datetime
 from pathlib import Path
 
 from so_tui.commands.common import print_json, print_rich
-from so_tui.runs import find_run, list_runs, state_with_truth
+from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.spec import InputError
 
 
 def runs(arguments: argparse.Namespace) -> int:
@@ -19,7 +20,7 @@ def runs(arguments: argparse.Namespace) -> int:
     listed = []
     for run in list_runs(arguments.runs_dir):
         ensure_supervised(run)
-        listed.append((run, state_with_truth(run)))
+        listed.append((run, _state(run)))
     if arguments.json:
         print_json({"runs": [{"name": run.name, "path": str(run.path), **_summary(state)} for run, state in listed]})
         return 0
@@ -44,6 +45,14 @@ def runs(arguments: argparse.Namespace) -> int:
         table.add_row(run.name, state.state, f"{state.step}/{state.total_steps}", loss, started, state.reason)
     print_rich(table)
     return 0
+
+
+def _state(run: RunDirectory) -> RunState:
+    """The run's state; a damaged one is listed among the others, with what is wrong."""
+    try:
+        return state_with_truth(run)
+    except InputError as error:
+        return RunState(name=run.name, state="lost", reason=str(error.problems[0].message))
 
 
 def _summary(state: RunState) -> dict[str, object]:

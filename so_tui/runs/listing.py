@@ -50,8 +50,8 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             part.mkdir()
-        write_spec(run, spec)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
+        write_spec(run, spec)  # last: by its spec a run is found, and found it must be whole
     except OSError as error:
         with contextlib.suppress(OSError):
             _remove(run.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -82,3 +83,15 @@ def test_more_gpus_than_there_are(gpus: str, told: str, tmp_path: Path, capsys: 
     file.write_bytes(machine_json(msgspec.structs.replace(inspect_machine(), gpus=tuple(gpus_of_four))))
     assert main(["run", "tiny", "--gpus", gpus, "--machine", str(file), "--dry-run"]) == 3
     assert told in capsys.readouterr().err
+
+
+def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ended_run.path.parent
+    damaged = create_run(find_preset("tiny").spec, folder)
+    damaged.state_path.write_text('{"v":1')
+    assert main(["runs", "--json", "--runs-dir", str(folder)]) == 0
+    listed = {run["name"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    assert {name: run["state"] for name, run in listed.items()} == {ended_run.name: "failed", damaged.name: "lost"}
+    assert "state.json cannot be read" in listed[damaged.name]["reason"]
+    assert main(["watch", str(damaged.path)]) == 2
+    assert "state.json cannot be read" in capsys.readouterr().err
