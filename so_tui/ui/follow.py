@@ -241,8 +241,10 @@ class RunFollower:
     def _add_samples(self, host: str, samples: tuple[Sample, ...]) -> None:
         if host not in self._latest_samples and samples:
             start = self._reader.start
-            if start is not None and samples[0].time - start.time > 2:
-                for rollup in self._reader.sample_history(host, start.time, math.nextafter(samples[0].time, 0), HISTORY_ROWS):
+            # A run that was resumed shows its earlier attempts too.
+            since = min([*self._whole.times[:1], *([start.time] if start is not None else [])], default=samples[0].time)
+            if samples[0].time - since > 2:
+                for rollup in self._reader.sample_history(host, since, math.nextafter(samples[0].time, 0), HISTORY_ROWS):
                     self._add_sample(host, rollup.mean)
         for sample in samples:
             self._add_sample(host, sample)

@@ -475,3 +475,10 @@ async def test_a_filter_keeps_the_chosen_model_and_says_when_there_is_none(runs_
         await until(pilot, lambda: "Qwen3 30B" in shown(pilot, "#detail-title"))
         await pilot.press("slash", *"zzz")
         await until(pilot, lambda: "no model" in shown(pilot, "#detail-title"))
+
+
+async def test_why_a_run_failed_is_read_whole_in_a_small_terminal(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=40, seconds_of_samples=3, state="failed")
+    async with opened(runs_dir, (80, 24), open_run=run) as pilot:
+        await until(pilot, lambda: "ran out of GPU memory" in screen_text(pilot))
+        assert "11 GiB less" in " ".join(screen_text(pilot).split())

@@ -33,6 +33,8 @@ from so_tui.ui.widgets.nodes import NodePanel, NodePicture
 from so_tui.ui.widgets.rule import Rule
 
 POLL_S = 1.0
+MOST_NEWS_ROWS = 3
+"""Why a run ended and what to do next is read whole."""
 EMPTY = (
     "No run yet. This is where a run is watched: its loss and speed, where the time of a step goes, every NUMA node, GPU and core.\n\n"
     "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a run."
@@ -179,7 +181,9 @@ class DashboardScreen(RunActions, Page):
         width = self.query_one("#panels").scrollable_content_region.width or self.size.width - 2
         self._say("#title", stats.title_line(snapshot, now, width))
         news = stats.news_line(snapshot)
+        news_rows = 0 if news is None else min(MOST_NEWS_ROWS, len(news.wrap(width)))
         self.query_one("#news").display = news is not None
+        self.query_one("#news").styles.height = news_rows
         if news is not None:
             self._say("#news", news)
         anatomy = stats.anatomy_lines(snapshot, width)
@@ -189,7 +193,7 @@ class DashboardScreen(RunActions, Page):
         self._say("#gpus", gpus)
         log = self.query_one(LogView)
         log.extend((line.text for line in snapshot.log_lines), snapshot.log_partial)
-        self._share_rows(snapshot, anatomy.plain.count("\n") + 1, gpus.plain.count("\n") + 1 if snapshot.gpus else 0, news is not None)
+        self._share_rows(snapshot, anatomy.plain.count("\n") + 1, gpus.plain.count("\n") + 1 if snapshot.gpus else 0, news_rows)
         self._show_log_rule()
         self._draw_charts(snapshot)
 
@@ -201,7 +205,7 @@ class DashboardScreen(RunActions, Page):
             lines = -1 if before is None else before.plain.count("\n")
             self.query_one(selector, Static).update(content, layout=content.plain.count("\n") != lines)
 
-    def _share_rows(self, snapshot: Snapshot, anatomy: int, gpus: int, news: bool) -> None:
+    def _share_rows(self, snapshot: Snapshot, anatomy: int, gpus: int, news: int) -> None:
         height = self.size.height - 3
         crowded = height < 12 + 3 * len(snapshot.nodes)
         self.query_one("#nodes-rule").display = not crowded

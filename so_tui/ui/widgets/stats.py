@@ -139,10 +139,11 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
 def _gpu_line(view: GpuView, width: int) -> Content:
     gpu = view.sample
     bar = 12 if width > 60 else 6
-    line = Content.styled(f"GPU {gpu.index}", "bold")
+    # The colour of its line over the load of its node.
+    line = Content.styled(f"GPU {gpu.index}", "bold $secondary")
     pieces: list[Content] = []
     if gpu.busy_percent is not None:
-        pieces.append(fill(gpu.busy_percent / 100, bar, "$accent") + f" {gpu.busy_percent:3} %")
+        pieces.append(fill(gpu.busy_percent / 100, bar, "$secondary") + f" {gpu.busy_percent:3} %")
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_used_bytes / gpu.memory_total_bytes
         text = f"{gpu.memory_used_bytes / GIB:.1f} of {gpu.memory_total_bytes / GIB:.1f} GiB"
