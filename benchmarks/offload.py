@@ -20,7 +20,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -139,30 +141,34 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.shape == "tiny":
         environment["DS_ACCELERATOR"] = "cpu"
     begin = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--name", name, "--rank", str(rank)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(arguments.ranks)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=max(1.0, arguments.limit_s - (time.monotonic() - begin)))[0] for rank in ranks]
-    except subprocess.TimeoutExpired as late:
-        outputs = [f"took longer than {arguments.limit_s:.0f} s\n{(late.stdout or b'')[-3000:]!r}"]
-    finally:
+    with ExitStack() as files:
+        # Files, not pipes: DeepSpeed's own worker can outlive its rank, and would keep a pipe open.
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(arguments.ranks)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, *sys.argv[1:], "--name", name, "--rank", str(rank)],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for rank, output in enumerate(outputs)
+        ]
         for rank in ranks:
-            if rank.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                rank.wait(max(1.0, arguments.limit_s - (time.monotonic() - begin)))
+        for rank in ranks:
+            with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
-                rank.wait()
-    rows = [json.loads(line.removeprefix(MARK)) for output in outputs for line in output.splitlines() if line.startswith(MARK)]
+            rank.wait()
+        for output in outputs:
+            output.seek(0)
+        texts = [output.read() for output in outputs]
+    rows = [json.loads(line.removeprefix(MARK)) for text in texts for line in text.splitlines() if line.startswith(MARK)]
     known = {"name": name, "ranks": arguments.ranks, "shape": arguments.shape, "wall_s": round(time.monotonic() - begin, 1)}
     if len(rows) < arguments.ranks:
-        tail = "\n".join(output[-3000:] for output in outputs)
+        late = [f"took longer than {arguments.limit_s:.0f} s"] if time.monotonic() - begin >= arguments.limit_s else []
+        tail = "\n".join([*late, *(text[-3000:] for text in texts)])
         print(tail, flush=True)
         return known | {"error": tail[-1500:]}
     slowest = max(rows, key=lambda row: float(row["step_s"]))

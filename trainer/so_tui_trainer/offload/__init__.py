@@ -128,6 +128,7 @@ def settle(engine: Any) -> None:
 
 def close(engine: Any) -> None:
     """Ends what the engine started and gives its memory back. Safe to call twice."""
+    deepspeed_0_19_8.end_deepspeed_worker(engine)
     engine.destroy()
 
 

@@ -172,6 +172,13 @@ def last_gradient_norm(engine: Engine) -> float | None:
     return None if norm is None else float(norm)
 
 
+def end_deepspeed_worker(engine: Engine) -> None:
+    """Ends the Adam worker of DeepSpeed's own SuperOffload, which nothing in DeepSpeed does; nothing happens in the other modes."""
+    worker = getattr(engine.optimizer, "superoffload_cpu_optimizer", None)
+    if worker is not None:
+        worker.close()
+
+
 # -- our own optimizer in DeepSpeed's place ------------------------------------------------------------------------------------------
 
 LARGEST_BUCKET = 100_000_000
