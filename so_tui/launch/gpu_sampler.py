@@ -30,7 +30,7 @@ class GpuSampler:
         for gpu in gpus:
             handle = _asked(pynvml, pynvml.nvmlDeviceGetHandleByPciBusId, gpu.pci_bus_id.encode())
             if handle is not None:
-                self._devices.append(_Device(pynvml, gpu.index, handle))
+                self._devices.append(_Device(pynvml, gpu, handle))
 
     def sample(self) -> tuple[GpuSample, ...]:
         return tuple(device.sample() for device in self._devices)
@@ -45,17 +45,18 @@ class GpuSampler:
 
 
 class _Device:
-    def __init__(self, nvml: Any, index: int, handle: Any) -> None:
+    def __init__(self, nvml: Any, gpu: Gpu, handle: Any) -> None:
         self._nvml = nvml
-        self._index = index
+        self._index = gpu.index
         self._handle = handle
-        self._link = _LinkCounter(nvml, handle)
+        # A GPU on PCIe answers too, with zeros that would read as an idle link.
+        self._link = _LinkCounter(nvml, handle) if gpu.c2c is not False else None
 
     def sample(self) -> GpuSample:
         nvml, handle = self._nvml, self._handle
         memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
         power_mw = _asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-        to_gpu, to_host = self._link.rates()
+        to_gpu, to_host = self._link.rates() if self._link else (None, None)
         return GpuSample(
             index=self._index,
             busy_percent=_asked(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -69,7 +70,8 @@ class _Device:
         )
 
     def close(self) -> None:
-        self._link.close()
+        if self._link:
+            self._link.close()
 
 
 class _LinkCounter:
