@@ -23,6 +23,8 @@ PREFETCH_BUCKET = 50_000_000
 """Parameters that ZeRO-3 gathers ahead of need (DeepSpeed's default)."""
 EAGER_ONLY = frozenset({"gpt_oss"})
 """Model types whose attention (sinks) none of the memory-saving kernels computes: ``auto`` means eager attention there."""
+OWN_LARGEST_BUCKET = 100_000_000
+"""Parameters in a reduce bucket of the project's own SuperOffload, at most."""
 LOSS_CHUNK_LOGITS = 2**27
 """Logits (tokens x vocabulary) that the trainer's chunked cross-entropy holds at once."""
 LOSS_BYTES_PER_LOGIT = 10
@@ -61,6 +63,13 @@ def own_engine(spec: RunSpec) -> bool:
     return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
 
 
+def reduce_bucket_size(spec: RunSpec) -> int:
+    """Parameters whose gradients ZeRO-3 reduces together. The project's own engine keeps it small: a gradient leaves for the host when its
+    bucket is full, so small buckets start the copies and the Adam worker early.
+    """
+    return min(spec.offload.sub_group_size, OWN_LARGEST_BUCKET) if own_engine(spec) else spec.offload.sub_group_size
+
+
 def gradient_buffer_bytes(spec: RunSpec) -> int:
     """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over several micro-batches."""
     return 4 if spec.train.gradient_accumulation > 1 else 2
@@ -88,11 +97,12 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTe
     else:
         yield _term("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
     yield _term("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {_count(moved)} (two fp32 moments)")
-    yield _term("gradient partition", "node", buffer * whole, "exact", f"{buffer} B x {_count(whole)}, page-locked, of any ratio")
+    if not own_engine(spec):
+        yield _term("gradient partition", "node", buffer * whole, "exact", f"{buffer} B x {_count(whole)}, page-locked, of any ratio")
 
 
 def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
-    ranks, bucket = layout.ranks, spec.offload.sub_group_size
+    ranks, bucket = layout.ranks, reduce_bucket_size(spec)
     yield _term("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {_count(bucket)} (reduce_bucket_size)")
     block = largest_block(spec.model.parameters)
     if ranks > 1:

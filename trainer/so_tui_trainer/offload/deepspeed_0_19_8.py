@@ -21,6 +21,7 @@ from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from so_tui.plan.layout import gpu_sub_groups, sub_group_slices
+from so_tui.plan.memory import OWN_LARGEST_BUCKET
 from so_tui_trainer.offload.errors import OffloadError
 from so_tui_trainer.offload.superoffload import Gradient, SubGroup, SuperOffload
 
@@ -181,9 +182,6 @@ def end_deepspeed_worker(engine: Engine) -> None:
 
 # -- our own optimizer in DeepSpeed's place ------------------------------------------------------------------------------------------
 
-LARGEST_BUCKET = 100_000_000
-"""Elements: a gradient leaves for the host when its bucket is full, so small buckets start the copies and the worker early."""
-
 
 @dataclass(frozen=True)
 class SuperOffloadSettings:
@@ -209,7 +207,7 @@ def super_offload_config(ds_config: Mapping[str, Any], sub_group_size: int) -> d
     zero = config["zero_optimization"]
     zero["offload_optimizer"] = {"device": "cpu", "super_offload": True, "ratio": 1.0, "pin_memory": False}
     zero["sub_group_size"] = sub_group_size
-    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", LARGEST_BUCKET)), LARGEST_BUCKET)
+    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", OWN_LARGEST_BUCKET)), OWN_LARGEST_BUCKET)
     # Parameters that stay gathered would have to be gathered again right after the step, when most have not landed.
     zero["stage3_param_persistence_threshold"] = 0
     return config
