@@ -13,7 +13,7 @@ from so_tui.launch.sources import missing_paths, with_absolute_paths
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
-from so_tui.spec import InputError, Problem, Refused, RunSpec, resolve_source, spec_tree
+from so_tui.spec import InputError, Problem, Refused, RunSpec, disk_size, resolve_source, spec_tree
 
 _CHECK_TIMEOUT_S = 180.0
 
@@ -122,13 +122,13 @@ def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         reasons.append(
-            f"{copies} checkpoint{'s' if copies > 1 else ''} of {_size(plan.disk_bytes)} need {_size(needed_bytes)}, and {folder} has "
-            f"{_size(free_bytes)} free. Free space, set checkpoint.folder, or lower checkpoint.keep"
+            f"{copies} checkpoint{'s' if copies > 1 else ''} of {disk_size(plan.disk_bytes)} need {disk_size(needed_bytes)}, and {folder} "
+            f"has {disk_size(free_bytes)} free. Free space, set checkpoint.folder, or lower checkpoint.keep"
         )
     shm = Path("/dev/shm")
     if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
         reasons.append(
-            f"/dev/shm has {_size(free)} free, and {_size(plan.shm_bytes)} are needed. Remount it larger (in Docker: --shm-size), "
+            f"/dev/shm has {disk_size(free)} free, and {disk_size(plan.shm_bytes)} are needed. Remount it larger (in Docker: --shm-size), "
             "or use offload.engine = so-tui"
         )
     if reasons:
@@ -139,7 +139,3 @@ def _foreign_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
     chosen = {rank.gpu for rank in plan.binding}
     users = locks.foreign_processes(gpu for gpu in machine.gpus if gpu.index in chosen)
     return tuple(f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}" for index, pids in users.items())
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -28,4 +28,7 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
     if reader.checkpoints:
         saved = reader.checkpoints[-1]
         state = msgspec.structs.replace(state, saved_step=saved.step, saved_at=saved.time)
+    if (end := trainers_end(reader, attempt)) is not None and end.state != "failed":
+        # Not every step is logged, and an attempt that was stopped before its first one is back at its checkpoint.
+        state = msgspec.structs.replace(state, step=end.step)
     return state

@@ -19,6 +19,7 @@ from so_tui.spec.types import (
     TrainSpec,
     decays,
 )
+from so_tui.spec.units import disk_size
 
 __all__ = [
     "BenchmarkSpec",
@@ -42,6 +43,7 @@ __all__ = [
     "complete_tree",
     "decays",
     "differences",
+    "disk_size",
     "field_index",
     "fields",
     "find_preset",

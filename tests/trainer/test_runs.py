@@ -126,6 +126,7 @@ def test_the_export_tool_answers_in_json(finished: RunDirectory, tmp_path: Path)
     assert answer["done"]
     assert answer["step"] == 12
     assert (tmp_path / "model" / "model.safetensors").stat().st_size <= answer["bytes"]
+    assert json.loads((tmp_path / "model" / "so_tui_export.json").read_text())["run"] == finished.name
 
 
 def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished: RunDirectory, tmp_path: Path) -> None:
@@ -141,13 +142,35 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     assert end.state == "stopped"
     assert 3 < end.step < 12
     assert Path(end.saved).is_dir()
+    # The request still stands for another attempt: it ends where it would go on, and the checkpoint is not written again.
+    assert start(run, spec).wait(timeout=120) == 0, log(run, 2)
+    early = end_of(records(run))
+    assert (early.attempt, early.state, early.step, early.saved) == (2, "stopped", end.step, end.saved)
+    assert not [record for record in records(run) if record.attempt == 2 and isinstance(record, StepRecord | CheckpointRecord)]
     control.clear(run, "stop")
-    assert start(run, spec).wait(timeout=300) == 0, log(run, 2)
-    second = [record for record in records(run) if record.attempt == 2]
+    assert start(run, spec).wait(timeout=300) == 0, log(run, 3)
+    second = [record for record in records(run) if record.attempt == 3]
     assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
     straight = {record.step: record.loss for record in steps_of(records(finished))}
     assert {record.step: record.loss for record in steps_of(second)} == {step: loss for step, loss in straight.items() if step > end.step}
+
+
+def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(tmp_path: Path) -> None:
+    spec = tiny(train__steps="12")
+    run = create_run(spec, tmp_path)
+    process = start(run, spec)
+    while not any(isinstance(record, PhaseRecord) and record.detail == "preparing the optimizer" for record in records(run)):
+        assert process.poll() is None, log(run)
+        time.sleep(0.02)
+    control.request(run, "stop")
+    assert process.wait(timeout=120) == 0, log(run)
+    found = records(run)
+    end = end_of(found)
+    assert (end.state, end.step, end.saved) == ("stopped", 0, "")
+    assert "while it was loading" in end.reason
+    assert not any(isinstance(record, StepRecord | CheckpointRecord) for record in found)
+    assert not run.checkpoints_dir.is_dir() or not any(run.checkpoints_dir.iterdir())
 
 
 def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished: RunDirectory, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from msgspec import Struct
 from so_tui.plan.layout import partition_numel
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import CheckpointRecord
-from so_tui.spec import RunSpec
+from so_tui.spec import RunSpec, disk_size
 from so_tui_trainer import offload
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -168,7 +168,7 @@ def _check_room(engine: Any, folder: Path, ranks: Ranks) -> None:
     needed, free = _STATE_BYTES * share * ranks.size, shutil.disk_usage(folder).free
     if needed > free:
         raise TrainingError(
-            f"a checkpoint needs {needed / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free",
+            f"a checkpoint needs {disk_size(needed)}, and {folder} has {disk_size(free)} free",
             "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder` to a larger disk.",
         )
 

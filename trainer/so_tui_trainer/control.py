@@ -1,4 +1,4 @@
-"""What users asked for while the run goes on: rank 0 looks, and all ranks learn of it for the same step."""
+"""What users asked for while the run loads and trains: rank 0 looks, and all ranks learn of it for the same step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from so_tui.runs import RunDirectory, control
 from so_tui_trainer.ranks import Ranks
 
 _STOP, _CHECKPOINT = 1, 2
+
+
+class StoppedEarlyError(Exception):
+    """A stop was asked for before this attempt trained anything: there is nothing to save."""
 
 
 class Control:
@@ -23,6 +27,11 @@ class Control:
         self._sent: dist.Work | None = None
         if ranks.first:  # requests of an earlier attempt were meant for it
             control.clear(run, "checkpoint")
+
+    def stop_early(self) -> None:
+        """To be called by all ranks, between parts of the loading. Raises StoppedEarlyError, on all alike, when a stop is asked for."""
+        if self._ranks.from_first("stop" in control.pending(self._run)):
+            raise StoppedEarlyError
 
     def poll(self) -> frozenset[control.Action]:
         """What was announced after the step before; announces what is asked now. Every rank must call it after every step."""

@@ -5,29 +5,47 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
 
+import so_tui
 from so_tui.plan.layout import partition_numel
+from so_tui.spec import InputError, Problem
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.model import PREFIX, load_config
 from so_tui_trainer.offload.checkpoint import Manifest as StateManifest
 from so_tui_trainer.tokens import load_tokenizer
 
+_MARK = "so_tui_export.json"
 
-def export(checkpoint: Path, folder: Path) -> int:
+
+class Mark(Struct, frozen=True, kw_only=True):
+    """Lies in every export: what it was made from, and that it may be replaced. Models of other origin look alike but for this file."""
+
+    run: str
+    step: int
+    version: str
+    """Of so-tui."""
+
+
+def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     """Write the model of a checkpoint into ``folder``, which ``from_pretrained`` loads; returns its bytes.
 
-    The folder appears whole or not at all, and replaces an older export. Raises OSError, InputError (tokenizer or configuration not to be
-    had), ValueError (states that do not fit the model).
+    The folder appears whole or not at all, and replaces an older export, but nothing else. Raises OSError, InputError (something else lies
+    there; tokenizer or configuration not to be had), ValueError (states that do not fit the model).
     """
     from transformers import AutoModelForCausalLM
 
-    spec = read_manifest(checkpoint).spec
+    folder = folder.resolve()
+    refuse_foreign(folder)
+    manifest = read_manifest(checkpoint)
+    spec = manifest.spec
     config = load_config(spec.model)
     if hasattr(config, "quantization_config"):  # what was trained is not quantised any more
         del config.quantization_config
@@ -40,13 +58,41 @@ def export(checkpoint: Path, folder: Path) -> int:
         raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial, state_dict=state)
-    load_tokenizer(spec).save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with replacing(folder, Mark(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
+        model.save_pretrained(partial, state_dict=state)
+        load_tokenizer(spec).save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises InputError when something lies at ``folder`` that is neither an export nor an empty folder."""
+    if not folder.exists() or (folder.is_dir() and ((folder / _MARK).is_file() or not any(folder.iterdir()))):
+        return
+    message = f"holds files that are no export of so-tui (no {_MARK})" if folder.is_dir() else "is not a folder"
+    raise InputError([Problem(field="--to", value=str(folder), message=message, remedy="Name a new or an empty folder with --to.")])
+
+
+@contextmanager
+def replacing(folder: Path, mark: Mark) -> Iterator[Path]:
+    """A marked folder beside ``folder`` to write into, which takes its place when everything went well and goes when not."""
+    partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
+    for left in (partial, old):  # by an export that was killed
+        refuse_foreign(left)
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        (partial / _MARK).write_bytes(msgspec.json.encode(mark))
+        yield partial
+        refuse_foreign(folder)  # writing takes minutes, in which someone else may have put something there
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def masters(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -64,9 +64,8 @@ class Loop:
         self.saved, self.last_loss = path, manifest.last_loss
         self.useful_tokens, self.trained_tokens = manifest.useful_tokens, manifest.trained_tokens
 
-    def train(self) -> Outcome:
+    def train(self, control: Control) -> Outcome:
         """Train to the last step, or until someone asks to stop. Raises NonFiniteError, TrainingError, and whatever the engine raises."""
-        control = Control(self.run, self.ranks)
         stopped = False
         self.clock.restart()
         while self.step < self.total_steps and not stopped:

@@ -35,6 +35,7 @@ from so_tui.runs.records import (
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer import binding, checkpoint, failures, offload, tokens
 from so_tui_trainer.batches import Batches
+from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -77,16 +78,17 @@ class Session:
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
         bindings = ranks.gather(self.report)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
-        self._seed(0)
-        documents = self._documents(ranks)
-        self.loop = loop = self._loop(ranks, documents)
         found = ranks.from_first(checkpoint.newest(checkpoint.folder_of(self.run, self.spec)) if ranks.first else None)
-        if found:
-            self._resume(loop, found, documents, ranks)
+        control = Control(self.run, ranks)
+        try:
+            self.loop = loop = self._load(ranks, found, control)
+        except StoppedEarlyError:
+            step, saved = (found.manifest.step, str(found.path)) if found else (0, "")
+            return Outcome(state="stopped", step=step, saved=saved, summary={})
         if found or self.attempt > 1:
             self.recorder.write(ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step))
         self._phase("training", "")
-        outcome = loop.train()
+        outcome = loop.train(control)
         if self.spec.checkpoint.export and outcome.state == "finished":
             self._export(ranks, outcome)
         return outcome
@@ -95,7 +97,8 @@ class Session:
         """Close everything, then say how it ended: the record is the last thing that is written."""
         self._phase("saving", "giving the memory back and ending the processes")
         self._close()
-        reason = "" if outcome.state == "finished" else "stopped on request"
+        trained = self.loop is not None
+        reason = "" if outcome.state == "finished" else "stopped on request" if trained else "stopped on request while it was loading"
         self.recorder.write(
             EndRecord(
                 attempt=self.attempt,
@@ -134,18 +137,32 @@ class Session:
 
         threading.Thread(target=wait, name="terminate", daemon=True).start()
 
+    def _load(self, ranks: Ranks, found: checkpoint.Found | None, control: Control) -> Loop:
+        """Everything before the first step, in parts that take minutes with large models. Raises StoppedEarlyError between them."""
+        self._seed(0)
+        control.stop_early()
+        documents = self._documents(ranks)
+        control.stop_early()
+        loop = self._loop(ranks, documents, control)
+        control.stop_early()
+        if found:
+            self._resume(loop, found, documents, ranks)
+            control.stop_early()
+        return loop
+
     def _documents(self, ranks: Ranks) -> tokens.Documents:
         self._phase("loading", "reading the data")
         folder = ranks.from_first(tokens.prepare(self.spec) if ranks.first else None)
         return tokens.read(folder)
 
-    def _loop(self, ranks: Ranks, documents: tokens.Documents) -> Loop:
+    def _loop(self, ranks: Ranks, documents: tokens.Documents, control: Control) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
         zero3 = Zero3(ds_config)
         model = build(self.spec, ranks.device)
         self._check_sizes(model.causal.config, documents)
         parameters = parameter_count(model)
+        control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
         self.engine = offload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
@@ -222,7 +239,7 @@ class Session:
 
         self._phase("saving", "Hugging Face folder")
         if ranks.first:
-            export(Path(outcome.saved), self.run.path / "export")
+            export(Path(outcome.saved), self.run.path / "export", self.run.name)
         ranks.barrier()
 
     def _phase(self, phase: Literal["loading", "training", "saving"], detail: str) -> None:

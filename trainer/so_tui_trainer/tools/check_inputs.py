@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.spec import InputError, Problem, RunSpec, resolve_source
+from so_tui.spec import InputError, Problem, RunSpec, disk_size, resolve_source
 from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files, stay_offline_when_cut_off
 
@@ -59,7 +59,7 @@ def _weights(spec: RunSpec) -> list[str]:
     missing = missing_files(spec.model, files)
     if not missing:
         return []
-    return [f"{sum(missing.values()) / 1e9:.1f} GB of {name} are not downloaded yet; `so-tui fetch {spec.name}` does that beforehand"]
+    return [f"{disk_size(sum(missing.values()))} of {name} are not downloaded yet; `so-tui fetch {spec.name}` does that beforehand"]
 
 
 def _data(spec: RunSpec) -> list[str]:

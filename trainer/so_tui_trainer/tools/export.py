@@ -10,11 +10,13 @@ from so_tui_trainer.tools.channel import Answer, serve
 
 
 def export_run(request: Answer) -> Iterator[Answer]:
-    """Raises InputError when the run has no checkpoint, or its tokenizer or configuration cannot be had."""
+    """Raises InputError when the run has no checkpoint, something else than an export lies at the target, or tokenizer or configuration
+    cannot be had.
+    """
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.spec import InputError, Problem
     from so_tui_trainer.checkpoint import folder_of, newest
-    from so_tui_trainer.export import export
+    from so_tui_trainer.export import export, refuse_foreign
 
     run = RunDirectory(Path(request["run"]))
     found = newest(folder_of(run, read_spec(run)))
@@ -22,12 +24,10 @@ def export_run(request: Answer) -> Iterator[Answer]:
         remedy = "Resume it and let it save one: at its end, on stop, or every `checkpoint.every_steps` steps."
         raise InputError([Problem(field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)])
     checkpoint, manifest = found.path, found.manifest
-    folder = Path(request.get("to") or run.path / "export").expanduser().absolute()
-    if folder.exists() and not (folder / "config.json").is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        problem = Problem(field="to", value=str(folder), message="exists and is no earlier export", remedy="Name a new folder.")
-        raise InputError([problem])
+    folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
+    refuse_foreign(folder)
     yield {"message": f"exporting step {manifest.step} of {run.name}"}
-    yield {"folder": str(folder), "bytes": export(checkpoint, folder), "step": manifest.step, "done": True}
+    yield {"folder": str(folder), "bytes": export(checkpoint, folder, run.name), "step": manifest.step, "done": True}
 
 
 if __name__ == "__main__":

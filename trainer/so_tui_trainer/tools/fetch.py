@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.spec import RunSpec, resolve_source
+from so_tui.spec import RunSpec, disk_size, resolve_source
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files
 
@@ -37,11 +37,11 @@ def _model(spec: RunSpec) -> Iterator[Answer]:
 
     missing = missing_files(spec.model, remote_files(spec.model))
     total, done = sum(missing.values()), 0
-    yield {"message": f"{spec.model.id}: {total / 1e9:.1f} GB in {len(missing)} files to download", "done_bytes": 0, "total_bytes": total}
+    yield {"message": f"{spec.model.id}: {disk_size(total)} in {len(missing)} files to download", "done_bytes": 0, "total_bytes": total}
     for name, size in sorted(missing.items(), key=lambda item: item[1]):
         hf_hub_download(spec.model.id, name, revision=spec.model.revision)
         done += size
-        yield {"message": f"{name}: {size / 1e9:.2f} GB ({done / max(1, total):.0%})", "done_bytes": done, "total_bytes": total}
+        yield {"message": f"{name}: {disk_size(size)} ({done / max(1, total):.0%})", "done_bytes": done, "total_bytes": total}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""What the state says of a run, by the trainer's records."""
+
+from pathlib import Path
+
+from so_tui.launch.progress import observed
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import CheckpointRecord, EndRecord, RunState
+from so_tui.runs.records import MetricRecord as Record
+
+
+def state_after(folder: Path, *records: Record) -> RunState:
+    run = RunDirectory(folder)
+    run.metrics_dir.mkdir(parents=True)
+    for attempt in sorted({record.attempt for record in records}):
+        writer = MetricsWriter(run, attempt)
+        for record in records:
+            if record.attempt == attempt:
+                writer.append(record)
+        writer.close()
+    reader = MetricsReader(run)
+    reader.poll(limit_records=100, limit_s=1.0)
+    return observed(RunState(name="r", state="training", step=7), reader, records[-1].attempt)
+
+
+def test_an_attempt_stopped_before_its_first_step_is_where_its_checkpoint_is(tmp_path: Path) -> None:
+    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    end = EndRecord(attempt=2, time=2.0, state="stopped", step=5, saved="step-000005")
+    state = state_after(tmp_path, saved, end)
+    assert (state.step, state.saved_step) == (5, 5)
+
+
+def test_nothing_trained_and_nothing_saved(tmp_path: Path) -> None:
+    state = state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="stopped", step=0))
+    assert (state.step, state.saved_step) == (0, None)
+
+
+def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Path) -> None:
+    assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
