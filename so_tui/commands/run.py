@@ -75,10 +75,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 
     show_screen(arguments.runs_dir, target)
     code = exit_code_of(target)
-    if code is None:
-        print(f"{target.name} goes on training. `so-tui watch {target.name}` shows it again, `so-tui stop {target.name}` stops it.")
-        return 0
-    return code
+    return 0 if code is None else code  # left while it trains: the screen has said how to see it again
 
 
 def supervise(arguments: argparse.Namespace) -> int:

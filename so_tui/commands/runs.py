@@ -76,7 +76,7 @@ def stop(arguments: argparse.Namespace) -> int:
     if state.state in FINAL_STATES:
         print(f"{run.name} has already ended: {state.state}")
         return 0
-    print(f"{run.name} stops after its step and saves; waiting", flush=True)
+    print(f"{run.name} was asked to stop; waiting until it has saved what it trained", flush=True)
     state = stop_run(run, grace_s=arguments.grace)
     saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
     print(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}")
