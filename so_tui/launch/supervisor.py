@@ -162,11 +162,19 @@ class Supervisor:
         leading = {"runner", "launcher", "rank"} - present
         lost = [process for process in self._tree.gone if process.pid in before and process.role in leading]
         if self._first_gone is None and lost:
-            # The launcher's death takes its ranks along (parent-death signal) faster than we look: name the cause, not the victims.
-            self._first_gone = min(lost, key=lambda process: ("launcher", "runner", "rank").index(process.role))
+            self._first_gone = min(lost, key=self._blame)
             self._unprompted = self._closing.terminated_at is None
         if self._closing.broken_at is None and any(process.role != "rank" for process in lost):
             self._closing.broken_at = time.monotonic()
+
+    def _blame(self, process: Process) -> tuple[int, bool]:
+        """Sorts what one look found gone: the cause first, then its victims.
+
+        The launcher's death takes its ranks along (parent-death signal) faster than we look, and a rank that was killed those that waited
+        for it, which leave by themselves.
+        """
+        code = self._tree.exit_code(process)
+        return ("launcher", "runner", "rank").index(process.role), code is None or code >= 0
 
     def _notice_stop(self) -> None:
         if self._signal:

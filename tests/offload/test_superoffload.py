@@ -100,7 +100,9 @@ def test_the_cost_of_a_step_is_told() -> None:
         took_s = time.monotonic() - begun
         told = offload.stats(made)
         trainable = sum(parameter.ds_numel for parameter in made.module.parameters() if parameter.requires_grad)
-        assert told.to_host_bytes == told.to_gpu_bytes == 2 * trainable
+        assert told.to_host_bytes == 2 * trainable
+        # Weights come back when the worker is done, be it before this step ended or in the interval after it: some may be the last step's.
+        assert 0 < told.to_gpu_bytes <= 4 * trainable
         assert 0 < told.adam_busy_s < took_s
         assert 0 < told.exposed_wait_s < took_s
         assert offload.uses_worker(made)
