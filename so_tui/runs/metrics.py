@@ -283,8 +283,6 @@ class MetricsReader:
         pyramid.fold()
         return pyramid
 
-    # helpers
-
     def _tail_steps(self) -> list[StepRecord]:
         return [step for segment in self._tail for step in segment.steps]
 
