@@ -5,7 +5,6 @@ Everything comes from a few small files and NVML calls: it must cost far below o
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from pathlib import Path
@@ -115,14 +114,13 @@ def oom_kills(root: Path = Path("/")) -> int:
     return _counter(root / "proc/vmstat", b"oom_kill") or 0
 
 
-def shm_leftovers(pids: set[int], port: int | None, folder: Path = Path("/dev/shm")) -> tuple[Path, ...]:
-    """Shared memory that ended processes of a run have left: torch names it by pid, DeepSpeed's CPU collectives by user and port."""
-    prefix = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}"
+def shm_leftovers(pids: set[int], folder: Path = Path("/dev/shm")) -> tuple[Path, ...]:
+    """Shared memory that ended processes of a run have left: torch names it by pid."""
     try:
         entries = sorted(folder.iterdir())
     except OSError:
         return ()
-    return tuple(entry for entry in entries if _named_by(entry.name, pids) or (port is not None and entry.name.startswith(prefix)))
+    return tuple(entry for entry in entries if _named_by(entry.name, pids))
 
 
 def _named_by(name: str, pids: set[int]) -> bool:

@@ -219,7 +219,7 @@ class Supervisor:
             time.sleep(0.1)
             self._tree.look()
         with self._despite_trouble_with("shared memory"):
-            for leftover in shm_leftovers({process.pid for process in self._tree.gone}, self._job.port):
+            for leftover in shm_leftovers({process.pid for process in self._tree.gone}):
                 leftover.unlink(missing_ok=True)
         with self._despite_trouble_with("records"):
             self._read()

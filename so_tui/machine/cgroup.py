@@ -40,6 +40,25 @@ def memory_limit_bytes(tree: Tree) -> int | None:
     return min(limits, default=None)
 
 
+def memory_left_bytes(tree: Tree) -> int | None:
+    """How far the group and its ancestors are from their memory limits, the smallest; file cache counts as free, as the kernel drops it."""
+    left = [room for folder in _folders(tree, "memory") if (room := _memory_left(tree, folder)) is not None]
+    return min(left, default=None)
+
+
+def _memory_left(tree: Tree, folder: str) -> int | None:
+    for limit_name, usage_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        limit, usage = tree.integer(f"{folder}/{limit_name}"), tree.integer(f"{folder}/{usage_name}")
+        if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
+            lines = (line.partition(" ") for line in (tree.text(f"{folder}/memory.stat") or "").splitlines())
+            cache = sum(int(value) for name, _, value in lines if name in (f"{prefix}active_file", f"{prefix}inactive_file"))
+            return max(0, limit - usage + cache)
+    return None
+
+
 def _quota(tree: Tree, folder: str) -> float | None:
     text = tree.text(f"{folder}/cpu.max")
     if text is not None:

@@ -57,6 +57,12 @@ def host_memory(tree: Tree, nodes: tuple[NumaNode, ...]) -> HostMemory:
     return HostMemory(nodes, total, limit if limit is not None and limit < total else None, tuple(notes))
 
 
+def available_bytes(tree: Tree) -> int | None:
+    """What processes of this control group can still allocate without swapping or being killed; None where nothing tells."""
+    sizes = (meminfo(tree.text("/proc/meminfo")).get("MemAvailable"), cgroup.memory_left_bytes(tree))
+    return min((size for size in sizes if size is not None), default=None)
+
+
 def _caught_up(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
     """Where all memory is one node's, /proc/meminfo is about that node too, and newer than the node's own file."""
     with_memory = [node for node in nodes if node.memory_total_bytes > 0]

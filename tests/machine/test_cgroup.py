@@ -8,6 +8,7 @@ import pytest
 from sysroots import build_sysroot
 
 from so_tui.machine import cgroup
+from so_tui.machine.memory import available_bytes
 from so_tui.machine.tree import Tree
 
 V2 = {
@@ -46,6 +47,28 @@ def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
     assert cgroup.cpuset(found) == {8, 9, 10, 11}
     assert cgroup.memory_limit_bytes(found) == 64 << 30
     assert cgroup.cpu_quota(found) == 2.5
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        V2
+        | {
+            "/sys/fs/cgroup/slurm/job_7/memory.current": "68000000000\n",
+            "/sys/fs/cgroup/slurm/job_7/memory.stat": "anon 1\nactive_file 20\ninactive_file 3\n",
+        },
+        V1
+        | {
+            "/sys/fs/cgroup/memory/docker/a/memory.usage_in_bytes": "68000000000\n",
+            "/sys/fs/cgroup/memory/docker/a/memory.stat": "active_file 9\ntotal_active_file 20\ntotal_inactive_file 3\n",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes": "99000000000\n",
+        },
+    ],
+)
+def test_memory_that_is_left_counts_the_file_cache_as_free(tmp_path: Path, files: dict[str, str]) -> None:
+    found = tree(files, tmp_path)
+    assert cgroup.memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
+    assert available_bytes(found) == cgroup.memory_left_bytes(found)
 
 
 def test_no_limits(tmp_path: Path) -> None:

@@ -145,15 +145,13 @@ def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3
 
 def ensure_process_group() -> None:
     """One rank, over gloo or NCCL, in this process; started once."""
-    import deepspeed
-
     if torch.distributed.is_initialized():
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    deepspeed.init_distributed(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+    offload.join_process_group(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from so_tui.machine.tree import Tree
 from so_tui_trainer import offload
 from so_tui_trainer.offload.arena import Arena
 
@@ -45,9 +46,27 @@ def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
 
 def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
     numel = 10**14
-    with pytest.raises(offload.OffloadError, match=r"need 1400000\.0 GB of host memory, but only [\d.]+ GB are available\.") as caught:
+    with pytest.raises(offload.OffloadError, match=r"need 1400000\.0 GB of host memory, but only [\d.]+ GB are available") as caught:
         Arena([numel], torch.bfloat16, accumulate=False, page_lock=False)
     told = re.search(r"only ([\d.]+) GB", str(caught.value))
     assert told is not None
     assert 0 < float(told[1]) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     assert not own_memory()
+
+
+def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
+    """A job's limit ends its processes long before the host is out of memory."""
+    files = {
+        "proc/meminfo": "MemAvailable:   400000000 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "10000000000\n",
+        "sys/fs/cgroup/job/memory.current": "7000000000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 5900000000\nactive_file 600000000\ninactive_file 500000000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tree = Tree(tmp_path)
+    with pytest.raises(offload.OffloadError, match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available"):
+        Arena([300_000_000], torch.bfloat16, accumulate=False, page_lock=False, tree=tree)
+    Arena([250_000_000], torch.bfloat16, accumulate=False, page_lock=False, tree=tree).close()

@@ -18,6 +18,7 @@ import torch
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8
+from so_tui_trainer.offload.deepspeed_0_19_8 import join_process_group
 from so_tui_trainer.offload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
 from so_tui_trainer.offload.stats import OffloadStats
 
@@ -30,6 +31,7 @@ __all__ = [
     "close",
     "gradient_norm",
     "initialize",
+    "join_process_group",
     "load_state",
     "save_state",
     "set_learning_rate",

@@ -11,11 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from so_tui.machine.memory import available_bytes
+from so_tui.machine.tree import Tree
+from so_tui.spec import disk_size
 from so_tui_trainer.offload.errors import OffloadError
 from so_tui_trainer.offload.worker import layout
 
@@ -23,15 +25,15 @@ from so_tui_trainer.offload.worker import layout
 class Arena:
     """Shared arrays of the sub-groups with ``numels`` elements; ``dtype`` is that of the weights.
 
-    Raises OffloadError when the host has less memory than they need.
+    Raises OffloadError when the host, whose /proc and /sys ``tree`` reads, has less memory than they need, or allows this process less.
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, accumulate: bool, page_lock: bool) -> None:
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, accumulate: bool, page_lock: bool, tree: Tree | None = None) -> None:
         self.numels = tuple(numels)
         self.dtype = dtype
         self.accumulate = accumulate
         self._places = layout(self.numels, dtype.itemsize, accumulate)
-        _check_room(self._places.bytes)
+        _check_room(self._places.bytes, tree or Tree())
         self.descriptor = os.memfd_create("so-tui-offload", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self._places.bytes)
         self._memory = mmap.mmap(self.descriptor, self._places.bytes)
@@ -67,7 +69,7 @@ class Arena:
             if code != 0:
                 self._page_locked = False
                 raise OffloadError(
-                    f"Page-locking {self._places.exchange_bytes / 1e9:.1f} GB of host memory failed (CUDA error {code}). "
+                    f"Page-locking {disk_size(self._places.exchange_bytes)} of host memory failed (CUDA error {code}). "
                     "Check the memory limit of the container or job."
                 )
 
@@ -94,15 +96,13 @@ def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check_room(needed_bytes: int) -> None:
+def _check_room(needed_bytes: int, tree: Tree) -> None:
     """Shared memory that is not there ends a process with SIGBUS or the OOM killer: better to say so before."""
-    available = next(
-        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")), None
-    )
+    available = available_bytes(tree)
     if available is not None and needed_bytes > available:
         raise OffloadError(
-            f"The optimizer states of this rank need {needed_bytes / 1e9:.1f} GB of host memory, but only {available / 1e9:.1f} GB are "
-            "available. Lower offload.ratio, use more GPUs, or a smaller model."
+            f"The optimizer states of this rank need {disk_size(needed_bytes)} of host memory, but only {disk_size(available)} are "
+            "available here (to this control group, where it has a limit). Lower offload.ratio, use more GPUs, or a smaller model."
         )
 
 

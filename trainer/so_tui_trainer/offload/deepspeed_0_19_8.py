@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import deepspeed
@@ -54,6 +55,17 @@ def check_version(found: str | None = None) -> None:
             f"DeepSpeed {found} is installed, but the offload engine is written for {VERSION} exactly, because it builds on its internals. "
             f"Install it with: pip install deepspeed=={VERSION}"
         )
+
+
+def join_process_group(**settings: Any) -> None:
+    """``deepspeed.init_distributed`` without DeepSpeed's collectives in shared memory.
+
+    On a CPU, with all ranks on one host, DeepSpeed makes a file of 69 MB a rank in /dev/shm, which its code never removes, and aborts an
+    ordinary exit. Only inference would use them.
+    """
+    backend: Any = import_module("deepspeed.comm.torch")  # its package has torch itself under that name
+    backend.build_shm_op = lambda: None
+    deepspeed.init_distributed(**settings)
 
 
 def share_hyperparameters(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """Compile what a first run would compile: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s}`` out.
 
-That is DeepSpeed's CPU Adam, our own, and on a machine without GPUs DeepSpeed's collectives in shared memory. Otherwise the first
-run does it while all its ranks wait, for one to three minutes in which nothing seems to happen.
+That is DeepSpeed's CPU Adam and our own. Otherwise the first run does it while all its ranks wait, for one to three minutes in which
+nothing seems to happen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ def build() -> dict[str, object]:
     kernel.library()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-        ShareMemCommBuilder().load(verbose=False)
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     CPUAdamBuilder().load(verbose=False)
