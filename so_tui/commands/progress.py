@@ -86,7 +86,7 @@ class _Printer:
             case StartRecord():
                 self._total_steps = record.total_steps
                 size = f"{record.parameters / 1e9:.3g} B parameters on {_count(record.ranks, 'rank')}"
-                self._line(record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps")
+                self._line(record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps{_step_size(record)}")
             case PhaseRecord():
                 self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
             case BindingRecord():
@@ -149,6 +149,13 @@ class _Printer:
     @staticmethod
     def _line(when: float, text: str) -> None:
         print(f"{datetime.fromtimestamp(when):%H:%M:%S} {text}", flush=True)
+
+
+def _step_size(record: StartRecord) -> str:
+    if not record.tokens_per_step:
+        return ""
+    accumulated = f" in {record.micro_steps} micro-steps" if record.micro_steps > 1 else ""
+    return f" of {record.tokens_per_step:,} tokens{accumulated}"
 
 
 def _count(number: int, noun: str) -> str:

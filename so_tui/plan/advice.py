@@ -39,8 +39,8 @@ def remedies(spec: RunSpec, site: Site) -> Iterator[str]:
         yield "offload.mode = gpu fits here" if mode == "gpu" else f"offload.mode = superoffload with offload.ratio = {ratio:.2f} fits here"
         return
     if (smaller := halved_batch(spec, site)) is not None:
-        train = smaller.spec.train
-        yield f"train.micro_batch = {train.micro_batch} with train.gradient_accumulation = {train.gradient_accumulation} fits here"
+        micro_batch, micro_steps = smaller.spec.train.micro_batch, smaller.spec.micro_steps
+        yield f"train.micro_batch = {micro_batch} with train.gradient_accumulation = {micro_steps} fits here"
         return
     if not site.has_gpu:
         yield "use a machine with a GPU, a smaller model, or fewer ranks"
@@ -54,7 +54,8 @@ def halved_batch(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Asse
     """The largest smaller micro-batch that fits with the same tokens per optimizer step, or is tight where none fits; None when none is."""
     train, tight = spec.train, None
     while train.micro_batch % 2 == 0:
-        train = replace(train, micro_batch=train.micro_batch // 2, gradient_accumulation=2 * train.gradient_accumulation)
+        accumulation = train.gradient_accumulation if train.tokens_per_step else 2 * train.gradient_accumulation
+        train = replace(train, micro_batch=train.micro_batch // 2, gradient_accumulation=accumulation)
         found = best(replace(spec, train=train), site, ranks=ranks)
         if found.verdict == "fits":
             return found

@@ -72,7 +72,7 @@ def reduce_bucket_size(spec: RunSpec) -> int:
 
 def gradient_buffer_bytes(spec: RunSpec) -> int:
     """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over several micro-batches."""
-    return 4 if spec.train.gradient_accumulation > 1 else 2
+    return 4 if spec.micro_steps > 1 else 2
 
 
 def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
@@ -92,7 +92,7 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTe
     yield _term("masters", "node", layout.masters_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32 weights)")
     if own_engine(spec):
         yield _term("exchange with the GPU", "node", 2 * moved, "exact", f"2 B x {_count(moved)} (bf16 gradients, then weights)")
-        if spec.train.gradient_accumulation > 1:
+        if spec.micro_steps > 1:
             yield _term("accumulated gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
     else:
         yield _term("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")

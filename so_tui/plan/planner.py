@@ -6,7 +6,7 @@ that speaks against running a described model is a reason in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -99,7 +99,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
     offload = found.spec.offload
     blocked = (*impossible(spec, site.machine), *((site.problem,) if site.problem else ()))
     fits = not blocked and found.verdict != "does not fit"
-    sequences = site.ranks * spec.train.micro_batch * spec.train.gradient_accumulation
+    sequences = site.ranks * spec.train.micro_batch * spec.micro_steps
     tokens = sequences * spec.data.sequence_length
     step = None if blocked else found.step
     return Plan(
@@ -110,7 +110,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
         fits=fits,
         verdict=found.verdict if fits else "does not fit",
         possible=not blocked,
-        reasons=(*blocked, *_verdict_reasons(spec, site, found, bool(blocked)), *(choices if fits else ())),
+        reasons=(*blocked, *_verdict_reasons(spec, site, found, bool(blocked)), *((*choices, *_accumulation(spec)) if fits else ())),
         warnings=tuple(warnings(spec, site, found)),
         gpu_bytes=found.demand.gpu_bytes,
         gpu_capacity_bytes=site.supply.gpu_bytes,
@@ -128,6 +128,14 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
         binding=() if site.problem else bindings(site.machine, site.gpus, offload.mode, offload.cpu_adam_cores_fraction),
         spec=_resolved(found.spec, site),
     )
+
+
+def _accumulation(spec: RunSpec) -> Iterator[str]:
+    """What became of a target of tokens per optimizer step, rounding included."""
+    if target := spec.train.tokens_per_step:
+        once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
+        reached = spec.micro_steps * once
+        yield f"accumulation {spec.micro_steps} comes nearest to {target:,} tokens a step: {reached:,}, {once:,} in each micro-step"
 
 
 def _resolved(spec: RunSpec, site: Site) -> RunSpec:
@@ -163,7 +171,7 @@ def _summary(found: Assessment, site: Site) -> str:
 def _smaller_batch(given: RunSpec, smaller: Assessment, refused: Assessment) -> str:
     train = smaller.spec.train
     return (
-        f"micro-batch {train.micro_batch} with accumulation {train.gradient_accumulation} keeps the tokens of a step; "
+        f"micro-batch {train.micro_batch} with accumulation {smaller.spec.micro_steps} keeps the tokens of a step; "
         f"with micro-batch {given.train.micro_batch} {_first_shortage(refused)}"
     )
 

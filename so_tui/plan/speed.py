@@ -96,7 +96,7 @@ def step_time(
     gather = _gather_s(layout, speed)
     forward = max(once, shape.layers * _FORWARD_FLOOR_S) + gather
     backward = max(passes_back * once, shape.layers * _BACKWARD_FLOOR_S) + 2 * gather
-    micro_steps = spec.train.gradient_accumulation
+    micro_steps = spec.micro_steps
     copies = _copies_s(spec, layout, speed)
     adam = layout.cpu_numel / min(adam_cores * speed.adam_per_core, speed.adam_per_node / ranks_per_node)
     return StepTime(
@@ -120,7 +120,7 @@ def _copies_s(spec: RunSpec, layout: StateLayout, speed: Speed) -> float:
     """
     if spec.offload.mode == "gpu":
         return 0.0
-    further = spec.train.gradient_accumulation - 1
+    further = spec.micro_steps - 1
     if own_engine(spec):
         return 2 * layout.cpu_numel * (1 + further) / speed.link_bytes_per_s
     return (4 * layout.cpu_numel + 2 * gradient_buffer_bytes(spec) * layout.numel * further) / speed.link_bytes_per_s

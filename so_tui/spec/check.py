@@ -16,6 +16,8 @@ from so_tui.spec.types import RunSpec
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys of ``[train]`` of which one gives the length of the run."""
+STEP_SIZES = ("gradient_accumulation", "tokens_per_step")
+"""The keys of ``[train]`` of which one gives the micro-steps of an optimizer step."""
 
 _MISSING_REMEDIES = {
     "name": "Give a short name of small letters, digits, '.', '_' and '-'.",
@@ -140,6 +142,14 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     """What no single key shows. Reads defensively: the keys themselves may be wrong."""
     model, train, offload, benchmark = (_section(tree, name) for name in ("model", "train", "offload", "benchmark"))
     yield from _length_problems(train, benchmark)
+    accumulation, target = train.get("gradient_accumulation"), train.get("tokens_per_step")
+    if target and isinstance(accumulation, int) and accumulation > 1:
+        yield Problem(
+            field="train.tokens_per_step",
+            value=shown(target),
+            message=f"decides the accumulation, and train.gradient_accumulation = {accumulation} does too",
+            remedy="Keep one of the two: set train.tokens_per_step to 0 or leave train.gradient_accumulation at 1.",
+        )
     if model.get("weights") == "random" and not _section(model, "config").get("model_type"):
         yield Problem(
             field="model.config",

@@ -36,6 +36,8 @@ Rules that no single key shows:
 
 - The length of a run is one of `train.steps`, `train.epochs` and `train.tokens`; setting one clears the others of the base.
   Benchmark runs (`benchmark.measured_steps`) need none.
+- The micro-steps of an optimizer step are `train.gradient_accumulation`, or what comes nearest to `train.tokens_per_step` with the
+  micro-batch, the sequence length and the ranks of the run; setting one clears the other of the base. The plan says what came out.
 - `model.weights = "random"` needs the shape of the model in `[model.config]`.
 - `offload.parameters = "cpu"` is refused: SuperOffload and this program's own engine keep the bf16 weights on the GPU.
 - `builtin:` names what comes with the program: `builtin:tiny` (a tokenizer) and `builtin:tiny/rows.jsonl` (instruction rows).

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from so_tui.spec.check import LENGTHS, check_tree, nearest, shown
+from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, nearest, shown
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, section_names
 from so_tui.spec.types import RunSpec
@@ -40,8 +40,9 @@ def complete_tree(spec: RunSpec) -> Tree:
 def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """The spec with dotted keys changed (``--set``). Values are TOML; what is not TOML is taken as text, ``0,1`` as a list.
 
-    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; changing the shape drops the parameter table
-    that was generated for the old one. Raises InputError with all problems.
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two, and so do ``gradient_accumulation`` and
+    ``tokens_per_step``; changing the shape drops the parameter table that was generated for the old one.
+    Raises InputError with all problems.
     """
     changes: Tree = {}
     problems = []
@@ -74,10 +75,11 @@ def parse_value(text: str, info: FieldInfo | None = None) -> Any:
 def merged(base: Tree, changes: Tree) -> Tree:
     """``changes`` over ``base``, section by section; lists and values are replaced whole."""
     tree = _overlaid(base, changes)
-    length = {key for key in LENGTHS if _section(changes, "train").get(key)}
-    if len(length) == 1:
-        for key in set(LENGTHS) - set(_section(changes, "train")):
-            tree["train"].pop(key, None)
+    changed = _section(changes, "train")
+    for alternatives in (LENGTHS, STEP_SIZES):
+        if len([key for key in alternatives if changed.get(key)]) == 1:
+            for key in set(alternatives) - set(changed):
+                tree["train"].pop(key, None)
     reshaped = "config" in _section(changes, "model") and "parameters" not in _section(changes, "model")
     if reshaped and _section(tree, "model").get("config") != _section(base, "model").get("config"):
         tree["model"].pop("parameters", None)

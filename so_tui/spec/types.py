@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, field
 
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
-Schedule = Literal["cosine", "linear", "constant"]
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
 TensorKind = Literal["linear", "expert", "embedding", "other"]
 
 
@@ -106,16 +106,33 @@ class DataSpec(Spec, frozen=True):
 class TrainSpec(Spec, frozen=True):
     micro_batch: Annotated[int, Meta(ge=1, le=4096, description="Sequences per rank and micro-step.", extra={"unit": "sequences"})] = 4
     gradient_accumulation: Annotated[
-        int, Meta(ge=1, le=65536, description="Micro-steps per optimizer step.", extra={"unit": "micro-steps"})
+        int,
+        Meta(ge=1, le=65536, description="Micro-steps per optimizer step; or give `tokens_per_step`.", extra={"unit": "micro-steps"}),
     ] = 1
+    tokens_per_step: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Sequence positions of an optimizer step, all ranks together: the accumulation that comes nearest is taken; "
+            "0 takes `gradient_accumulation`.",
+            extra={"unit": "tokens"},
+        ),
+    ] = 0
     steps: Annotated[
         int, Meta(ge=0, description="Length of the run; give one of `steps`, `epochs`, `tokens`.", extra={"unit": "optimizer steps"})
     ] = 0
     epochs: Annotated[float, Meta(ge=0, description="Length of the run in passes over the data.", extra={"unit": "epochs"})] = 0.0
     tokens: Annotated[int, Meta(ge=0, description="Length of the run in useful (not padding) tokens.", extra={"unit": "tokens"})] = 0
     learning_rate: Annotated[float, Meta(gt=0, le=1, description="Peak learning rate of AdamW.")] = 1e-5
-    schedule: Annotated[Schedule, Meta(description="Shape of the learning rate after warm-up.")] = "cosine"
+    schedule: Annotated[
+        Schedule,
+        Meta(description="Shape of the learning rate after warm-up; `wsd` stays at the peak and falls linearly over the last steps."),
+    ] = "cosine"
     warmup_ratio: Annotated[float, Meta(ge=0, lt=1, description="Share of the steps in which the learning rate rises from 0.")] = 0.05
+    decay_ratio: Annotated[float, Meta(gt=0, le=1, description="Share of the steps in which the learning rate of `wsd` falls.")] = 0.1
+    min_learning_rate_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="Floor of the falling schedules, as a share of the peak learning rate.")
+    ] = 0.0
     weight_decay: Annotated[float, Meta(ge=0, lt=1, description="AdamW weight decay; never on norms and biases.")] = 0.01
     beta1: Annotated[float, Meta(ge=0, lt=1, description="AdamW decay rate of the first moment.")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1, description="AdamW decay rate of the second moment.")] = 0.999
@@ -193,6 +210,13 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     def ranks(self) -> int:
         """Number of ranks: one per GPU."""
         return self.gpus if isinstance(self.gpus, int) else len(self.gpus)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps per optimizer step: as given, or the nearest to ``train.tokens_per_step``, at least one."""
+        if not self.train.tokens_per_step:
+            return self.train.gradient_accumulation
+        return max(1, round(self.train.tokens_per_step / (self.train.micro_batch * self.data.sequence_length * self.ranks)))
 
     @property
     def label(self) -> str:

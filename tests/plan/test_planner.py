@@ -206,3 +206,13 @@ def test_planning_is_quick_enough_to_follow_typing() -> None:
     plan_s = (time.process_time() - begin) / len(specs)
     assert table_s < 0.2
     assert plan_s < 0.01
+
+
+def test_a_target_of_tokens_a_step_reaches_memory_time_and_the_reasons() -> None:
+    aimed = make_plan(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="100000"), x86("NVIDIA H200"))
+    given = make_plan(spec_of("qwen3-4b-random", gpus="1", train__gradient_accumulation=str(aimed.spec.micro_steps)), x86("NVIDIA H200"))
+    assert (aimed.gpu_bytes, aimed.step_s, aimed.tokens_per_step) == (given.gpu_bytes, given.step_s, given.tokens_per_step)
+    assert f"{aimed.tokens_per_step:,}" in " ".join(aimed.reasons)
+    halved = recommend(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="131072", train__micro_batch="64"), BIG, 1)
+    assert halved.spec.train.micro_batch < 64
+    assert halved.tokens_per_step == 131_072

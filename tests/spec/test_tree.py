@@ -120,3 +120,23 @@ def test_merging_leaves_both_trees_alone() -> None:
     assert merged(base, changes)["train"] == {"epochs": 2}
     assert base == smallest()
     assert changes == {"train": {"epochs": 2}}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "ranks", "target", "micro_steps"),
+    [(4, 1, 131_072, 8), (4, 2, 131_072, 4), (4, 1, 100_000, 6), (4, 1, 1, 1), (3, 1, 0, 1)],
+)
+def test_tokens_per_step_choose_the_nearest_accumulation(
+    spec: RunSpec, micro_batch: int, ranks: int, target: int, micro_steps: int
+) -> None:
+    changes = {"data.sequence_length": "4096", "gpus": ranks, "train.micro_batch": micro_batch, "train.tokens_per_step": target}
+    assert with_values(spec, {key: str(value) for key, value in changes.items()}).micro_steps == micro_steps
+
+
+def test_a_target_of_tokens_and_an_accumulation_replace_each_other_and_are_refused_together(spec: RunSpec) -> None:
+    accumulating = with_values(spec, {"train.gradient_accumulation": "4"})
+    aimed = with_values(accumulating, {"train.tokens_per_step": "131072"})
+    assert (aimed.train.gradient_accumulation, aimed.train.tokens_per_step) == (1, 131_072)
+    assert with_values(aimed, {"train.gradient_accumulation": "2"}).train.tokens_per_step == 0
+    with pytest.raises(InputError, match="Keep one of the two"):
+        with_values(spec, {"train.gradient_accumulation": "2", "train.tokens_per_step": "131072"})

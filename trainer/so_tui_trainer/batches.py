@@ -88,7 +88,7 @@ class Batches:
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
-        self.sequences_per_step = spec.train.micro_batch * spec.train.gradient_accumulation * spec.ranks
+        self.sequences_per_step = spec.train.micro_batch * spec.micro_steps * spec.ranks
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
 
     @property
@@ -125,8 +125,8 @@ class Batches:
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of step ``step`` (from 1), on the CPU."""
         micro_batch, ranks = self._spec.train.micro_batch, self._spec.ranks
-        for micro_step in range(self._spec.train.gradient_accumulation):
-            turn = ((step - 1) * self._spec.train.gradient_accumulation + micro_step) * ranks + self._rank
+        for micro_step in range(self._spec.micro_steps):
+            turn = ((step - 1) * self._spec.micro_steps + micro_step) * ranks + self._rank
             yield self._batch(self._indices(turn * micro_batch, micro_batch))
 
     def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:

@@ -220,6 +220,8 @@ class Session:
                 ranks=ranks.size,
                 total_steps=total_steps,
                 parameters=parameters,
+                micro_steps=self.spec.micro_steps,
+                tokens_per_step=self.plan.tokens_per_step,
                 hostnames=hostnames,
                 device_name=device_name,
                 peak_tflops_per_gpu=peak / 1e12 if peak else None,

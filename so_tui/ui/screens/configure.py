@@ -253,7 +253,8 @@ class ConfigureScreen(Page):
         if path == "offload.mode" and plan.spec.offload.mode != self._edits.get(path, self._base_values.get(path)):
             return f"→ {plan.mode}"
         if path == "train.gradient_accumulation":
-            return f"= {thousands(plan.tokens_per_step)} tokens"
+            micro_steps = f"{plan.spec.micro_steps} " if plan.spec.train.tokens_per_step else ""
+            return f"{micro_steps}= {thousands(plan.tokens_per_step)} tokens"
         if path == LENGTH and plan.spec.train.steps:
             return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
         if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:

@@ -162,7 +162,7 @@ def _initialize_super_offload(
 ) -> Any:
     settings = deepspeed_0_19_8.SuperOffloadSettings(
         ratio=spec.offload.ratio,
-        accumulation=spec.train.gradient_accumulation,
+        accumulation=spec.micro_steps,
         clipping=spec.train.gradient_clipping,
         cpus=binding.adam_cpus or binding.cpus,
         silence_limit_s=silence_limit_s,
