@@ -60,8 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
     plan = add("plan", "plan:plan", "show what fits here and how fast; with a preset, the arithmetic", json_output, machine_file, changes)
     plan.add_argument("preset", nargs="?", metavar="PRESET|FILE")
     plan.add_argument("--as-given", action="store_true", help="keep the preset's offload settings instead of recommending better ones")
-    presets = add("presets", "plan:presets", "list the presets; with a name, print that one as TOML", json_output)
-    presets.add_argument("preset", nargs="?", metavar="PRESET|FILE")
+    presets = add(
+        "presets", "presets:presets", "list the presets; with a name, print that one; `add MODEL` makes a new one", json_output, changes
+    )
+    presets.add_argument("preset", nargs="?", metavar="PRESET|FILE|add", help="`add` builds a preset from MODEL; ./add is a file")
+    presets.add_argument("model", nargs="?", metavar="MODEL", help="for `add`: hub id or local folder; no weights are downloaded")
+    presets.add_argument("--name", metavar="NAME", help="for `add`: the preset's name (default: made from the model's)")
+    presets.add_argument("--revision", default="main", metavar="REVISION", help="for `add`: branch, tag or commit on the hub")
+    presets.add_argument("--trust-remote-code", action="store_true", help="for `add`: run the Python code that comes with the model")
     data = add("data", "data:data", "show what the model would see: rows, trained tokens, packing", json_output, changes)
     data.add_argument("preset", metavar="PRESET|FILE")
     data.add_argument("--samples", type=int, default=3, metavar="N", help="rows to show (default 3)")

@@ -13,18 +13,21 @@ from so_tui.spec import InputError, Problem, RunSpec, find_preset, with_values
 
 def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
     """The preset or file that was named, with ``--set`` and ``--gpus`` applied. Raises InputError."""
-    changes: dict[str, str] = {}
-    for change in arguments.set:
-        key, equals, value = change.partition("=")
-        if not equals:
-            raise InputError(
-                [Problem(field="--set", value=change, message="has no `=`", remedy="Write it as a.b=value, e.g. offload.ratio=0.5")]
-            )
-        changes[key.strip()] = value.strip()
-    if arguments.gpus is not None:
-        changes["gpus"] = f"[{arguments.gpus}]" if "," in arguments.gpus else arguments.gpus
+    changes = chosen_changes(arguments)
     spec = find_preset(arguments.preset).spec
     return with_values(spec, changes) if changes else spec
+
+
+def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
+    """Dotted keys and values of ``--set`` and ``--gpus``. Raises InputError."""
+    remedy = "Write it as a.b=value, e.g. offload.ratio=0.5"
+    bad = [change for change in arguments.set if "=" not in change]
+    if bad:
+        raise InputError([Problem(field="--set", value=change, message="has no `=`", remedy=remedy) for change in bad])
+    changes = {key.strip(): value.strip() for key, _, value in (change.partition("=") for change in arguments.set)}
+    if arguments.gpus is not None:
+        changes["gpus"] = f"[{arguments.gpus}]" if "," in arguments.gpus else arguments.gpus
+    return changes
 
 
 def chosen_machine(arguments: argparse.Namespace) -> Machine:

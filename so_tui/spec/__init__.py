@@ -1,6 +1,6 @@
 """What a user asks for: specs and presets, their checks and their files. Cheap to import; knows no machine."""
 
-from so_tui.spec.catalog import Catalog, find_preset, load_catalog, resolve_source, save_preset, user_folder
+from so_tui.spec.catalog import Catalog, create_preset, find_preset, load_catalog, resolve_source, save_preset, user_folder
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
 from so_tui.spec.fields import FieldInfo, field_index, fields
@@ -41,6 +41,7 @@ __all__ = [
     "TrainSpec",
     "check_tree",
     "complete_tree",
+    "create_preset",
     "decays",
     "differences",
     "disk_size",

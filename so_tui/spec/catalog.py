@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from so_tui.spec.check import check_tree, nearest, shown
 from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.types import Preset, RunSpec
 
@@ -121,7 +122,32 @@ def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | 
         )
     if older and base == name:
         base = _read(path, "user").tree.get("extends")
-    return _write(path, _preset_tree(msgspec.structs.replace(spec, name=name), base, presets))
+    return _write(path, _toml(_preset_tree(msgspec.structs.replace(spec, name=name), base, presets)))
+
+
+def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
+    """Write a new user preset, whole, with its parameter table in the form of the built-in ones, and return its path.
+
+    Raises InputError when a preset or file of that name is there already (nothing is ever replaced), or the folder cannot be written.
+    """
+    folder = user_dir or user_folder()
+    path = folder / f"{spec.name}.toml"
+    older = load_catalog(folder).presets.get(spec.name)
+    taken = older.path if older else str(path) if path.exists() else ""
+    if taken:
+        raise InputError([_name_taken(spec.name, taken)])
+    own = spec_tree(msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, parameters=())))
+    return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", replace=False)
+
+
+def _name_taken(name: str, path: str) -> Problem:
+    return Problem(field="name", value=shown(name), message=f"is taken by {path}", remedy="Choose another name.")
+
+
+def _toml(tree: Tree) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(tree)
 
 
 def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset]) -> Tree:
@@ -213,15 +239,20 @@ def _taken(source: _Source, other: _Source) -> Problem:
     )
 
 
-def _write(path: Path, tree: Tree) -> Path:
-    """Write TOML so that a reader sees the old file or the new one, never half of it."""
-    import tomli_w
-
+def _write(path: Path, text: str, *, replace: bool = True) -> Path:
+    """Write a preset so that a reader sees the old file or the new one, never half of it. Raises InputError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(tomli_w.dumps(tree), encoding="utf-8")
-        partial.replace(path)
+        partial.write_text(text, encoding="utf-8")
+        if replace:
+            partial.replace(path)
+        else:
+            os.link(partial, path)  # fails where the name is taken, at this very moment too
+            partial.unlink()
+    except FileExistsError:
+        partial.unlink()
+        raise InputError([_name_taken(path.stem, str(path))]) from None
     except OSError as error:
         with suppress(OSError):
             partial.unlink()

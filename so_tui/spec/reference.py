@@ -16,6 +16,10 @@ A preset is a TOML file: what to train and how, independent of the machine. Buil
 (`so-tui presets` lists them); yours live in `$XDG_CONFIG_HOME/so-tui/presets/*.toml` (`~/.config/so-tui/presets` by default).
 Any key can be changed for one run with `--set key=value`; `--gpus N` is short for `--set gpus=N`.
 
+`so-tui presets add MODEL` (in the screen: `a`) makes a preset of any causal language model, from its hub id or a local folder: it reads the
+config.json and builds the shape on meta tensors, without weights. Mixture-of-experts blocks are found, the sequence length is at most the
+model's, everything else is a default to change. `--name`, `--gpus` and `--set` go with it; nothing that exists is overwritten.
+
 A preset may start from another one and say only what differs:
 
 ```toml

@@ -168,14 +168,14 @@ class SoTuiApp(App[None]):
         self.findings = message.findings
         self.doctor_line = doctor_words(message.findings)
 
-    def reload_presets(self, *, then_edit: str) -> None:
-        """Read the presets again after one was saved, and go on editing that one."""
+    def reload_presets(self, *, then_edit: str = "") -> None:
+        """Read the presets again after one was saved, and go on editing that one where the form is open."""
         from so_tui.spec import load_catalog
         from so_tui.ui.screens.configure import ConfigureScreen
 
         self.catalog = load_catalog()
         screen = self.screen_stack[0]
-        if isinstance(screen, ConfigureScreen):
+        if then_edit and isinstance(screen, ConfigureScreen):
             screen.edit(then_edit)
 
     def list_runs(self) -> None:

@@ -102,7 +102,8 @@ def test_experts_and_what_never_decays_are_told_apart() -> None:
 
 def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import MARKER, rewritten
+    from so_tui.spec.table import MARKER
+    from so_tui_trainer.tools.presets import rewritten
 
     own = Path(PRESETS["tiny"].path).read_text().partition(MARKER)[0].replace("num_hidden_layers = 6", "num_hidden_layers = 2")
     path = tmp_path / "smaller.toml"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PREFIX = "causal."
 """What stands before a parameter's name in the Hugging Face model."""
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_LOGIT_SCALES = ("logits_scaling", "logit_scale")
 
 
 class Zero3:
@@ -91,7 +93,7 @@ def build(spec: RunSpec, device: torch.device) -> TrainedModel:
     model_class = _model_class(config, spec.model)
     implementation = attention.choose(spec.model, bool(model_class._supports_sdpa), device)
     causal = _random(config, implementation) if spec.model.weights == "random" else _pretrained(spec.model, config, implementation)
-    _refuse_unsupported(causal, spec.model)
+    refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.activation_checkpointing:
         _enable_checkpointing(causal)
@@ -221,13 +223,20 @@ def _head(causal: PreTrainedModel) -> nn.Parameter:
     return weight
 
 
-def _refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
+def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
+    """Raises InputError for a model that would be trained wrongly: its loss is not that of a plain output projection, or packed documents
+    would see each other.
+    """
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
+    recurrent = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if getattr(head, "bias", None) is not None:
-        message = "its output projection has a bias"
-    elif getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_scaling", 1.0) != 1.0:
-        message = "it changes its logits after the output projection"
+        message, remedy = "its output projection has a bias", "Choose a model with a plain output projection."
+    elif getattr(config, "final_logit_softcapping", None) or any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_SCALES):
+        message, remedy = "it changes its logits after the output projection", "Choose a model with a plain output projection."
+    elif recurrent:
+        message = f"it has layers of {', '.join(sorted(recurrent))}, in which documents packed into one sequence would see each other"
+        remedy = "Choose a model with attention in every layer."
     else:
         return
-    raise InputError([Problem(field="model.id", value=model.id, message=message, remedy="Choose a model with a plain output projection.")])
+    raise InputError([Problem(field="model.id", value=model.id, message=message, remedy=remedy)])

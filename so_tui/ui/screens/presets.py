@@ -64,11 +64,14 @@ class PresetsScreen(Page):
             id="launch",
             tooltip="Start this preset on this machine (asks once); F5 does the same",
         ),
+        Binding("a", "add", "Add a model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]
 
     rows: var[tuple[PlanRow, ...]] = var(())
     counts: var[tuple[int, ...]] = var(())
+    _to_select = ""
+    """The preset to select once it is in the table."""
     _fixed = 2
     """Columns before those of the GPU counts."""
 
@@ -128,7 +131,16 @@ class PresetsScreen(Page):
     def _table_ready(self, message: TableReady) -> None:
         self.counts, self.rows = message.counts, message.rows
         self._fill()
-        self._start_where_it_fits()
+        if any(row.preset == self._to_select for row in self._shown_rows()):
+            self._select(self._to_select)
+            self._to_select = ""
+        else:
+            self._start_where_it_fits()
+
+    def _select(self, preset: str) -> None:
+        row = next(row for row in self.rows if row.preset == preset)
+        best = next((column for column, ranks in enumerate(self.counts) if (plan := row.cells.get(ranks)) and plan.recommended), 0)
+        self._table.move_cursor(row=self._table.get_row_index(preset), column=self._fixed + best, scroll=True)
 
     def _start_where_it_fits(self) -> None:
         """The cursor starts on the first recommended cell; where nothing bigger fits, that is ``tiny``."""
@@ -256,6 +268,17 @@ class PresetsScreen(Page):
         from so_tui.ui.screens.configure import launch_facts
 
         self.so.ask_launch(plan.spec, launch_facts(plan))
+
+    def action_add(self) -> None:
+        from so_tui.ui.screens.add_model import AddModel
+
+        def added(name: str | None) -> None:
+            if name:
+                self._to_select = name
+                self.action_leave_field()
+                self.so.reload_presets()
+
+        self.app.push_screen(AddModel(), added)
 
     def action_find(self) -> None:
         field = self.query_one("#filter", Input)

@@ -1,0 +1,78 @@
+"""``presets``: what there is to train, and adding to it."""
+
+from __future__ import annotations
+
+import argparse
+
+from so_tui.commands.common import chosen_changes, chosen_spec, print_json, print_rich
+from so_tui.spec import InputError, Problem, load_catalog, spec_tree
+
+
+def presets(arguments: argparse.Namespace) -> int:
+    """The catalog, one preset as TOML, or a new one. A bad user preset is reported and makes the exit code 2."""
+    import tomli_w
+
+    if arguments.preset == "add":
+        return _add(arguments)
+    if arguments.preset:
+        tree = spec_tree(chosen_spec(arguments))
+        if arguments.json:
+            print_json(tree)
+        else:
+            print(tomli_w.dumps(tree), end="")
+        return 0
+    catalog = load_catalog()
+    if arguments.json:
+        listed = [
+            {
+                "name": name,
+                "title": preset.spec.label,
+                "gpus": preset.spec.ranks,
+                "model": preset.spec.model.id,
+                "origin": preset.origin,
+                "path": preset.path,
+            }
+            for name, preset in catalog.presets.items()
+        ]
+        print_json({"presets": listed, "problems": [str(problem) for problem in catalog.problems]})
+    else:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for heading in ("name", "model", "GPUs", "tokens", "from"):
+            table.add_column(heading, justify="right" if heading in ("GPUs", "tokens") else "left", header_style="bold")
+        for name, preset in catalog.presets.items():
+            table.add_row(name, preset.spec.label, str(preset.spec.ranks), str(preset.spec.data.sequence_length), preset.origin)
+        print_rich(table, *(f"problem: {problem}" for problem in catalog.problems))
+    return 2 if catalog.problems else 0
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    """Build a preset from a model and save it; the exit code is 0 when it is there."""
+    from so_tui.launch.new_preset import add_preset, describe_model
+
+    if not arguments.model:
+        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL"
+        raise InputError([Problem(field="MODEL", value="", message="is missing", remedy=remedy)])
+    described = describe_model(
+        arguments.model,
+        name=arguments.name,
+        revision=arguments.revision,
+        trust_remote_code=arguments.trust_remote_code,
+        changes=chosen_changes(arguments),
+    )
+    path = add_preset(described)
+    spec, model = described.spec, described.spec.model
+    if arguments.json:
+        values = {"name": spec.name, "path": str(path), "parameters": model.parameter_count, "leaf_modules": model.leaf_modules}
+        print_json({**values, "gpus": spec.ranks, "sequence_length": spec.data.sequence_length, "notes": described.notes})
+        return 0
+    experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
+    print(f"{spec.name}: {spec.label}, {model.parameter_count / 1e9:.2f} B parameters{experts}")
+    print(f"saved as {path}")
+    for note in described.notes:
+        print(f"note: {note}")
+    print(
+        f"next: so-tui plan {spec.name}    what it takes here\n      so-tui run {spec.name} --set data.source=FILE    train it on your data"
+    )
+    return 0

@@ -1,0 +1,166 @@
+"""Presets for models that were not built in: shapes from tiny config.json files of several architectures, in the real helper process."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from so_tui.launch.new_preset import add_preset, describe_model, preset_name
+from so_tui.plan import make_plan
+from so_tui.spec import InputError, check_tree, create_preset, find_preset, user_folder
+
+pytest.importorskip("transformers")
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+MOE = {**GROUPED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.fixture(autouse=True)
+def own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+
+def folder(tmp_path: Path, name: str, **config: Any) -> Path:
+    path = tmp_path / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def refusal(model: Path | str, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        describe_model(str(model), **options)
+    (problem,) = caught.value.problems
+    assert problem.remedy
+    return str(problem)
+
+
+# kind -> (what its config.json says, leaf modules, what the planner is to read of it)
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
+    "llama": (GROUPED, (), {"num_key_value_heads": 2}),
+    "qwen2": (GROUPED, (), {}),
+    "mixtral": ({**GROUPED, "num_local_experts": 4}, ("MixtralSparseMoeBlock",), {"num_local_experts": 4}),
+    "qwen3_moe": (MOE, ("Qwen3MoeSparseMoeBlock",), {"moe_intermediate_size": 24}),
+    "gpt2": (
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+        (),
+        {"hidden_size": 32, "intermediate_size": 128},
+    ),
+    "opt": ({**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, (), {"intermediate_size": 80}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
+    from so_tui_trainer.tools.describe_model import describe
+    from so_tui_trainer.tools.presets import meta_model, model_config, parameter_table
+
+    config, leaves, read = KINDS[kind]
+    answer = list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))[-1]
+    spec = check_tree({"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}})
+    model = spec.model
+    causal = meta_model(model_config(model))
+    assert answer["parameters"] == model.parameter_count == sum(parameter.numel() for parameter in causal.parameters())
+    assert model.leaf_modules == leaves
+    assert read.items() <= model.config.items()
+    assert parameter_table(model) == model.parameters, "the shape that was written down builds the same model"
+    layers = [block for block in model.parameters if block.repeat > 1]
+    assert [block.repeat for block in layers] == [3], "repeated layers are written once"
+    experts = sum(prod(t.shape) for block in layers for t in block.tensors if t.kind == "expert")
+    assert (experts > 0) == bool(leaves)
+
+
+def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
+    from sys import path
+
+    path.insert(0, str(Path(__file__).parents[1] / "plan"))
+    from machines import superchips
+
+    model = folder(tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED)
+    described = describe_model(str(model), changes={"train.micro_batch": "2"})
+    saved = add_preset(described)
+    assert saved == user_folder() / "some_model-7b.toml"
+    spec = find_preset("some_model-7b").spec
+    assert spec == described.spec
+    assert (spec.title, spec.gpus, spec.data.sequence_length, spec.train.micro_batch) == ("Some Model 7B", 1, 512, 2)
+    assert (spec.model.id, spec.data.format, spec.offload.mode) == (str(model), "auto", "auto")
+    assert "no *.safetensors" in described.notes[0]
+    assert make_plan(spec, superchips(1)).fits
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    model = folder(tmp_path, "one", model_type="llama", **GROUPED)
+    described = describe_model(str(model))
+    first = add_preset(described).read_text()
+    assert "name = one: is taken by" in refusal(model)
+    with pytest.raises(InputError, match="is taken by"):
+        create_preset(described.spec)
+    assert create_preset(msgspec.structs.replace(described.spec, name="two")).name == "two.toml"
+    assert find_preset("one").path.endswith("one.toml")
+    assert Path(find_preset("one").path).read_text() == first
+    assert "is taken by" in refusal(model, name="tiny")
+    broken = user_folder() / "broken.toml"
+    broken.write_text("name = [")
+    assert "is taken by" in refusal(model, name="broken")
+    assert sorted(path.name for path in user_folder().iterdir()) == ["broken.toml", "one.toml", "two.toml"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM, not a causal language model"),
+        ({"model_type": "vit"}, "no causal language model for"),
+        ({"model_type": "gemma2", **GROUPED}, "changes its logits"),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96}, "linear_attention, in which documents"),
+        ({"model_type": "qwen3_next", **MOE}, "would see each other"),
+        ({"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
+        ({"model_type": "from-next-year", **GROUPED}, "does not know"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_trained_is_said_in_words(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    from so_tui_trainer.tools.describe_model import describe
+
+    model = folder(tmp_path, "model", **config)
+    with pytest.raises(InputError) as caught:
+        list(describe({"model": str(model)}))
+    assert words in str(caught.value)
+
+
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    from so_tui_trainer.tools.describe_model import describe
+
+    def said(name: str) -> str:
+        with pytest.raises(InputError) as caught:
+            list(describe({"model": str(tmp_path / name)}))
+        return str(caught.value)
+
+    assert "there is no such folder" in said("absent")
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in said("empty")
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    assert "is an adapter" in said("empty")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text('{"model_type": ')
+    assert "cannot be read" in said("half")
+
+
+def test_a_hub_id_without_a_network() -> None:
+    assert "the hub cannot be reached" in refusal("owner/some-model")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("Qwen/Qwen3-14B", "qwen3-14b"), ("/data/My Model (v2)/", "my-model-v2"), ("builtin:tiny", "tiny"), ("..", "model")],
+)
+def test_names_come_from_the_model(model: str, name: str) -> None:
+    assert preset_name(model) == name
