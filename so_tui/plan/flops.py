@@ -109,7 +109,8 @@ def model_flops(flops: Flops, tokens: int, document_lengths: Iterable[int]) -> f
 def hw_flops(flops: Flops, tokens: int, document_lengths: Iterable[int], *, checkpointing: bool, head_recomputed: bool = False) -> float:
     """What the GPU executes for ``tokens`` positions, computed padding included: with ``checkpointing`` 8 N T + 4 x attention.
 
-    ``head_recomputed``: whether the output head runs again in backward. The trainer's does not: its loss forms gradients in the forward.
+    ``head_recomputed``: whether the output head runs again in backward. The trainer's does not: its loss forms gradients in the forward,
+    and multiplies again only what ``so_tui.plan.loss`` counts.
     """
     attention = flops.attention_forward(document_lengths)
     blocks, head = flops.active_parameters - flops.head_parameters, flops.head_parameters

@@ -14,6 +14,7 @@ from math import prod
 
 from so_tui.plan.architecture import Architecture
 from so_tui.plan.layout import StateLayout, partition_numel
+from so_tui.plan.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.plan.types import Confidence, MemoryTerm, Place
 from so_tui.spec.types import ParameterBlock, RunSpec
 
@@ -25,10 +26,6 @@ EAGER_ONLY = frozenset({"gpt_oss"})
 """Model types whose attention (sinks) none of the memory-saving kernels computes: ``auto`` means eager attention there."""
 OWN_LARGEST_BUCKET = 100_000_000
 """Parameters in a reduce bucket of the project's own SuperOffload, at most."""
-LOSS_CHUNK_LOGITS = 2**27
-"""Logits (tokens x vocabulary) that the trainer's chunked cross-entropy holds at once."""
-LOSS_BYTES_PER_LOGIT = 10
-"""bf16 logits, their fp32 copy and one temporary of the softmax."""
 CHECKPOINT_BYTES = 14
 """On disk, per parameter: fp32 master and two moments, and the bf16 weights of an export."""
 
@@ -140,18 +137,11 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
         scores = 6 * shape.heads * spec.data.sequence_length**2 * spec.train.micro_batch
         formula = f"6 B x {shape.heads} heads x {spec.data.sequence_length}^2 tokens x {spec.train.micro_batch} (eager attention)"
         yield _term("attention scores", gpu, scores, "estimate", formula)
-    logits = min(tokens * shape.vocabulary, LOSS_CHUNK_LOGITS)
-    yield _term(
-        "logits and loss", gpu, LOSS_BYTES_PER_LOGIT * logits, "estimate", f"{LOSS_BYTES_PER_LOGIT} B x {_count(logits)} logits at a time"
-    )
+    needed = loss_bytes(tokens, shape.vocabulary, shape.hidden)
+    formula = f"2 B x {_count(LOSS_KEPT_LOGITS)} logits kept + 6 B x {_count(LOSS_BLOCK_LOGITS)} at a time + 6 B x tokens x {shape.hidden}"
+    yield _term("logits and loss", gpu, needed, "estimate", formula)
     head = shape.vocabulary * shape.hidden
-    yield _term(
-        "gradients inside the loss",
-        gpu,
-        6 * head + 2 * tokens * shape.hidden,
-        "estimate",
-        f"(4 + 2) B x {_count(head)} of the head, 2 B x tokens x {shape.hidden}",
-    )
+    yield _term("gradient of the head", gpu, 2 * head, "exact", f"2 B x {_count(head)}, from the loss until it is reduced")
 
 
 def _gpu_overhead(spec: RunSpec, layout: StateLayout, shape: Architecture, has_gpu: bool) -> Iterator[MemoryTerm]:

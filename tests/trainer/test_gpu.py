@@ -6,11 +6,14 @@ import pytest
 import torch
 from launching import log, records, tiny, train
 from test_batches import documents, spec
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from so_tui.plan.loss import loss_bytes
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui_trainer import attention
 from so_tui_trainer.batches import Batches
+from so_tui_trainer.loss import HeadLoss
 from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,6 +41,30 @@ def test_the_varlen_kernel_gives_what_masked_attention_gives(window: int | None)
         assert loss == pytest.approx(expected, rel=2e-3)
         for name, gradient in gradients.items():
             assert (found[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+
+
+def test_the_loss_of_a_large_vocabulary_takes_less_than_two_gib_and_what_the_plan_says() -> None:
+    tokens, vocabulary, size = 16_384, 151_936, 2560
+    torch.manual_seed(0)
+    hidden = torch.randn(1, tokens, size, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    weight = nn.Parameter(0.02 * torch.randn(vocabulary, size, dtype=torch.bfloat16, device="cuda"))
+    predictors, targets = torch.arange(tokens, device="cuda"), torch.randint(vocabulary, (tokens,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = HeadLoss(weight)(hidden, predictors, targets, 1 / tokens)
+    loss.backward()
+    beyond = torch.cuda.max_memory_allocated() - before - 2 * weight.numel()
+    vectors = 64 * 8 * tokens
+    assert beyond < 2 * 2**30
+    assert beyond <= loss_bytes(tokens, vocabulary, size) + vectors
+    with torch.no_grad():
+        rows = slice(0, 64)
+        logits = hidden[0, rows].double() @ weight.double().t()
+        expected = torch.nn.functional.cross_entropy(logits, targets[rows])
+        found = HeadLoss(weight)(hidden, predictors[rows], targets[rows], 1 / 64)
+    assert found.item() == pytest.approx(expected.item(), rel=2e-3)
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad).all()
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Packed documents, the chunked loss and its weights give what the plain computation gives, loss and gradients."""
+"""Packed documents, the loss in blocks and its weights give what the plain computation gives, loss and gradients."""
+
+import weakref
 
 import pytest
 import torch
@@ -6,24 +8,24 @@ from launching import tiny
 from test_batches import documents, spec
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from so_tui_trainer import loss as loss_module
+from so_tui.plan import loss as plan_loss
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.loss import HeadLoss
 from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config, parameter_groups
 
 
-@pytest.fixture(params=[1, 7, 1000], ids=lambda tokens: f"chunks of {tokens}")
-def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "LOSS_CHUNK_LOGITS", 50 * request.param)
-
-
-@pytest.mark.usefixtures("chunks")
-def test_chunked_loss_is_cross_entropy() -> None:
+@pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
+@pytest.mark.parametrize("kept", [0, 20 * 30, 10**6], ids=lambda logits: f"{logits} kept")
+def test_the_loss_in_blocks_is_cross_entropy(block: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_loss, "LOSS_BLOCK_LOGITS", block)
+    monkeypatch.setattr(plan_loss, "LOSS_KEPT_LOGITS", kept)
     torch.manual_seed(0)
     hidden = torch.randn(2, 20, 16, requires_grad=True)
-    weight = nn.Parameter(torch.randn(50, 16))
+    weight = nn.Parameter(3 * torch.randn(50, 16))
     predictors, targets = torch.arange(3, 33), torch.randint(50, (30,))
     found = HeadLoss(weight)(hidden, predictors, targets, 1 / 30)
     gradients = torch.autograd.grad(found, (hidden, weight))
@@ -31,6 +33,71 @@ def test_chunked_loss_is_cross_entropy() -> None:
     torch.testing.assert_close(found, expected)
     for one, other in zip(gradients, torch.autograd.grad(expected, (hidden, weight)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(HeadLoss(weight)(hidden, predictors, targets, 1 / 30), expected)
+
+
+def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
+    """Each row of the head's gradient is one sum in fp32, rounded once, however many tokens there are."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 4000, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(300, 32, dtype=torch.bfloat16) / 6)
+    predictors, targets = torch.arange(4000), torch.randint(300, (4000,))
+    found = torch.autograd.grad(HeadLoss(weight)(hidden, predictors, targets, 1 / 4000), (hidden, weight))
+    exact = cross_entropy(hidden[0].double() @ weight.double().t(), targets)
+    for one, other in zip(found, torch.autograd.grad(exact, (hidden, weight)), strict=True):
+        assert (one - other).norm() < 0.005 * other.norm()
+
+
+class PeakBytes(TorchDispatchMode):
+    """Peak of the bytes of storages that operations made while it was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+        given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((arguments, keywords)) if isinstance(tensor, torch.Tensor)}
+        result = operation(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given | self._known:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        self._known.add(place)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def forget() -> None:
+            self._known.discard(place)
+            self.now -= size
+
+        weakref.finalize(storage, forget)
+
+
+@pytest.mark.parametrize(("block", "kept"), [(2**14, 0), (2**14, 2**16), (2**14, 2**30), (2**30, 2**30)])
+def test_the_loss_takes_the_memory_that_the_plan_says(block: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_loss, "LOSS_BLOCK_LOGITS", block)
+    monkeypatch.setattr(plan_loss, "LOSS_KEPT_LOGITS", kept)
+    tokens, vocabulary, size = 64, 5000, 32
+    hidden = torch.randn(1, tokens, size, dtype=torch.bfloat16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(vocabulary, size, dtype=torch.bfloat16))
+    head, predictors, targets = HeadLoss(weight), torch.arange(tokens), torch.randint(vocabulary, (tokens,))
+    with PeakBytes() as measured:
+        head(hidden, predictors, targets, 1.0)
+    beyond = measured.peak - 2 * vocabulary * size
+    said = plan_loss.loss_bytes(tokens, vocabulary, size)
+    vectors = 16 * 8 * tokens
+    assert 0.7 * said < beyond <= said + vectors
+
+
+def test_the_loss_of_a_large_vocabulary_stays_below_two_gib() -> None:
+    assert plan_loss.loss_bytes(16_384, 151_936, 2560) < 2 * 2**30
+    assert plan_loss.recomputed_logits(16_384, 151_936) == 16_384 * 151_936 - 2**29
+    assert plan_loss.recomputed_logits(3000, 151_936) == 0
 
 
 def test_without_trained_tokens_the_loss_is_zero_and_so_are_the_gradients() -> None:

@@ -1,17 +1,20 @@
-"""Cross-entropy from hidden states, in chunks: the logits of a micro-batch never exist whole.
+"""Cross-entropy from hidden states, in blocks of the vocabulary: the logits of a micro-batch never exist whole.
 
-The head's weight is a direct parameter of the module, so ZeRO-3's own hooks gather it before ``forward`` and reduce its gradient after
-``backward``, as for any other module; a weight tied to the embedding works the same way.
+How it is cut, and what that costs, stands in ``so_tui.plan.loss``. The head's weight is a direct parameter of the module, so ZeRO-3's own
+hooks gather it before ``forward`` and reduce its gradient after ``backward``, as for any other module; a weight tied to the embedding
+works the same way.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from so_tui.plan.memory import LOSS_CHUNK_LOGITS
+from so_tui.plan.loss import block_columns, kept_blocks
 
 
 class HeadLoss(nn.Module):
@@ -22,38 +25,38 @@ class HeadLoss(nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor, predictors: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """``scale`` times the summed cross-entropy of the trained tokens; fp32 scalar.
+        """``scale`` (above 0) times the summed cross-entropy of the trained tokens; fp32 scalar.
 
         ``hidden``: [rows, width, size]; ``predictors``: [trained], the places in the flattened rows that predict; ``targets``: [trained],
         what they should. Other tokens get no logits. Without trained tokens the loss is 0, with zero gradients.
         """
-        loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2).index_select(0, predictors), self.weight, targets, scale
-        )
+        chosen = hidden.flatten(0, -2).index_select(0, predictors)
+        if not torch.is_grad_enabled():
+            normaliser, score, _ = _normalise(chosen, self.weight, targets, keep=0)
+            return (normaliser - score).sum() * scale
+        loss: Tensor = _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale)  # type: ignore[no-untyped-call]
         return loss
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss and gradients chunk by chunk, in the forward pass: the softmax is computed once, and backward only scales what is there."""
+class _BlockedCrossEntropy(torch.autograd.Function):
+    """Loss and gradients in the forward pass, when the head's weight is gathered; backward only scales what is there."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden)
-        # fp32 only while it is summed over chunks: rounding each partial sum to bf16 would cost precision.
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        chunk = max(1, LOSS_CHUNK_LOGITS // weight.shape[0])
-        for start in range(0, len(hidden), chunk):
-            part, target = hidden[start : start + chunk], targets[start : start + chunk, None]
-            logits = (part @ weight.t()).float()
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            total += (normaliser - logits.gather(-1, target)).sum()
-            gradient = logits.sub_(normaliser).exp_().scatter_add_(-1, target, torch.full_like(normaliser, -1.0))
-            gradient = gradient.mul_(scale).to(hidden.dtype)
-            hidden_gradient[start : start + chunk] = gradient @ weight
-            weight_gradient += gradient.t() @ part
-        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
-        return total * scale
+        normaliser, score, kept = _normalise(hidden, weight, targets, keep=kept_blocks(len(hidden), len(weight)))
+        hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        weight_gradient = torch.empty_like(weight)
+        shift = normaliser - math.log(scale)  # exp(logit - shift) is scale x softmax
+        for block in _blocks(len(hidden), len(weight)):
+            softmax = _wide(kept.pop(block.start, None), hidden, weight[block]).sub_(shift[:, None]).exp_()
+            column, inside = _columns(targets - block.start, softmax.shape[1])
+            gradient = softmax.scatter_add_(-1, column[:, None], (inside * -scale)[:, None].to(torch.float32)).to(hidden.dtype)
+            del softmax
+            hidden_gradient += gradient @ weight[block]
+            torch.mm(gradient.t(), hidden, out=weight_gradient[block])
+            del gradient  # before the next block is made
+        ctx.save_for_backward(hidden_gradient.to(hidden.dtype), weight_gradient)
+        return (normaliser - score).sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -61,3 +64,41 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         (gradient,) = gradients
         # In place: each is used once, and a copy of the weight's gradient would be the step's largest temporary.
         return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None, None
+
+
+def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, *, keep: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Each token's log of the summed exponentials, the logit of its target (both [trained], fp32), and the first ``keep`` blocks."""
+    normaliser = torch.full(targets.shape, -math.inf, dtype=torch.float32, device=hidden.device)
+    score = torch.zeros_like(normaliser)
+    kept: dict[int, Tensor] = {}
+    for index, block in enumerate(_blocks(len(hidden), len(weight))):
+        logits = hidden @ weight[block].t()
+        column, inside = _columns(targets - block.start, logits.shape[1])
+        score += logits.gather(-1, column[:, None])[:, 0] * inside
+        normaliser = torch.logaddexp(normaliser, _log_sum_exp(logits))
+        if index < keep:
+            kept[block.start] = logits
+    return normaliser, score, kept
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """As torch's, in fp32, with one fp32 copy where torch makes two."""
+    logits = logits.to(torch.float32, copy=True)
+    highest = logits.amax(-1)
+    return highest + logits.sub_(highest[:, None]).exp_().sum(-1).log()
+
+
+def _wide(logits: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor:
+    """A block of logits in fp32, to be worked on in place: from what was kept, else multiplied again."""
+    return (hidden @ weight.t() if logits is None else logits).to(torch.float32)
+
+
+def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Targets as columns of a block, and which of them are in it; the others point anywhere. Does not wait for the GPU."""
+    return targets.clamp(0, width - 1), (targets >= 0) & (targets < width)
+
+
+def _blocks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    columns = block_columns(tokens, vocabulary)
+    for start in range(0, vocabulary, columns):
+        yield slice(start, min(start + columns, vocabulary))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from so_tui.plan.architecture import Architecture, architecture
 from so_tui.plan.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
+from so_tui.plan.loss import recomputed_logits
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import MetricRecord, StepRecord
 from so_tui.spec import RunSpec
@@ -174,8 +175,11 @@ class Metrics:
         checkpointing, lengths = self._spec.model.activation_checkpointing, work.document_lengths.tolist()
         model = model_flops(self._flops, work.useful_tokens, lengths)
         hardware = hw_flops(self._flops, work.computed_tokens, lengths, checkpointing=checkpointing, head_recomputed=False)
-        # The head runs on trained tokens only.
+        # The head runs on trained tokens only; some of its logits are made twice.
         hardware -= 6.0 * self._flops.head_parameters * (work.computed_tokens - work.trained_tokens)
+        micro_batches = self._spec.micro_steps * self._ranks.size
+        twice = recomputed_logits(work.trained_tokens // micro_batches, self._shape.vocabulary)
+        hardware += 2.0 * self._shape.hidden * twice * micro_batches
         seed = seed_tflops_total(
             self._parameters, self._shape, self._spec.data.sequence_length, work.sequences, times.total, checkpointing=checkpointing
         )
