@@ -125,10 +125,14 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:
     tokens = spec.train.micro_batch * spec.data.sequence_length
     per_token = block_bytes_per_token(shape)
-    if spec.model.activation_checkpointing:
+    if spec.model.activation_checkpointing != "none":
         inputs = 2 * tokens * shape.hidden * shape.layers
         formula = f"2 B x {_count(tokens)} tokens x {shape.hidden} x {shape.layers} layers"
         yield _term("checkpointed layer inputs", gpu, inputs, "exact", formula)
+        if spec.model.activation_checkpointing == "selective":
+            kept = product_bytes_per_token(shape)
+            formula = f"{_count(tokens)} tokens x {_count(kept)} B x {shape.layers} layers"
+            yield _term("results of products and attention", gpu, tokens * kept * shape.layers, "exact", formula)
         yield _term("working set of one block", gpu, tokens * per_token, "estimate", f"{_count(tokens)} tokens x {_count(per_token)} B")
     else:
         formula = f"{_count(tokens)} tokens x {_count(per_token)} B x {shape.layers} layers (no activation checkpointing)"
@@ -194,6 +198,14 @@ def block_bytes_per_token(shape: Architecture) -> int:
     attention = 6 * (shape.query_width + 2 * shape.key_value_width)
     routing = 4 * shape.hidden * shape.experts_per_token
     return 24 * shape.hidden + attention + 12 * shape.active_intermediate + routing
+
+
+def product_bytes_per_token(shape: Architecture) -> int:
+    """Bytes that ``selective`` keeps per token and layer beside the layer's input: 2 B for every element of q, k, v, the attention's
+    result, the output projection, gate and up; of expert layers only what attention has, since expert products are computed again.
+    """
+    feed_forward = 0 if shape.experts else 2 * shape.intermediate
+    return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward)
 
 
 @lru_cache(maxsize=64)

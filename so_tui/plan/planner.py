@@ -139,7 +139,9 @@ def _accumulation(spec: RunSpec) -> Iterator[str]:
 
 
 def _resolved(spec: RunSpec, site: Site) -> RunSpec:
-    """The spec as it will run: with host indices for a mere count of GPUs."""
+    """The spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
+    if spec.model.activation_checkpointing == "auto":
+        spec = replace(spec, model=replace(spec.model, activation_checkpointing="full"))
     if site.problem or not site.has_gpu or not isinstance(spec.gpus, int):
         return spec
     return replace(spec, gpus=tuple(gpu.index for gpu in site.machine.gpus[: spec.gpus]))

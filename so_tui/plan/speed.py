@@ -92,7 +92,7 @@ def step_time(
     sequences, length = spec.train.micro_batch, spec.data.sequence_length
     documents = [length] * sequences
     once = hw_flops(flops, sequences * length, documents, checkpointing=False) / 3 / rate
-    passes_back = 3 if spec.model.activation_checkpointing else 2
+    passes_back = 3 if spec.model.repeats_whole_layers else 2
     gather = _gather_s(layout, speed)
     forward = max(once, shape.layers * _FORWARD_FLOOR_S) + gather
     backward = max(passes_back * once, shape.layers * _BACKWARD_FLOOR_S) + 2 * gather

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct, field
 
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
+ActivationCheckpointing = Literal["auto", "full", "selective", "none"]
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 TensorKind = Literal["linear", "expert", "embedding", "other"]
 
@@ -63,9 +64,17 @@ class ModelSpec(Spec, frozen=True):
         Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"],
         Meta(description="Attention implementation; `auto` takes the fastest one that is installed and fits the model."),
     ] = "auto"
-    activation_checkpointing: Annotated[bool, Meta(description="Recompute activations in the backward pass instead of keeping them.")] = (
-        True
-    )
+    activation_checkpointing: Annotated[
+        ActivationCheckpointing,
+        Meta(
+            description="What a layer computes again in the backward pass instead of keeping it: everything (`full`), all but its matrix "
+            "products and attention (`selective`), nothing (`none`); `auto` lets the planner choose."
+        ),
+    ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "plain"],
+        Meta(description="`auto` takes fused norms, rotary embedding and gated activation where they fit the model; `plain` never."),
+    ] = "auto"
     leaf_modules: Annotated[tuple[str, ...], Meta(description="Module classes that ZeRO-3 gathers whole (mixture-of-experts blocks).")] = ()
     trust_remote_code: Annotated[
         bool, Meta(description="Run Python code that comes with the model. Only for models whose code you have read.")
@@ -76,6 +85,11 @@ class ModelSpec(Spec, frozen=True):
     parameters: Annotated[
         tuple[ParameterBlock, ...], Meta(description="Generated table of the ordered parameter list; do not edit by hand.")
     ] = ()
+
+    @property
+    def repeats_whole_layers(self) -> bool:
+        """Whether backward runs each layer's whole forward once more; also where no planner has chosen."""
+        return self.activation_checkpointing in ("auto", "full")
 
     @property
     def parameter_count(self) -> int:

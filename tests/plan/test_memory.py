@@ -110,7 +110,7 @@ def test_larger_batches_need_more_activations_and_the_same_states() -> None:
 
 def test_keeping_activations_costs_more_than_recomputing_them() -> None:
     spec = spec_of("phi-4", mode="gpu")
-    kept = with_values(spec, {"model.activation_checkpointing": "false"})
+    kept = with_values(spec, {"model.activation_checkpointing": "none"})
     assert total(terms_of(kept, 1), "gpu") > total(terms_of(spec, 1), "gpu")
 
 

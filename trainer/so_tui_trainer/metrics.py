@@ -172,7 +172,7 @@ class Metrics:
 
     def _rates(self, work: Work, times: StepTimes) -> dict[str, Any]:
         """Every field of a record that is a time or a quantity by time."""
-        checkpointing, lengths = self._spec.model.activation_checkpointing, work.document_lengths.tolist()
+        checkpointing, lengths = self._spec.model.repeats_whole_layers, work.document_lengths.tolist()
         model = model_flops(self._flops, work.useful_tokens, lengths)
         hardware = hw_flops(self._flops, work.computed_tokens, lengths, checkpointing=checkpointing, head_recomputed=False)
         # The head runs on trained tokens only; some of its logits are made twice.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.types import decays
-from so_tui_trainer import attention
+from so_tui_trainer import attention, kernels, recompute
 from so_tui_trainer.batches import Batch
 from so_tui_trainer.loss import HeadLoss
 
@@ -95,8 +94,10 @@ def build(spec: RunSpec, device: torch.device) -> TrainedModel:
     causal = _random(config, implementation) if spec.model.weights == "random" else _pretrained(spec.model, config, implementation)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
-    if spec.model.activation_checkpointing:
-        _enable_checkpointing(causal)
+    if spec.model.kernels == "auto":
+        kernels.install(causal)
+    policy = spec.model.activation_checkpointing
+    recompute.install(causal, "full" if policy == "auto" else policy)
     if spec.model.leaf_modules:
         _gather_whole(causal, spec.model)
     causal.train()
@@ -209,13 +210,6 @@ def _gather_whole(causal: PreTrainedModel, model: ModelSpec) -> None:
         message, remedy = f"the model has no {', '.join(absent)}", f"It has {', '.join(sorted(classes))}."
         raise InputError([Problem(field="model.leaf_modules", value=", ".join(model.leaf_modules), message=message, remedy=remedy)])
     set_z3_leaf_modules(causal, [classes[name] for name in model.leaf_modules])
-
-
-def _enable_checkpointing(causal: PreTrainedModel) -> None:
-    with warnings.catch_warnings():  # a later name of the method is not in all supported versions
-        warnings.simplefilter("ignore", FutureWarning)
-        # Reentrant checkpointing would run ZeRO-3's end-of-backward work several times per backward.
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[no-untyped-call]
 
 
 def _head(causal: PreTrainedModel) -> nn.Parameter:

@@ -1,0 +1,129 @@
+"""Fused parts compute what transformers computes."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from so_tui_trainer import kernels
+from so_tui_trainer.kernels.gate import gated
+from so_tui_trainer.kernels.rotary import rotate
+from so_tui_trainer.model import without_dropout
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPECTED = {
+    "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "apply_rotary_pos_emb"},
+    "llama": {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"},
+    "phi3": {"Phi3RMSNorm", "Phi3MLP", "apply_rotary_pos_emb"},
+    "seed_oss": {"SeedOssRMSNorm", "SeedOssMLP", "apply_rotary_pos_emb"},
+    "qwen3_moe": {"Qwen3MoeRMSNorm", "apply_rotary_pos_emb"},
+    "gpt_oss": {"GptOssRMSNorm"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> object:
+    """The rotary function is replaced in transformers' own module."""
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EXPECTED]
+    before = [module.apply_rotary_pos_emb for module in modules]
+    yield
+    for module, function in zip(modules, before, strict=True):
+        module.apply_rotary_pos_emb = function
+
+
+@pytest.mark.parametrize("model_type", EXPECTED)
+def test_a_model_computes_the_same_with_them(model_type: str) -> None:
+    torch.manual_seed(0)
+    shape = SHAPE | (EXPERTS if model_type in ("qwen3_moe", "gpt_oss") else {})
+    config = AutoConfig.for_model(model_type, **shape)
+    without_dropout(config)
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for parameter in causal.parameters():  # ones and zeros would hide a weight that is not used
+        nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(0, 64, (2, 16))
+    results = []
+    for install in (False, True):
+        if install:
+            assert set(kernels.install(causal)) == EXPECTED[model_type]
+        causal.zero_grad()
+        logits = causal(input_ids=tokens, use_cache=False).logits
+        logits.square().mean().backward()
+        results.append((logits.detach(), [parameter.grad.clone() for parameter in causal.parameters() if parameter.grad is not None]))
+    (expected, gradients), (found, ours) = results
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(ours) == len(gradients)
+    for mine, theirs in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
+    config = AutoConfig.for_model("gemma2", **SHAPE)
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # its norms multiply with 1 + weight, its activation is GELU
+    assert kernels.install(causal, (kernels.NORM, kernels.GATE)) == ()
+
+
+def test_only_what_is_asked_for_is_replaced() -> None:
+    causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE))
+    assert kernels.install(causal, [kernels.NORM]) == ("Qwen3RMSNorm",)
+
+
+def test_gradients_are_those_of_the_formulas() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(gated, (gate, up))
+    heads = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    cos, sin = (torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda heads: rotate(heads, cos, sin), (heads,))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("columns", [40, 1000, 9728])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> None:
+    both = torch.randn(7, 3, 2 * columns, device="cuda")
+    gradient = torch.randn(7, 3, columns, device="cuda")
+    gate, up = both.chunk(2, -1) if stacked else (part.contiguous() for part in both.chunk(2, -1))
+    expected, found = [], []
+    for results, device in ((expected, "cpu"), (found, "cuda")):
+        leaves = [part.detach().to(device).requires_grad_() for part in (gate, up)]
+        result = gated(*leaves)
+        result.backward(gradient.to(device))
+        results += [result.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "count", "size"), [(1, 1, 8), (2, 32, 128), (3, 8, 64), (2, 5, 24)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_rotation_on_the_gpu_is_that_of_the_cpu(rows: int, count: int, size: int, strided: bool) -> None:
+    width = 9
+    shape = (rows, width, count, size) if strided else (rows, count, width, size)
+    heads = torch.randn(shape, device="cuda")
+    heads = heads.transpose(1, 2) if strided else heads
+    cos, sin = (torch.randn(1, width, size, device="cuda") for _ in range(2))
+    gradient = torch.randn(rows, count, width, size, device="cuda")
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = heads.detach().to(device).requires_grad_()
+        result = rotate(leaf, cos.to(device), sin.to(device))
+        result.backward(gradient.to(device))
+        results.append((result.detach().cpu(), leaf.grad.cpu()))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

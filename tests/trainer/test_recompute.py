@@ -1,0 +1,81 @@
+"""What is kept or computed again changes memory and time, never the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from test_batches import documents, spec
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from so_tui_trainer import recompute
+from so_tui_trainer.batches import Batches
+from so_tui_trainer.model import TrainedModel, without_dropout
+
+SHAPE = {
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one micro-batch."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SHAPE)
+    without_dropout(config)
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    recompute.install(causal, policy)
+    model = TrainedModel(causal.train(), "sdpa")
+    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
+    loss = model(batch, 1 / len(batch.targets))
+    loss.backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in causal.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss"])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Policy, model_type: str) -> None:
+    expected, gradients = trained("none", model_type)
+    found, ours = trained(policy, model_type)
+    assert found == expected
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[name-defined]
+    """Counts matrix products by the pass they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.label = "forward"
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.counts[self.label] += 1
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 6)])
+def test_selective_repeats_no_matrix_product(policy: recompute.Policy, repeated: int) -> None:
+    """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer feeds nothing that backward needs."""
+    torch.manual_seed(0)
+    causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attn_implementation="sdpa")
+    recompute.install(causal, policy)
+    causal.train()
+    with Products() as products:
+        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
+        products.label = "backward"
+        hidden.sum().backward()
+    layers = SHAPE["num_hidden_layers"]
+    assert products.counts["forward"] == 7 * layers
+    assert products.counts["backward"] == (14 + repeated) * layers

@@ -1,0 +1,143 @@
+"""Fused kernels in place of what transformers computes in many passes over memory: norms, rotary embedding, gated activation.
+
+A part of the model is replaced only where it computes the same: its own code runs beside ours on a few random numbers first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from so_tui_trainer.kernels.gate import gated
+from so_tui_trainer.kernels.rotary import rotate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NORM, ROTARY, GATE = "norm", "rotary", "gate"
+ALL = (NORM, ROTARY, GATE)
+
+
+def install(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str, ...]:
+    """Replace ``parts`` of ``causal`` where that is exact; the classes and functions that were."""
+    replaced: list[str] = []
+    if NORM in parts:
+        replaced += _replace_modules(causal, _is_rms_norm, _rms_norm)
+    if GATE in parts:
+        replaced += _replace_modules(causal, _is_gated, _gated_mlp) + _replace_modules(causal, _is_stacked_gated, _stacked_gated_mlp)
+    if ROTARY in parts:
+        replaced += _replace_rotary(sys.modules[type(causal).__module__])
+    return tuple(replaced)
+
+
+def _replace_modules(causal: nn.Module, same: Callable[[type[nn.Module], nn.Module], bool], forward: Callable[..., Tensor]) -> list[str]:
+    checked: dict[type[nn.Module], bool] = {}
+    for module in causal.modules():
+        kind = type(module)
+        if kind not in checked:
+            checked[kind] = same(kind, module)
+        if checked[kind]:
+            module.forward = partial(forward, module)
+    return [kind.__name__ for kind, replaced in checked.items() if replaced]
+
+
+def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def _gated_mlp(module: Any, hidden: Tensor) -> Tensor:
+    result: Tensor = module.down_proj(gated(module.gate_proj(hidden), module.up_proj(hidden)))
+    return result
+
+
+def _stacked_gated_mlp(module: Any, hidden: Tensor) -> Tensor:
+    """Gate and up projection in one matrix (Phi)."""
+    gate, up = module.gate_up_proj(hidden).chunk(2, dim=-1)
+    result: Tensor = module.down_proj(gated(gate, up))
+    return result
+
+
+def _is_rms_norm(kind: type[nn.Module], module: nn.Module) -> bool:
+    if not kind.__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return False
+    if not hasattr(module, "variance_epsilon"):
+        return False
+    stand_in = SimpleNamespace(weight=_random(8), variance_epsilon=1e-3)
+    return _agree(kind.forward, _rms_norm, stand_in, _random(3, 8))
+
+
+def _is_gated(kind: type[nn.Module], module: nn.Module) -> bool:
+    return _is_mlp(kind, module, {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}, _gated_mlp)
+
+
+def _is_stacked_gated(kind: type[nn.Module], module: nn.Module) -> bool:
+    return _is_mlp(kind, module, {"gate_up_proj": (8, 12), "down_proj": (6, 8)}, _stacked_gated_mlp)
+
+
+def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[int, int]], ours: Callable[..., Tensor]) -> bool:
+    """``shapes``: of the stand-in's projections, all the parameters that the module may have; the rest of it (activation) is its own."""
+    children = dict(module.named_children())
+    if not all(type(children.get(name)) is nn.Linear for name in shapes):
+        return False
+    if {name.split(".")[0] for name, _ in module.named_parameters()} != set(shapes):
+        return False
+    # Made from tensors, not as modules: ZeRO-3 would cut new modules over the ranks.
+    projections: dict[str, Any] = {name: partial(_linear, _random(*reversed(shape))) for name, shape in shapes.items()}
+    rest = {name: child for name, child in children.items() if name not in shapes}
+    settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
+    stand_in = SimpleNamespace(**settings, **rest, **projections)
+    return _agree(kind.forward, ours, stand_in, _random(3, 8))
+
+
+def _linear(weight: Tensor, inputs: Tensor) -> Tensor:
+    return nn.functional.linear(inputs, weight)
+
+
+def _replace_rotary(module: Any) -> list[str]:
+    theirs = getattr(module, "apply_rotary_pos_emb", None)
+    if theirs is None:
+        return []
+    if getattr(theirs, "func", None) is _rotate_both:
+        return ["apply_rotary_pos_emb"]
+    shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
+    query, key, cos, sin = (_random(*shape) for shape in shapes)
+    # gpt-oss takes the cosines of half the dimensions; those of all are the same ones twice.
+    cos, sin = (torch.cat((half, half), -1) for half in (cos[..., :4], sin[..., :4]))
+    if not _agree(_first_of(theirs), _first_of(partial(_rotate_both, theirs)), query, key, cos, sin):
+        return []
+    module.apply_rotary_pos_emb = partial(_rotate_both, theirs)
+    return ["apply_rotary_pos_emb"]
+
+
+def _first_of(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    return lambda *arguments: torch.cat([result.flatten() for result in function(*arguments)])
+
+
+def _rotate_both(
+    theirs: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """transformers' ``apply_rotary_pos_emb`` for whole heads; ``theirs`` does what is rarer (part of a head, another layout)."""
+    if unsqueeze_dim != 1 or cos.shape[-1] != query.shape[-1]:
+        return theirs(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return rotate(query, cos, sin), rotate(key, cos, sin)
+
+
+def _agree(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], *arguments: Any) -> bool:
+    """Whether both give the same on the CPU in double precision; no, when the other cannot be called like this."""
+    try:
+        with torch.no_grad():
+            expected = theirs(*arguments)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    # They go through fp32 inside, whatever comes in.
+    return torch.allclose(expected, ours(*arguments), rtol=1e-5, atol=1e-6)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64, device="cpu")

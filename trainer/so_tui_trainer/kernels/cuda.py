@@ -1,0 +1,130 @@
+"""The Triton kernels. Imported with a CUDA device only: a torch without CUDA has no Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 1024
+"""Elements of a row that one program takes: 8 for each of its 128 threads, the widest load there is."""
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """As ``gate.gated``."""
+    gate_rows, up_rows = _rows(gate), _rows(up)
+    result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows, columns = gate_rows.shape
+    grid = (rows, triton.cdiv(columns, _COLUMNS))
+    _gated_kernel[grid](gate_rows, up_rows, result, columns, gate_rows.stride(0), up_rows.stride(0), block=_COLUMNS)
+    return result
+
+
+def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, contiguous."""
+    gradient_rows, gate_rows, up_rows = _rows(gradient), _rows(gate), _rows(up)
+    of_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    of_up = torch.empty_like(of_gate)
+    rows, columns = gate_rows.shape
+    strides = gradient_rows.stride(0), gate_rows.stride(0), up_rows.stride(0)
+    grid = (rows, triton.cdiv(columns, _COLUMNS))
+    _gated_backward_kernel[grid](gradient_rows, gate_rows, up_rows, of_gate, of_up, columns, *strides, block=_COLUMNS)
+    return of_gate, of_up
+
+
+def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """As ``rotary._turn``."""
+    rows, count, width, size = heads.shape
+    result = torch.empty((rows, width, count, size), dtype=heads.dtype, device=heads.device).transpose(1, 2)
+    if heads.stride(-1) != 1:
+        heads = heads.contiguous()
+    cos, sin = (tensor.expand(rows, width, size).contiguous() for tensor in (cos, sin))
+    blocks = {"padded_count": triton.next_power_of_2(count), "padded_half": triton.next_power_of_2(size // 2)}
+    _turn_kernel[(rows * width,)](
+        heads, cos, sin, result, width, count, size // 2, *heads.stride()[:3], *result.stride()[:3], direction=direction, **blocks
+    )
+    return result
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., columns] as [rows, columns], without a copy where the rows are evenly spaced."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).flatten(0, -2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_kernel(gate: Any, up: Any, result: Any, columns: Any, gate_stride: Any, up_stride: Any, block: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    gates = tl.load(gate + row * gate_stride + column, mask=inside).to(tl.float32)
+    ups = tl.load(up + row * up_stride + column, mask=inside).to(tl.float32)
+    tl.store(result + row * columns + column, gates * tl.sigmoid(gates) * ups, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gated_backward_kernel(
+    gradient: Any,
+    gate: Any,
+    up: Any,
+    of_gate: Any,
+    of_up: Any,
+    columns: Any,
+    gradient_stride: Any,
+    gate_stride: Any,
+    up_stride: Any,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    gradients = tl.load(gradient + row * gradient_stride + column, mask=inside).to(tl.float32)
+    gates = tl.load(gate + row * gate_stride + column, mask=inside).to(tl.float32)
+    ups = tl.load(up + row * up_stride + column, mask=inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gates)
+    tl.store(of_gate + row * columns + column, gradients * ups * sigmoid * (1 + gates * (1 - sigmoid)), mask=inside)
+    tl.store(of_up + row * columns + column, gradients * gates * sigmoid, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn_kernel(
+    heads: Any,
+    cos: Any,
+    sin: Any,
+    result: Any,
+    width: Any,
+    count: Any,
+    half: Any,
+    row_stride: Any,
+    head_stride: Any,
+    place_stride: Any,
+    result_row_stride: Any,
+    result_head_stride: Any,
+    result_place_stride: Any,
+    direction: tl.constexpr,
+    padded_count: tl.constexpr,
+    padded_half: tl.constexpr,
+) -> None:
+    """One program turns all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    row, place = token // width, token % width
+    head = tl.arange(0, padded_count)[:, None]
+    column = tl.arange(0, padded_half)[None, :]
+    inside = (head < count) & (column < half)
+    angles = token * 2 * half + column
+    cos1 = tl.load(cos + angles, mask=column < half).to(tl.float32)
+    cos2 = tl.load(cos + angles + half, mask=column < half).to(tl.float32)
+    sin1 = tl.load(sin + angles, mask=column < half).to(tl.float32)
+    sin2 = tl.load(sin + angles + half, mask=column < half).to(tl.float32)
+    source = heads + row * row_stride + place * place_stride + head * head_stride + column
+    first = tl.load(source, mask=inside).to(tl.float32)
+    second = tl.load(source + half, mask=inside).to(tl.float32)
+    target = result + row * result_row_stride + place * result_place_stride + head * result_head_stride + column
+    if direction > 0:
+        tl.store(target, first * cos1 - second * sin1, mask=inside)
+        tl.store(target + half, second * cos2 + first * sin2, mask=inside)
+    else:
+        tl.store(target, first * cos1 + second * sin2, mask=inside)
+        tl.store(target + half, second * cos2 - first * sin1, mask=inside)

@@ -1,0 +1,36 @@
+"""``silu(gate) * up`` in one pass over memory, with its backward; the plain formulas where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``gate``, ``up``: [..., columns], rows may be strided (halves of one matrix); the result: [..., columns], contiguous."""
+    result: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        if gate.is_cuda:
+            from so_tui_trainer.kernels import cuda
+
+            return cuda.gated(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        gate, up = ctx.saved_tensors
+        if gate.is_cuda:
+            from so_tui_trainer.kernels import cuda
+
+            return cuda.gated_backward(gradient, gate, up)
+        sigmoid = gate.sigmoid()
+        return gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid

@@ -1,0 +1,44 @@
+"""Rotary position embedding in one pass over memory, with its backward; the plain formulas where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``heads``: [rows, heads, width, size], ``cos`` and ``sin``: [rows or 1, width, size]; the result like ``heads``.
+
+    With x = (x1, x2), the halves of a head: (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2). In memory the result lies as
+    [rows, width, heads, size], which is how the projection before it writes and the attention after it reads.
+    """
+    result: Tensor = _Rotated.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(heads, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        cos, sin = ctx.saved_tensors
+        return _turn(gradient, cos, sin, -1), None, None
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """``direction`` -1: the transposed rotation, (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
+    if heads.is_cuda:
+        from so_tui_trainer.kernels import cuda
+
+        return cuda.turn(heads, cos, sin, direction)
+    cos, sin = cos[:, None], sin[:, None]
+    (first, second), (cos1, cos2), (sin1, sin2) = (tensor.chunk(2, dim=-1) for tensor in (heads, cos, sin))
+    if direction > 0:
+        return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
+    return torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)

@@ -1,0 +1,117 @@
+"""Which activations a layer keeps for its backward pass, and which it computes again.
+
+``full`` keeps a layer's input and repeats its whole forward. ``selective`` also keeps what was expensive, the results of its matrix
+products and of its attention, and repeats only the rest: norms, rotary embedding, activation products. ``none`` keeps everything.
+
+Keeping is told apart from repeating by the contexts that torch's checkpointing opens around the two passes. torch's own selective
+checkpointing counts every operation of both passes and demands that they agree; ZeRO-3 gathers weights inside the layer, now with copies
+and now without, so they never do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Policy = Literal["full", "selective", "none"]
+Computed = tuple[Tensor, ...]
+Keeper = Callable[[Callable[[], Computed]], Computed]
+
+
+class _Local(threading.local):
+    keeper: Keeper | None = None
+    """Of the pass that this thread is in: forward runs in the caller's thread, the repetition in autograd's."""
+
+
+_local = _Local()
+
+
+def install(causal: PreTrainedModel, policy: Policy) -> None:
+    """Make every layer of ``causal`` keep what ``policy`` says."""
+    if policy == "none":
+        return
+    # Not reentrant: that would run ZeRO-3's end-of-backward work several times per backward. There is no dropout to repeat, and
+    # whether both passes save equal shapes is what the tests check.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+    if policy == "selective":
+        options["context_fn"] = _contexts
+        for layer in causal.modules():
+            if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
+                _keep_products(layer)
+    causal._set_gradient_checkpointing(True, partial(checkpoint, **options))
+
+
+def keep(compute: Callable[[], Computed]) -> Computed:
+    """The result of ``compute``; in a layer's repetition, what it was the first time. For the forward of an ``autograd.Function``."""
+    keeper = _local.keeper
+    return compute() if keeper is None else keeper(compute)
+
+
+class Product(torch.autograd.Function):
+    """``torch.nn.functional.linear``, whose result is kept under ``selective``."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``inputs``: [..., in], ``weight``: [out, in], ``bias``: [out]; the result: [..., out]."""
+        ctx.save_for_backward(inputs, weight)
+        ctx.has_bias = bias is not None
+        (result,) = keep(lambda: (nn.functional.linear(inputs, weight, bias),))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        of_inputs = (flat @ weight).view_as(inputs) if ctx.needs_input_grad[0] else None
+        of_weight = flat.t() @ inputs.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        of_bias = flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return of_inputs, of_weight, of_bias
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a layer's first pass and around its repetition, in torch's terms."""
+    kept: deque[Computed] = deque()
+
+    def first(compute: Callable[[], Computed]) -> Computed:
+        kept.append(compute())
+        return kept[-1]
+
+    def again(compute: Callable[[], Computed]) -> Computed:
+        return kept.popleft()
+
+    return _keeping(first), _keeping(again)
+
+
+@contextmanager
+def _keeping(keeper: Keeper) -> Iterator[None]:
+    before, _local.keeper = _local.keeper, keeper
+    try:
+        yield
+    finally:
+        _local.keeper = before
+
+
+def _keep_products(layer: nn.Module) -> None:
+    """All but the one that ends the layer: nothing but a sum comes after it, so the repetition stops before it."""
+    products = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+    if products and products[-1][0] != products[0][0]:  # a feed-forward block of its own, after attention
+        products.pop()
+    for _, module in products:
+        module.forward = partial(_product, module)  # type: ignore[method-assign]
+
+
+def _product(module: nn.Linear, inputs: Tensor) -> Tensor:
+    result: Tensor = Product.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
+    return result
