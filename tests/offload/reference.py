@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from so_tui_trainer.offload.deepspeed_0_19_8 import super_offload
-from so_tui_trainer.offload.superoffload import Gradient, SuperOffload
+from so_tui_trainer.offload.sub_groups import Gradient
+from so_tui_trainer.offload.superoffload import SuperOffload
 
 
 class Reference:

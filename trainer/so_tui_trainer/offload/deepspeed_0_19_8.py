@@ -24,7 +24,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from so_tui.plan.layout import gpu_sub_groups, sub_group_slices
 from so_tui.plan.memory import OWN_LARGEST_BUCKET
 from so_tui_trainer.offload.errors import OffloadError
-from so_tui_trainer.offload.superoffload import Gradient, SubGroup, SuperOffload
+from so_tui_trainer.offload.sub_groups import Gradient, SubGroup
+from so_tui_trainer.offload.superoffload import SuperOffload
 
 VERSION = "0.19.8"
 

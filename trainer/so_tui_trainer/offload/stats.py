@@ -1,8 +1,12 @@
-"""What the offload engine measured in the last optimizer step."""
+"""What the offload engine costs: collected while it runs, told for the last optimizer step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from msgspec import Struct
+
+from so_tui_trainer.offload.transfers import Mark, Transfer, Transfers
 
 
 class OffloadStats(Struct, frozen=True, kw_only=True):
@@ -21,3 +25,44 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
     """Seconds during which gradients were being copied (0 on a machine without GPU: nothing is copied)."""
     to_gpu_bytes: int = 0
     to_gpu_s: float = 0.0
+
+
+@dataclass
+class Interval:
+    """Measurements from the end of one step to the end of the next."""
+
+    landing: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for weights, in forward."""
+    stepping: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for the norm, in ``step``."""
+    host_wait_s: float = 0.0
+    adam_busy_s: float = 0.0
+    to_host: list[Transfer] = field(default_factory=list)
+    to_gpu: list[Transfer] = field(default_factory=list)
+
+
+class Meter:
+    """Whoever measures adds to ``current``. The link's thread adds what it alone knows: Adam's time, and copies to the GPU."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.current = Interval()
+        self._last = Interval()
+        self._transfers = transfers
+
+    def end_step(self) -> None:
+        self._last, self.current = self.current, Interval()
+
+    def stats(self) -> OffloadStats:
+        """From the end of the step before the last to the end of the last one. May wait for the GPU."""
+        last, seconds = self._last, self._transfers.seconds
+        landing = sum(seconds(*wait) for wait in last.landing)
+        return OffloadStats(
+            adam_busy_s=last.adam_busy_s,
+            exposed_wait_s=landing + sum(seconds(*wait) for wait in last.stepping),
+            exposed_in_forward_s=landing,
+            host_wait_s=last.host_wait_s,
+            to_host_bytes=sum(transfer.bytes for transfer in last.to_host),
+            to_host_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.to_host),
+            to_gpu_bytes=sum(transfer.bytes for transfer in last.to_gpu),
+            to_gpu_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.to_gpu),
+        )
