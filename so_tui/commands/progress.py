@@ -104,7 +104,7 @@ class _Printer:
                     record.time, f"checkpoint of step {record.step}: {record.bytes / 1e9:.3g} GB in {record.seconds:.1f} s, {record.path}"
                 )
             case EvaluationRecord():
-                self._line(record.time, f"evaluation at step {record.step}: loss {record.loss:.4f}")
+                self._line(record.time, f"evaluation at step {record.step}: {_evaluated(record)}")
             case WarningRecord():
                 self._line(record.time, f"warning: {record.message}{'. ' + record.suggestion if record.suggestion else ''}")
             case ResumedRecord():
@@ -149,6 +149,11 @@ class _Printer:
     @staticmethod
     def _line(when: float, text: str) -> None:
         print(f"{datetime.fromtimestamp(when):%H:%M:%S} {text}", flush=True)
+
+
+def _evaluated(record: EvaluationRecord) -> str:
+    perplexity = "" if record.perplexity is None else f", perplexity {record.perplexity:.4g}"
+    return f"loss {record.loss:.4f}{perplexity} on {record.tokens:,} tokens, {_duration(record.seconds)}"
 
 
 def _step_size(record: StartRecord) -> str:

@@ -85,7 +85,7 @@ def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
 def _refuse_missing_inputs(spec: RunSpec) -> None:
     problems = list(missing_paths(spec))
     sources = (spec.data.source,) if isinstance(spec.data.source, str) else tuple(part.source for part in spec.data.source)
-    for text in (spec.model.id, spec.model.tokenizer, *sources):
+    for text in (spec.model.id, spec.model.tokenizer, spec.data.evaluation, *sources):
         try:
             resolve_source(text)
         except InputError as error:

@@ -25,7 +25,7 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     return msgspec.structs.replace(
         spec,
         model=model,
-        data=msgspec.structs.replace(spec.data, source=source),
+        data=msgspec.structs.replace(spec.data, source=source, evaluation=_absolute(spec.data.evaluation)),
         checkpoint=msgspec.structs.replace(spec.checkpoint, folder=folder),
     )
 
@@ -41,6 +41,7 @@ def missing_paths(spec: RunSpec) -> Iterator[Problem]:
 def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
     yield "model.id", spec.model.id
     yield "model.tokenizer", spec.model.tokenizer
+    yield "data.evaluation", spec.data.evaluation
     if isinstance(spec.data.source, str):
         yield "data.source", spec.data.source
     else:

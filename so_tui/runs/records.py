@@ -105,9 +105,15 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
 
 
 class EvaluationRecord(Record, frozen=True, kw_only=True):
+    """The loss on documents that are not trained on, after ``step`` steps."""
+
     step: int
     loss: float
+    """Mean over all their trained tokens, whichever rank worked on them."""
+    perplexity: float | None = None
+    """exp(loss)"""
     tokens: int
+    seconds: float = 0.0
 
 
 class WarningRecord(Record, frozen=True, kw_only=True):

@@ -164,6 +164,21 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             message="is refused: SuperOffload and this program's own engine keep the bf16 weights on the GPU",
             remedy='Use "none". If the weights do not fit, train on more GPUs: each holds its share of them.',
         )
+    data = _section(tree, "data")
+    if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
+        yield Problem(
+            field="data.held_out",
+            value=shown(data["held_out"]),
+            message="and data.evaluation both say what to evaluate on",
+            remedy="Keep one of them: hold out a part of the data, or name other data.",
+        )
+    if train.get("evaluate_every_steps") and not any(data.get(key) for key in ("held_out", "evaluation", "evaluation_split")):
+        yield Problem(
+            field="train.evaluate_every_steps",
+            value=shown(train["evaluate_every_steps"]),
+            message="there is nothing to evaluate on",
+            remedy="Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
+        )
     gpus = tree.get("gpus")
     if isinstance(gpus, list | tuple):
         if not gpus:

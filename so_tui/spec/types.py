@@ -114,6 +114,18 @@ class DataSpec(Spec, frozen=True):
     sequence_length: Annotated[int, Meta(ge=16, le=1_048_576, description="Tokens in a training sequence.", extra={"unit": "tokens"})] = (
         4096
     )
+    held_out: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Documents to evaluate on instead of training on them, chosen by the seed: a share below 1, or a count.",
+            extra={"unit": "documents"},
+        ),
+    ] = 0.0
+    evaluation: Annotated[str, Meta(description="Other data to evaluate on (hub id, file or folder); empty means none.")] = ""
+    evaluation_split: Annotated[
+        str, Meta(description="Split to evaluate on, of `evaluation` or of `source`; empty means that of `split`.")
+    ] = ""
     packing: Annotated[bool, Meta(description="Fill each sequence with several rows that do not see each other.")] = True
 
 
@@ -137,6 +149,14 @@ class TrainSpec(Spec, frozen=True):
     ] = 0
     epochs: Annotated[float, Meta(ge=0, description="Length of the run in passes over the data.", extra={"unit": "epochs"})] = 0.0
     tokens: Annotated[int, Meta(ge=0, description="Length of the run in useful (not padding) tokens.", extra={"unit": "tokens"})] = 0
+    evaluate_every_steps: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Steps between evaluations, where `data` says on what; 0 evaluates at the end only.",
+            extra={"unit": "optimizer steps"},
+        ),
+    ] = 0
     learning_rate: Annotated[float, Meta(gt=0, le=1, description="Peak learning rate of AdamW.")] = 1e-5
     schedule: Annotated[
         Schedule,

@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from launching import tiny
 
 from so_tui.machine import inspect_machine
@@ -73,16 +71,6 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     time.sleep(0.01)
     clock.lap("other")
     assert clock.end_step().read().other > 0.009
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A group of one rank."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield Ranks(0, 1, torch.device("cpu"), dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 def _step(number: int, loss: float) -> Step:

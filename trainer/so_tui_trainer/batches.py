@@ -7,9 +7,10 @@ loss needs no communication, and no wait for the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ class Batch:
     """[rows, width] int64"""
     position_ids: Tensor
     """[rows, width] int64, restarting at every document"""
+    real: Tensor
+    """[rows, width] bool: whether a token belongs to a document; False in padding"""
     boundaries: Tensor
     """[documents + 1] int32: cumulative document lengths over the flattened rows, padding included"""
     predictors: Tensor
@@ -43,27 +46,25 @@ class Batch:
     longest: int
     """Tokens of the longest document: the kernels want it on the host."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.input_ids, self.position_ids, self.real, self.boundaries, self.predictors, self.targets)
+
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; does not wait for the copy."""
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.position_ids.to(device, non_blocking=True),
-            self.boundaries.to(device, non_blocking=True),
-            self.predictors.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            self.longest,
-        )
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def untrained(self) -> Batch:
+        """The same rows without a token that carries loss."""
+        return replace(self, predictors=self.predictors[:0], targets=self.targets[:0])
 
     def pinned(self) -> Batch:
         """The batch in page-locked memory, from which ``to`` copies without waiting."""
-        return Batch(
-            self.input_ids.pin_memory(),
-            self.position_ids.pin_memory(),
-            self.boundaries.pin_memory(),
-            self.predictors.pin_memory(),
-            self.targets.pin_memory(),
-            self.longest,
-        )
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        ids, positions, real, boundaries, predictors, targets = map(change, self.tensors)
+        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest)
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,43 @@ class Work:
     sequences: int
 
 
+class Portion(NamedTuple):
+    """A micro-batch of one rank, and the step it is part of."""
+
+    work: Work
+    batch: Batch
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.batch.tensors
+
+    def to(self, device: torch.device) -> Portion:
+        return Portion(self.work, self.batch.to(device))
+
+
+def sequences_of(documents: Documents, members: npt.NDArray[np.int64], spec: RunSpec) -> Sequences:
+    """Training sequences of some of the documents, packed where the spec says so."""
+    found = pack(documents.lengths[members], spec.data.sequence_length) if spec.data.packing else one_each(len(members))
+    return Sequences(members[found.documents], found.offsets)
+
+
 class Batches:
     """The sequences of a data set, cut into steps. Shuffled anew every epoch; a step may span two epochs."""
 
-    def __init__(self, documents: Documents, spec: RunSpec, rank: int, *, padding_id: int = 0, pin: bool = False) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        spec: RunSpec,
+        rank: int,
+        *,
+        members: npt.NDArray[np.int64] | None = None,
+        padding_id: int = 0,
+        pin: bool = False,
+    ) -> None:
+        """``members``: the documents to train on, all by default."""
         self._documents = documents
         self._lengths = documents.lengths
-        self.sequences: Sequences = pack(self._lengths, spec.data.sequence_length) if spec.data.packing else one_each(len(self._lengths))
+        self.sequences: Sequences = sequences_of(documents, np.arange(len(self._lengths)) if members is None else members, spec)
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
@@ -129,6 +160,13 @@ class Batches:
             turn = ((step - 1) * self._spec.micro_steps + micro_step) * ranks + self._rank
             yield self._batch(self._indices(turn * micro_batch, micro_batch))
 
+    def portions(self, first_step: int, last_step: int) -> Iterator[Portion]:
+        """This rank's micro-batches of these steps (the last one included), in order."""
+        for step in range(first_step, last_step + 1):
+            work = self.work(step)
+            for batch in self.micro_batches(step):
+                yield Portion(work, batch)
+
     def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
         positions = np.arange(first, first + count)
         epochs, places = np.divmod(positions, len(self.sequences))
@@ -138,40 +176,52 @@ class Batches:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(len(self.sequences))
 
     def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        width = self._width(indices)
-        ids = np.full((len(indices), width), self._padding_id, dtype=np.int64)
-        positions = np.zeros_like(ids)
-        trained = np.zeros(ids.shape, dtype=np.bool_)
-        lengths: list[int] = []
-        for row, sequence in enumerate(indices):
-            column = 0
-            for document in self.sequences.of(int(sequence)):
-                start, stop = self._documents.offsets[document], self._documents.offsets[document + 1]
-                place = slice(column, column + int(stop - start))
-                ids[row, place] = self._documents.tokens[start:stop]
-                trained[row, place] = self._documents.trained[start:stop]
-                positions[row, place] = np.arange(stop - start)
-                lengths.append(int(stop - start))
-                column = place.stop
-            if column < width:
-                positions[row, column:] = np.arange(width - column)
-                lengths.append(width - column)
-        # A document's first token is never trained, so the token before a trained one is always in the same document.
-        predicted = np.flatnonzero(trained)
-        boundaries = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        batch = Batch(
-            torch.from_numpy(ids),
-            torch.from_numpy(positions),
-            torch.from_numpy(boundaries),
-            torch.from_numpy(predicted - 1),
-            torch.from_numpy(ids.ravel()[predicted]),
-            max(lengths),
-        )
+        batch = assemble(self._documents, self.sequences, indices, self._width(indices), self._padding_id)
         return batch.pinned() if self._pin else batch
 
     def _width(self, indices: npt.NDArray[np.int64]) -> int:
-        """Packed sequences are nearly full and keep one width, which the allocator likes; others end with the longest of the batch."""
-        if self._spec.data.packing:
-            return self._spec.data.sequence_length
-        longest = int(self._useful[indices].max())
-        return min(self._spec.data.sequence_length, -(-longest // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)
+        return width(self._useful[indices], self._spec)
+
+
+def width(lengths: npt.NDArray[np.int64], spec: RunSpec) -> int:
+    """Columns of a micro-batch of sequences of these lengths.
+
+    Packed sequences are nearly full and keep one width, which the allocator likes; others end with the longest of the batch.
+    """
+    if spec.data.packing:
+        return spec.data.sequence_length
+    return min(spec.data.sequence_length, -(-int(lengths.max()) // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)
+
+
+def assemble(documents: Documents, sequences: Sequences, indices: npt.NDArray[np.int64], width: int, padding_id: int) -> Batch:
+    """The sequences ``indices`` as the rows of a micro-batch, on the CPU."""
+    ids = np.full((len(indices), width), padding_id, dtype=np.int64)
+    positions = np.zeros_like(ids)
+    real, trained = np.zeros(ids.shape, dtype=np.bool_), np.zeros(ids.shape, dtype=np.bool_)
+    lengths: list[int] = []
+    for row, sequence in enumerate(indices):
+        column = 0
+        for document in sequences.of(int(sequence)):
+            start, stop = documents.offsets[document], documents.offsets[document + 1]
+            place = slice(column, column + int(stop - start))
+            ids[row, place] = documents.tokens[start:stop]
+            trained[row, place] = documents.trained[start:stop]
+            positions[row, place] = np.arange(stop - start)
+            lengths.append(int(stop - start))
+            column = place.stop
+        real[row, :column] = True
+        if column < width:
+            positions[row, column:] = np.arange(width - column)
+            lengths.append(width - column)
+    # A document's first token is never trained, so the token before a trained one is always in the same document.
+    predicted = np.flatnonzero(trained)
+    boundaries = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    return Batch(
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        torch.from_numpy(real),
+        torch.from_numpy(boundaries),
+        torch.from_numpy(predicted - 1),
+        torch.from_numpy(ids.ravel()[predicted]),
+        max(lengths),
+    )

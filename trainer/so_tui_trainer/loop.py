@@ -12,11 +12,13 @@ from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import PhaseRecord, StepRecord, WarningRecord
 from so_tui_trainer import checkpoint, offload
-from so_tui_trainer.batches import Batches, Work
+from so_tui_trainer.batches import Batches, Portion, Work
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.control import Control
+from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.feed import Feed
 from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate
@@ -47,11 +49,12 @@ class Loop:
         recorder: Recorder,
         ranks: Ranks,
         *,
+        evaluation: Evaluation | None,
         expected_first_loss: float | None,
     ) -> None:
         self.run, self.spec, self.engine, self.batches, self.data = run, plan.spec, engine, batches, data
         self.metrics, self.recorder, self.ranks = metrics, recorder, ranks
-        self.expected_first_loss = expected_first_loss
+        self.evaluation, self.expected_first_loss = evaluation, expected_first_loss
         self.total_steps = batches.total_steps()
         self.step = self.useful_tokens = self.trained_tokens = 0
         self.last_loss: float | None = None
@@ -66,18 +69,8 @@ class Loop:
 
     def train(self, control: Control) -> Outcome:
         """Train to the last step, or until someone asks to stop. Raises NonFiniteError, TrainingError, and whatever the engine raises."""
-        stopped = False
-        self.clock.restart()
-        while self.step < self.total_steps and not stopped:
-            step = self.train_step(self.step + 1)
-            self.metrics.watch(step)
-            if step.number % self.spec.train.log_interval == 0 or step.number in (1, self.total_steps):
-                self.log(step)
-            asked = control.poll()
-            stopped = "stop" in asked
-            every = self.spec.checkpoint.every_steps
-            if "checkpoint" in asked or (every and step.number % every == 0):
-                self.save()
+        with Feed(self.batches.portions(self.step + 1, self.total_steps), self.ranks.device) as feed:
+            self._train(feed, control)
         control.close()
         self.metrics.check()
         if self.spec.checkpoint.at_end or self.spec.checkpoint.export:
@@ -86,20 +79,35 @@ class Loop:
         saved = self.saved if self.saved_step == self.step else ""
         return Outcome(state=state, step=self.step, saved=saved, summary=self.metrics.summary())
 
-    def train_step(self, number: int) -> Step:
+    def _train(self, feed: Feed[Portion], control: Control) -> None:
+        stopped = False
+        self.clock.restart()
+        while self.step < self.total_steps and not stopped:
+            step = self.train_step(self.step + 1, feed)
+            self.metrics.watch(step)
+            if step.number % self.spec.train.log_interval == 0 or step.number in (1, self.total_steps):
+                self.log(step)
+            asked = control.poll()
+            stopped = "stop" in asked
+            every = self.spec.train.evaluate_every_steps
+            if step.number == self.total_steps or (every and step.number % every == 0):
+                self.evaluate()
+            every = self.spec.checkpoint.every_steps
+            if "checkpoint" in asked or (every and step.number % every == 0):
+                self.save()
+
+    def train_step(self, number: int, feed: Feed[Portion]) -> Step:
         """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
-        work = self.batches.work(number)
         rate = learning_rate(number, self.total_steps, self.spec.train)
         offload.set_learning_rate(self.engine, rate)
-        # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean over
-        # all trained tokens of the step.
-        weight = self.ranks.size / work.trained_tokens
         loss = torch.zeros((), device=self.ranks.device)
         self.clock.lap("other")
-        for batch in self.batches.micro_batches(number):
-            batch = batch.to(self.ranks.device)
+        for _ in range(self.spec.micro_steps):
+            work, batch = next(feed)
             self.clock.lap("data")
-            part = self.engine(batch, weight)
+            # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean
+            # over all trained tokens of the step.
+            part = self.engine(batch, self.ranks.size / work.trained_tokens)
             self.clock.lap("forward")
             self.engine.backward(part, scale_wrt_gas=False)
             self.clock.lap("backward")
@@ -119,6 +127,19 @@ class Loop:
             print(_line(record, self.total_steps), flush=True)
         if step.number == 1 and self.expected_first_loss is not None:
             self._check_first_loss(record.loss, self.expected_first_loss)
+
+    def evaluate(self) -> None:
+        """Measure the loss on what is not trained on, where there is any. Raises NonFiniteError."""
+        if self.evaluation is None:
+            return
+        self.metrics.check()
+        self._phase("training", f"evaluating on {self.evaluation.documents} documents")
+        record = self.evaluation.measure(self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step)
+        self.recorder.write(record)
+        if self.ranks.first:
+            print(f"step {record.step}/{self.total_steps}  evaluation loss {record.loss:.4f}", flush=True)
+        self._phase("training", "")
+        self.clock.restart()
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless there is one. Raises NonFiniteError: spoilt weights are never saved."""

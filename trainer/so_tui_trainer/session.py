@@ -14,7 +14,7 @@ import traceback
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer import binding, checkpoint, failures, offload, tokens
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -57,6 +58,14 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
         # Not by return: on the way out NCCL's and CUDA's destructors may wait for a rank that is gone. Workers die with this process.
         os._exit(1)
     return 0
+
+
+class TrainingData(NamedTuple):
+    documents: tokens.Documents
+    batches: Batches
+    fingerprint: str
+    """Changes when a step would train on other documents."""
+    evaluation: Evaluation | None
 
 
 class Session:
@@ -141,26 +150,40 @@ class Session:
         """Everything before the first step, in parts that take minutes with large models. Raises StoppedEarlyError between them."""
         self._seed(0)
         control.stop_early()
-        documents = self._documents(ranks)
+        data = self._data(ranks)
         control.stop_early()
-        loop = self._loop(ranks, documents, control)
+        loop = self._loop(ranks, data, control)
         control.stop_early()
         if found:
-            self._resume(loop, found, documents, ranks)
+            self._resume(loop, found, data, ranks)
             control.stop_early()
         return loop
 
-    def _documents(self, ranks: Ranks) -> tokens.Documents:
+    def _data(self, ranks: Ranks) -> TrainingData:
         self._phase("loading", "reading the data")
-        folder = ranks.from_first(tokens.prepare(self.spec) if ranks.first else None)
-        return tokens.read(folder)
+        documents = self._documents(self.spec, ranks)
+        training, held_out = divide(len(documents.lengths), self.spec)
+        other = evaluation_spec(self.spec)
+        evaluated = documents if other is None else self._documents(other, ranks)
+        members = held_out if other is None else np.arange(len(evaluated.lengths))
+        pin = ranks.device.type == "cuda"
+        return TrainingData(
+            documents=documents,
+            batches=Batches(documents, self.spec, self.rank, members=training, pin=pin),
+            fingerprint=training_data(documents.fingerprint, self.spec),
+            evaluation=Evaluation(evaluated, members, self.spec, self.rank, pin=pin) if len(members) else None,
+        )
 
-    def _loop(self, ranks: Ranks, documents: tokens.Documents, control: Control) -> Loop:
+    def _documents(self, spec: RunSpec, ranks: Ranks) -> tokens.Documents:
+        """Tokenised by rank 0, read by all."""
+        return tokens.read(ranks.from_first(tokens.prepare(spec) if ranks.first else None))
+
+    def _loop(self, ranks: Ranks, data: TrainingData, control: Control) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
         zero3 = Zero3(ds_config)
         model = build(self.spec, ranks.device)
-        self._check_sizes(model.causal.config, documents)
+        self._check_sizes(model.causal.config, data.documents)
         parameters = parameter_count(model)
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
@@ -169,27 +192,27 @@ class Session:
         del zero3
         binding.settle(mine)
         self._seed(self.rank)
-        batches = Batches(documents, self.spec, self.rank, pin=ranks.device.type == "cuda")
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
-        self._start_record(ranks, batches.total_steps(), parameters)
+        self._start_record(ranks, data.batches.total_steps(), parameters)
         expected = expected_first_loss(model.causal.config) if self.spec.model.weights == "random" else None
         return Loop(
             self.run,
             self.plan,
             self.engine,
-            batches,
-            documents.fingerprint,
+            data.batches,
+            data.fingerprint,
             metrics,
             self.recorder,
             ranks,
+            evaluation=data.evaluation,
             expected_first_loss=expected,
         )
 
-    def _resume(self, loop: Loop, found: checkpoint.Found, documents: tokens.Documents, ranks: Ranks) -> None:
+    def _resume(self, loop: Loop, found: checkpoint.Found, data: TrainingData, ranks: Ranks) -> None:
         self._phase("loading", f"resuming from step {found.manifest.step}")
         if found.unreadable:
             self._warn(f"cannot read {', '.join(path.name for path in found.unreadable)}; going on from {found.path.name}", "")
-        if found.manifest.data != documents.fingerprint:
+        if found.manifest.data != data.fingerprint:
             self._warn("the data changed since the checkpoint; its order starts anew", "Resume with the same data to be exact.")
         checkpoint.load(self.engine, found.path, found.manifest, ranks)
         loop.resume(str(found.path), found.manifest)

@@ -26,7 +26,7 @@ def check(request: Answer) -> Iterator[Answer]:
     spec = requested_spec(request)
     problems: list[Answer] = []
     warnings: list[str] = []
-    for look in (_tokenizer, _weights, _data):
+    for look in (_tokenizer, _weights, _data, _evaluation):
         try:
             warnings += look(spec)
         except InputError as error:
@@ -71,6 +71,13 @@ def _data(spec: RunSpec) -> list[str]:
         raise InputError([Problem(field="data.source", value=str(spec.data.source), message="has no rows", remedy="Choose another split.")])
     next(conversations(rows.select(range(min(_ROWS_LOOKED_AT, len(rows)))), spec.data))
     return []
+
+
+def _evaluation(spec: RunSpec) -> list[str]:
+    from so_tui_trainer.evaluation import evaluation_spec
+
+    other = evaluation_spec(spec)
+    return [] if other is None else _data(other)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,17 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from so_tui_trainer.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A group of one rank."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield Ranks(0, 1, torch.device("cpu"), dist.group.WORLD)
+    dist.destroy_process_group()

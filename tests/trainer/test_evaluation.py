@@ -1,0 +1,126 @@
+"""What is held out, and that its loss is the plain one whoever measures it."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launching import log, records, tiny, train
+from msgspec import ValidationError, convert
+from test_batches import documents, spec
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from so_tui.runs.records import EvaluationRecord, StepRecord
+from so_tui.spec import InputError
+from so_tui_trainer.batches import Batches
+from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
+from so_tui_trainer.failures import NonFiniteError
+from so_tui_trainer.model import TrainedModel, load_config
+from so_tui_trainer.ranks import Ranks
+
+
+@pytest.mark.parametrize(("wanted", "count"), [("0", 0), ("0.1", 5), ("7", 7)])
+def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(wanted: str, count: int) -> None:
+    parts = divide(50, spec(data__held_out=wanted))
+    assert len(parts.held_out) == count
+    assert sorted([*parts.training, *parts.held_out]) == list(range(50))
+    again, other = divide(50, spec(data__held_out=wanted)), divide(50, spec(data__held_out=wanted, train__seed="43"))
+    assert again.held_out.tolist() == parts.held_out.tolist()
+    assert not count or other.held_out.tolist() != parts.held_out.tolist()
+    batches = Batches(documents(50), spec(data__held_out=wanted), 0, members=parts.training)
+    assert sorted(batches.sequences.documents) == parts.training.tolist()
+
+
+@pytest.mark.parametrize("wanted", ["0.001", "50", "1000"])
+def test_a_part_that_leaves_nothing_on_one_side_is_refused(wanted: str) -> None:
+    with pytest.raises(InputError, match=r"data\.held_out"):
+        divide(50, spec(data__held_out=wanted))
+
+
+def test_data_with_a_part_held_out_are_other_training_data() -> None:
+    assert training_data("abc", spec()) == "abc"
+    marks = {training_data("abc", spec(data__held_out=wanted)) for wanted in ("0", "0.1", "5")}
+    assert len(marks) == 3
+
+
+def test_other_data_to_evaluate_on() -> None:
+    assert evaluation_spec(spec()) is None
+    named = evaluation_spec(spec(data__evaluation="other/data"))
+    assert named is not None
+    assert (named.data.source, named.data.split) == ("other/data", "train")
+    split = evaluation_spec(spec(data__source="some/data", data__evaluation_split="test"))
+    assert split is not None
+    assert (split.data.source, split.data.split) == ("some/data", "test")
+    with pytest.raises(InputError, match="Keep one of them"):
+        spec(data__held_out="5", data__evaluation="other/data")
+    with pytest.raises(InputError, match="nothing to evaluate on"):
+        spec(train__evaluate_every_steps="5")
+
+
+class Apart(Ranks):
+    """One of several ranks that hears nothing of the others: its share of the sum is its own."""
+
+    def table(self, row: list[float]) -> list[list[float]]:
+        return [row]
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_measured_loss_is_the_mean_over_tokens(packing: str, ranks: int, alone: Ranks) -> None:
+    """On one rank or cut over three, which get different numbers of sequences."""
+    torch.manual_seed(0)
+    model = TrainedModel(AutoModelForCausalLM.from_config(load_config(tiny().model), dtype=torch.float32), "sdpa")
+    docs = documents(40)
+    shape = spec(data__held_out="11", data__packing=packing)
+    members = divide(40, shape).held_out
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for member in members:
+            part = slice(docs.offsets[member], docs.offsets[member + 1])
+            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
+            labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
+            total += cross_entropy(model.causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum").item()
+            tokens += int((labels >= 0).sum())
+    shares = [Evaluation(docs, members, shape, rank) for rank in range(ranks)]
+    found = [share.measure(model, Apart(alone.rank, ranks, alone.device, alone.group), attempt=1, step=7) for share in shares]
+    assert {record.tokens for record in found} == {tokens}
+    assert sum(record.loss for record in found) == pytest.approx(total / tokens, rel=1e-5)
+    assert model.training
+    if ranks == 1:
+        assert found[0].perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(alone: Ranks) -> None:
+    class Spoilt(torch.nn.Module):
+        def forward(self, *_: object) -> torch.Tensor:
+            return torch.tensor(float("nan"))
+
+    with pytest.raises(NonFiniteError, match="evaluation loss was not finite at step 3"):
+        Evaluation(documents(), np.arange(5), spec(), 0).measure(Spoilt(), alone, attempt=1, step=3)
+
+
+def test_records_of_older_versions_are_still_read() -> None:
+    old = {"kind": "evaluation", "attempt": 1, "time": 0.0, "step": 3, "loss": 1.5, "tokens": 10}
+    assert convert(old, EvaluationRecord).perplexity is None
+    with pytest.raises(ValidationError):
+        convert(old | {"loss": "x"}, EvaluationRecord)
+
+
+@pytest.mark.slow
+def test_evaluating_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    """Two ranks through ZeRO-3, with weights that land while the next forward runs; the held-out part stays out in both runs."""
+    held_out = {"train__steps": "6", "data__held_out": "30", "checkpoint__at_end": "false", "offload__mode": "superoffload"}
+    runs = []
+    for every in ("0", "2"):
+        run, code = train(tiny(**held_out, train__evaluate_every_steps=every), tmp_path / every)
+        assert code == 0, log(run)
+        runs.append(records(run))
+    plain, evaluated = ([record for record in found if isinstance(record, StepRecord)] for found in runs)
+    assert [(step.loss, step.gradient_norm) for step in plain] == [(step.loss, step.gradient_norm) for step in evaluated]
+    at_end, often = ([record for record in found if isinstance(record, EvaluationRecord)] for found in runs)
+    assert [record.step for record in at_end] == [6]
+    assert [record.step for record in often] == [2, 4, 6]
+    assert at_end[0].loss == often[-1].loss
+    assert often[-1].loss < often[0].loss
