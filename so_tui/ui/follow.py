@@ -23,6 +23,7 @@ from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
     EndRecord,
+    EvaluationRecord,
     GpuSample,
     NodeSample,
     PhaseRecord,
@@ -99,6 +100,8 @@ class Snapshot:
     latest: StepRecord | None
     recent: tuple[StepRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
+    evaluations: Line | None
+    """Loss on what is not trained on; None before the first evaluation."""
     resumes: tuple[ResumedRecord, ...]
     warnings: tuple[WarningRecord, ...]
     whole: Stretch
@@ -167,6 +170,8 @@ class RunFollower:
         self._gpus: dict[tuple[str, int], _Load] = {}
         self._latest_samples: dict[str, Sample] = {}
         self._means: dict[str, Sample] = {}
+        self._evaluations: tuple[EvaluationRecord, ...] = ()
+        self._evaluation_line: Line | None = None
         self._attempt = -1
         self._spec: RunSpec | None = None
         self._plan: Plan | None = None
@@ -306,6 +311,7 @@ class RunFollower:
             latest=reader.latest,
             recent=tuple(self._recent),
             checkpoints=reader.checkpoints,
+            evaluations=self._evaluated(reader.evaluations),
             resumes=reader.metrics.resumes,
             warnings=reader.warnings,
             whole=self._whole,
@@ -324,6 +330,17 @@ class RunFollower:
             silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
             trouble=trouble,
         )
+
+    def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
+        """Made anew with every evaluation: they are few, and a resume takes some back."""
+        if records != self._evaluations:
+            self._evaluations = records
+            series = Series()
+            for record in records:
+                series.append(record.loss)
+            times, steps = array("d", (record.time for record in records)), array("d", (float(record.step) for record in records))
+            self._evaluation_line = Line(series, len(series), times, steps, "second") if records else None
+        return self._evaluation_line
 
     def _node_views(self, samples: Mapping[str, Sample]) -> list[NodeView]:
         cpus = {node.id: node.cpus for node in self._machine.numa_nodes} if self._machine else {}

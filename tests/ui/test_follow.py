@@ -11,7 +11,7 @@ import pytest
 from make_run import quad_machine, write_run
 
 from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
-from so_tui.runs.records import ResumedRecord, RunState, StepRecord
+from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
 from so_tui.ui.follow import RunFollower, smoothing
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 
@@ -43,6 +43,25 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert second.series["loss"].value(300) == 1.25
     assert second.log_lines == ()
     writer.close()
+
+
+def test_evaluations_are_a_line_of_their_own_and_a_resume_takes_later_ones_back(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=50, seconds_of_samples=5)
+    follower = RunFollower(run)
+    assert follower.poll().evaluations is None
+    writer = MetricsWriter(run, 1)
+    for step, loss in ((20, 2.5), (40, 2.0)):
+        writer.append(EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100))
+    line = follower.poll().evaluations
+    assert line is not None
+    assert line.steps is not None
+    assert [(line.steps[index], line.series.value(index)) for index in range(line.length)] == [(20, 2.5), (40, 2.0)]
+    assert follower.poll().evaluations is line
+    writer.append(ResumedRecord(attempt=2, time=time.time(), step=30))
+    writer.close()
+    line = follower.poll().evaluations
+    assert line is not None
+    assert line.length == 1
 
 
 def test_a_resume_takes_later_steps_back(runs_dir: Path) -> None:

@@ -226,7 +226,11 @@ class DashboardScreen(RunActions, Page):
         step_axis = axis if snapshot.length else None
         loss = self.query_one("#loss", Chart)
         lines = [snapshot.line("loss", "raw", axis), snapshot.line("ema", "main", axis)]
-        loss.show(lines, ["now", "mean"], step_axis, marks=marks, cursor=cursor, note=note)
+        names = ["now", "mean"]
+        if snapshot.evaluations is not None:
+            lines.append(snapshot.evaluations)
+            names.append("evaluation")
+        loss.show(lines, names, step_axis, marks=marks, cursor=cursor, note=note)
         latest = snapshot.latest
         throughput = self.query_one("#throughput", Chart)
         wide = throughput.size.width >= 52
