@@ -110,7 +110,7 @@ def warnings(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
         yield _clipping(found, site)
     if offload.mode != "gpu" and site.has_gpu:
         yield from _ratio(spec, site, found)
-        if site.speed is not None and site.speed.link_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+        if site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
     if site.has_gpu and site.supply.gpu_bytes is None:
         yield "the GPU's memory size is not known: whether it fits there cannot be said"
@@ -131,7 +131,7 @@ def _clipping(found: Assessment, site: Site) -> str:
 
 def _ratio(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
     """A ratio larger than needed keeps work on the CPU that the GPU has room for."""
-    smaller = best(spec, site)
+    smaller = best(found.spec, site)
     if found.verdict == "does not fit" or smaller.verdict != "fits" or not smaller.step or not found.step:
         return
     saved = found.step.total_s - smaller.step.total_s

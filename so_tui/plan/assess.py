@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.plan.architecture import Architecture, architecture
+from so_tui.plan.calibration import Probe, model_key
 from so_tui.plan.flops import flops_of
 from so_tui.plan.layout import StateLayout, state_layout
 from so_tui.plan.memory import memory_terms
+from so_tui.plan.refine import refined_step, refined_terms
 from so_tui.plan.site import Site
 from so_tui.plan.speed import step_time
-from so_tui.plan.types import MemoryTerm, Mode, StepTime, Verdict
+from so_tui.plan.types import MemoryTerm, Mode, StepTime, Verdict, Workload
 from so_tui.plan.verdict import GPU_MARGIN, TIGHT_MARGIN, Demand, Shortage, demand_of, judge
 from so_tui.spec.types import RunSpec
 
@@ -31,15 +34,32 @@ class Assessment(Struct, frozen=True, kw_only=True):
     """By memory alone."""
     shortages: tuple[Shortage, ...]
     step: StepTime | None
+    workload: Workload
+    probed: bool
+    """Whether a probe of this model on this machine corrected the prediction."""
 
 
-def assess(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
-    """``ranks``: their number, where other hosts like this one take part. Raises InputError as ``state_layout`` does."""
+def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Workload | None = None) -> Assessment:
+    """``ranks``: their number, where other hosts like this one take part. ``workload``: of the data; a probe's of this model where there is
+    one, else full sequences. Raises InputError as ``state_layout`` does.
+    """
     shape = architecture(spec.model.config)
     layout = state_layout(spec, ranks or site.ranks)
-    terms = memory_terms(spec, layout, shape, has_gpu=site.has_gpu or spec.offload.mode == "gpu", local_ranks=site.ranks)
+    probes = _probes(spec, site)
+    mode = cast(Mode, spec.offload.mode)
+    found = memory_terms(
+        spec,
+        layout,
+        shape,
+        has_gpu=site.has_gpu or mode == "gpu",
+        local_ranks=site.ranks,
+        pinned_rounded=site.pinned_rounded,
+    )
+    terms = refined_terms(found, mode, layout.ranks, probes) if probes else found
     demand = demand_of(terms, site.nodes)
     verdict, shortages = judge(demand, site.supply)
+    known = workload or (probes[-1].workload if probes else Workload())
+    step = _step(spec, layout, shape, site, known)
     return Assessment(
         spec=spec,
         layout=layout,
@@ -47,7 +67,9 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment
         demand=demand,
         verdict=verdict,
         shortages=shortages,
-        step=_step(spec, layout, shape, site),
+        step=refined_step(step, mode, layout.ranks, probes) if step and probes else step,
+        workload=known,
+        probed=bool(probes),
     )
 
 
@@ -57,7 +79,7 @@ def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
 
 
 def best(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
-    """The fastest way to train ``spec`` on this site, by the rule that what stays on the GPU costs no time.
+    """The fastest place for the states of ``spec`` on this site, batch and recompute as given: what stays on the GPU costs least time.
 
     Without offload when that fits with a margin, else SuperOffload at the smallest ratio that does; else what at least may fit; else
     what is least short.
@@ -78,20 +100,37 @@ def best(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
 def smallest_ratio(spec: RunSpec, site: Site, *, margin: float, ranks: int | None = None) -> Assessment:
     """SuperOffload at the smallest ratio that leaves ``margin`` of each GPU free; at ratio 1 when none does."""
     capacity = site.supply.gpu_bytes
-    assessed: dict[float, Assessment] = {}
+    whole = assess(in_mode(spec, "superoffload", 1.0), site, ranks=ranks)
+    if capacity is None:
+        return assess(in_mode(spec, "superoffload", 0.0), site, ranks=ranks)
+    room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
 
     def leaves_margin(ratio: float) -> bool:
-        assessed[ratio] = assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
-        return capacity is None or assessed[ratio].demand.gpu_bytes <= (1 - margin) * capacity
+        # What stays on the GPU is all that the ratio changes there.
+        return 16 * state_layout(in_mode(spec, "superoffload", ratio), whole.layout.ranks).gpu_numel <= room
 
-    # The more is offloaded, the less the GPU holds: the answer can be found by halving.
     ratio = RATIOS[min(bisect_left(RATIOS, True, key=leaves_margin), len(RATIOS) - 1)]
-    return assessed[ratio] if ratio in assessed else assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
+    return whole if ratio == 1.0 else assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
 
 
-def _step(spec: RunSpec, layout: StateLayout, shape: Architecture, site: Site) -> StepTime | None:
+def _probes(spec: RunSpec, site: Site) -> tuple[Probe, ...]:
+    if not site.probes:
+        return ()
+    key = model_key(spec.model)
+    return tuple(probe for probe in site.probes if probe.model == key)
+
+
+def _step(spec: RunSpec, layout: StateLayout, shape: Architecture, site: Site, workload: Workload) -> StepTime | None:
     if site.speed is None or site.problem:
         return None
     cores = site.adam_cores if spec.offload.mode == "superoffload" else site.cores
-    flops = flops_of(spec.model)
-    return step_time(spec, layout, shape, flops, site.speed, adam_cores=cores, ranks_per_node=site.ranks_per_node)
+    return step_time(
+        spec,
+        layout,
+        shape,
+        flops_of(spec.model),
+        site.speed,
+        adam_cores=cores,
+        ranks_per_node=site.ranks_per_node,
+        workload=workload,
+    )

@@ -203,6 +203,33 @@ def _table_layout(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size
     return _place(_cut_table(blocks, ranks, sub_group_size), trainable(blocks), ranks, ratio, rule)
 
 
+Span = tuple[float, float]
+"""Shares of a forward pass over the blocks: what of it is done before the first parameter is needed, and after the last was used."""
+
+
+def compute_spans(spec: RunSpec, ranks: int) -> tuple[Span, ...]:
+    """When a forward pass uses each sub-group, by the matrix products of the parameters in the model's order. Embeddings take no time."""
+    return _compute_spans(spec.model.parameters, ranks, spec.offload.sub_group_size)
+
+
+@lru_cache(maxsize=256)
+def _compute_spans(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size: int) -> tuple[Span, ...]:
+    begins: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    done = 0.0
+    for tensor in expand(blocks):
+        if tensor.tied:
+            continue
+        begins[tensor.name] = done
+        done += prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0
+        ends[tensor.name] = done
+    whole = done or 1.0
+    return tuple(
+        (min(begins[name] for name in names) / whole, max(ends[name] for name in names) / whole)
+        for _, names, _ in _cut_table(blocks, ranks, sub_group_size)
+    )
+
+
 def device_rule(mode: str, engine: str) -> DeviceRule:
     """Whose rule decides in this offload mode; ``auto`` counts as ``superoffload``, which is what it becomes where states are offloaded."""
     if mode == "gpu":

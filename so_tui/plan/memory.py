@@ -1,57 +1,81 @@
 """Peak bytes of a run, term by term: on each GPU, on the host beside it, in /dev/shm and on disk.
 
-Model states are exact: they follow from the parameter table. What a block's kernels keep, what libraries and contexts take, and what the
-allocator cannot use are estimates, and say so. Formulas are for DeepSpeed 0.19.8 ZeRO-3 with bf16 weights.
+Model states are exact: they follow from the parameter table. What libraries, contexts and the allocator take is calibrated: measured, kept
+as data (``constants.json``). The rest is worked out from what the trainer does, and marked as an estimate. Some terms live in one phase of
+a step only; the fullest phase counts, and only its terms are listed. For DeepSpeed 0.19.8 ZeRO-3 with bf16 weights.
 
 Symbols: T tokens of a micro-batch, h hidden width, V vocabulary; n, Pc, Pg parameters of one rank, on the CPU, on the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
+from so_tui.plan.activations import block_bytes, kept_bytes, policy_of, score_bytes
 from so_tui.plan.architecture import Architecture
+from so_tui.plan.constants import constants
 from so_tui.plan.layout import StateLayout, partition_numel
 from so_tui.plan.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
-from so_tui.plan.types import Confidence, MemoryTerm, Place
+from so_tui.plan.types import Confidence, MemoryTerm, Phase, Place
 from so_tui.spec.types import ParameterBlock, RunSpec
 
 PERSISTENCE_THRESHOLD = 100_000
-"""ZeRO-3 keeps parameters smaller than this whole on every rank (DeepSpeed's default)."""
+"""ZeRO-3 keeps parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine keeps none."""
 PREFETCH_BUCKET = 50_000_000
 """Parameters that ZeRO-3 gathers ahead of need (DeepSpeed's default)."""
-EAGER_ONLY = frozenset({"gpt_oss"})
-"""Model types whose attention (sinks) none of the memory-saving kernels computes: ``auto`` means eager attention there."""
+REUSE_DISTANCE = 1_000_000_000
+"""ZeRO-3 keeps gathered what is used again within so many parameters (DeepSpeed's default)."""
 OWN_LARGEST_BUCKET = 100_000_000
 """Parameters in a reduce bucket of the project's own SuperOffload, at most."""
-CHECKPOINT_BYTES = 14
-"""On disk, per parameter: fp32 master and two moments, and the bf16 weights of an export."""
+OWN_BUCKETS_IN_FLIGHT = 3
+"""Buckets of gradients that may be on their way to the host in the project's own engine: two that wait and one that is filled."""
+STATE_BYTES = 12
+"""Of a checkpoint, per parameter: fp32 master and two moments. The bf16 weights are a cast of the masters."""
+OUTSIDE_ALLOCATOR = frozenset({"CUDA context", "NCCL buffers", "context of the Adam worker"})
+"""GPU terms that torch's allocator does not see: the rest is what it reserves."""
 
-_CUDA_CONTEXT_BYTES = 600_000_000
-_NCCL_BYTES = 500_000_000
 _MESSAGES_SHM_BYTES = 16_000_000
-_CUDA_PROCESS_BYTES = 2_500_000_000
-_CPU_PROCESS_BYTES = 1_200_000_000
-_WORKER_BYTES = 800_000_000
-_OWN_WORKER_BYTES = 50_000_000
-_SLACK = 0.07
 
 
-def memory_terms(spec: RunSpec, layout: StateLayout, shape: Architecture, *, has_gpu: bool, local_ranks: int) -> tuple[MemoryTerm, ...]:
-    """Every term for a spec whose mode is decided. ``local_ranks`` share this host; ``layout.ranks`` may be more.
+def memory_terms(
+    spec: RunSpec, layout: StateLayout, shape: Architecture, *, has_gpu: bool, local_ranks: int, pinned_rounded: bool = False
+) -> tuple[MemoryTerm, ...]:
+    """The terms of the peak, for a spec whose mode is decided. ``local_ranks`` share this host; ``layout.ranks`` may be more.
 
-    Without a GPU, what would be its memory is the host's: those terms get the place ``node``.
+    Without a GPU, what would be its memory is the host's: those terms get the place ``node``. ``pinned_rounded``: whether torch rounds
+    page-locked blocks up to powers of two (before 2.13).
     """
+    terms = all_terms(spec, layout, shape, has_gpu=has_gpu, local_ranks=local_ranks, pinned_rounded=pinned_rounded)
+    fullest = {place: _fullest(terms, place) for place in ("gpu", "node")}
+    return tuple(term for term in terms if not term.phase or term.phase == fullest[term.place])
+
+
+def phase_bytes(terms: Sequence[MemoryTerm], place: Place) -> dict[Phase, int]:
+    """Bytes of one rank at the peak of each phase, from ``all_terms``."""
+    always = sum(term.bytes for term in terms if term.place == place and not term.phase and term.rank is None)
+    totals: dict[Phase, int] = {}
+    for term in terms:
+        if term.place == place and term.phase:
+            totals[term.phase] = totals.get(term.phase, always) + term.bytes
+    return totals
+
+
+def all_terms(
+    spec: RunSpec, layout: StateLayout, shape: Architecture, *, has_gpu: bool, local_ranks: int, pinned_rounded: bool = False
+) -> tuple[MemoryTerm, ...]:
+    """Every term of every phase, as ``memory_terms``."""
     gpu: Place = "gpu" if has_gpu else "node"
+    moving = (*_communication(spec, layout, gpu), *_activations(spec, layout, shape, gpu))
+    states = tuple(_states(spec, layout, gpu, pinned_rounded and has_gpu))
     return (
-        *_states(spec, layout, gpu),
-        *_communication(spec, layout, gpu),
-        *_activations(spec, layout, shape, gpu),
-        *_gpu_overhead(spec, layout, shape, has_gpu),
-        *_host(spec, layout, shape, has_gpu),
+        *states,
+        *moving,
+        *_gpu_overhead(spec, layout, moving, has_gpu),
+        *_host(spec, layout, shape, states, has_gpu, pinned_rounded and has_gpu),
         *_shared(spec, layout, local_ranks),
+        *_disk(spec, layout),
     )
 
 
@@ -72,7 +96,7 @@ def gradient_buffer_bytes(spec: RunSpec) -> int:
     return 4 if spec.micro_steps > 1 else 2
 
 
-def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
+def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool) -> Iterator[MemoryTerm]:
     kept, moved, whole = layout.gpu_numel, layout.cpu_numel, layout.numel
     buffer = gradient_buffer_bytes(spec)
     yield _term("weights", gpu, layout.weights_bytes, "exact", f"2 B x {_count(whole)} parameters (bf16)")
@@ -80,9 +104,8 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTe
         yield _term("masters", gpu, layout.masters_bytes("gpu"), "exact", f"4 B x {_count(kept)} (fp32 weights)")
         yield _term("moments", gpu, layout.moments_bytes("gpu"), "exact", f"8 B x {_count(kept)} (two fp32 moments)")
         yield _term("gradients", gpu, buffer * whole, "exact", f"{buffer} B x {_count(whole)}")
-        yield _term(
-            "fp32 gradients of one sub-group", gpu, 4 * layout.largest_sub_group, "exact", f"4 B x {_count(layout.largest_sub_group)}"
-        )
+        largest = layout.largest_sub_group
+        yield _term("fp32 gradients of one sub-group", gpu, 4 * largest, "exact", f"4 B x {_count(largest)}", phase="optimizer")
         return
     if kept:
         yield _term("states kept on the GPU", gpu, 16 * kept, "exact", f"16 B x {_count(kept)} (fp32 weights, gradients, two moments)")
@@ -92,10 +115,14 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTe
         if spec.micro_steps > 1:
             yield _term("accumulated gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
     else:
-        yield _term("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32)")
+        yield _term("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {_count(moved)} (fp32), page-locked")
     yield _term("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {_count(moved)} (two fp32 moments)")
     if not own_engine(spec):
         yield _term("gradient partition", "node", buffer * whole, "exact", f"{buffer} B x {_count(whole)}, page-locked, of any ratio")
+        if pinned_rounded:
+            pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [buffer * whole]
+            lost = sum(_power_of_two(piece) - piece for piece in pieces)
+            yield _term("rounding of page-locked blocks", "node", lost, "exact", "each to the next power of two by torch before 2.13")
 
 
 def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
@@ -103,81 +130,139 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
     yield _term("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {_count(bucket)} (reduce_bucket_size)")
     block = largest_block(spec.model.parameters)
     if ranks > 1:
-        small = _small_parameters(spec.model.parameters)
-        staging = int(2 * min(bucket, layout.parameters) * (1 + 1 / ranks))
-        live = max(2 * block + PREFETCH_BUCKET, layout.largest_parameter)
-        live = min(live, layout.parameters)
+        small = 0 if own_engine(spec) else _small_parameters(spec.model.parameters)
         yield _term(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {_count(small)} (below {_count(PERSISTENCE_THRESHOLD)})"
         )
-        yield _term("reduce-scatter staging", gpu, staging, "estimate", f"2 B x bucket x (1 + 1/{ranks})")
-        yield _term("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {_count(live)} (two blocks and what is fetched ahead)")
-    in_flight = max(block, layout.largest_parameter)
-    yield _term("gradients in flight", gpu, 2 * in_flight, "estimate", f"2 B x {_count(in_flight)} (one block, or the largest parameter)")
-    if own_engine(spec) and layout.cpu_numel:
-        waiting = min(bucket, layout.numel) * 2
-        yield _term("gradients waiting for the link", gpu, 2 * waiting, "estimate", f"2 B x {_count(waiting)} (two buckets)")
-    if ranks > 1 or spec.offload.mode == "zerooffload":
-        share = partition_numel(layout.largest_parameter, ranks)
-        yield _term("temporaries of the largest parameter", gpu, 6 * share, "estimate", f"(2 + 4) B x {_count(share)}")
+        head, last = layout.largest_parameter, _blocks_kept(block, layout) * block
+        yield _term(
+            "gathered head and last blocks", gpu, 2 * (head + last + PREFETCH_BUCKET), "estimate", _gathered(head, last), phase="loss"
+        )
+        yield _term("gathered blocks", gpu, 2 * (2 * block + PREFETCH_BUCKET), "estimate", _gathered(block, block), phase="backward")
+    yield _term("gradients in flight", gpu, 2 * block, "estimate", f"2 B x {_count(block)} (one block)", phase="backward")
+    share = partition_numel(layout.largest_parameter, ranks)
+    yield _term(
+        "temporaries of the largest parameter",
+        gpu,
+        2 * layout.largest_parameter + 6 * share,
+        "estimate",
+        f"2 B x {_count(layout.largest_parameter)} + (2 + 4) B x {_count(share)}",
+        phase="optimizer",
+    )
+
+
+def _blocks_kept(block: int, layout: StateLayout) -> int:
+    """Blocks that are still gathered when the loss is computed, because backward wants them soon."""
+    if not block:
+        return 0
+    near = (REUSE_DISTANCE - 2 * layout.largest_parameter) // (3 * block) + 1
+    return int(max(0, min(near, layout.parameters // block)))
+
+
+def _gathered(first: int, second: int) -> str:
+    return f"2 B x ({_count(first)} + {_count(second)} + {_count(PREFETCH_BUCKET)} fetched ahead)"
 
 
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:
+    memory = constants().memory
     tokens = spec.train.micro_batch * spec.data.sequence_length
-    per_token = block_bytes_per_token(shape)
-    if spec.model.activation_checkpointing != "none":
-        inputs = 2 * tokens * shape.hidden * shape.layers
-        formula = f"2 B x {_count(tokens)} tokens x {shape.hidden} x {shape.layers} layers"
-        yield _term("checkpointed layer inputs", gpu, inputs, "exact", formula)
-        if spec.model.activation_checkpointing == "selective":
-            kept = product_bytes_per_token(shape)
-            formula = f"{_count(tokens)} tokens x {_count(kept)} B x {shape.layers} layers"
-            yield _term("results of products and attention", gpu, tokens * kept * shape.layers, "exact", formula)
-        yield _term("working set of one block", gpu, tokens * per_token, "estimate", f"{_count(tokens)} tokens x {_count(per_token)} B")
-    else:
-        formula = f"{_count(tokens)} tokens x {_count(per_token)} B x {shape.layers} layers (no activation checkpointing)"
-        yield _term("activations of all blocks", gpu, tokens * per_token * shape.layers, "estimate", formula)
-    if spec.model.attention == "eager" or (spec.model.attention == "auto" and shape.model_type in EAGER_ONLY):
-        scores = 6 * shape.heads * spec.data.sequence_length**2 * spec.train.micro_batch
+    policy = policy_of(spec.model)
+    kept = kept_bytes(shape, policy)
+    name = "checkpointed layer inputs" if policy == "full" else "kept activations"
+    formula = f"{_count(tokens)} tokens x {_count(kept)} B x {shape.layers} layers (activation checkpointing: {policy})"
+    scores = score_bytes(spec.model, shape, spec.data.sequence_length, spec.train.micro_batch)
+    whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
+    working = int(memory.block_share * tokens * max(0, block_bytes(shape) - (kept if policy != "full" else 0)))
+    head = shape.vocabulary * shape.hidden
+    phases: tuple[Phase, ...] = ("loss", "backward")
+    for phase in phases:
+        yield _term(name, gpu, whole, "exact" if policy == "full" else "estimate", formula, phase=phase)
+    yield _term(
+        "working set of one block",
+        gpu,
+        working,
+        "calibrated",
+        f"{_count(tokens)} tokens x {_count(block_bytes(shape))} B",
+        phase="backward",
+    )
+    if scores:
         formula = f"6 B x {shape.heads} heads x {spec.data.sequence_length}^2 tokens x {spec.train.micro_batch} (eager attention)"
-        yield _term("attention scores", gpu, scores, "estimate", formula)
+        yield _term("attention scores", gpu, scores, "estimate", formula, phase="backward")
+    waiting = _gradients_waiting(spec, layout, shape, tokens * kept, working)
+    if waiting:
+        yield _term("gradients on their way", gpu, waiting, "estimate", "full buckets, less the layers that are done", phase="backward")
     needed = loss_bytes(tokens, shape.vocabulary, shape.hidden)
     formula = f"2 B x {_count(LOSS_KEPT_LOGITS)} logits kept + 6 B x {_count(LOSS_BLOCK_LOGITS)} at a time + 6 B x tokens x {shape.hidden}"
-    yield _term("logits and loss", gpu, needed, "estimate", formula)
-    head = shape.vocabulary * shape.hidden
-    yield _term("gradient of the head", gpu, 2 * head, "exact", f"2 B x {_count(head)}, from the loss until it is reduced")
+    yield _term("logits and loss", gpu, needed, "estimate", formula, phase="loss")
+    hidden = 4 * tokens * shape.hidden
+    for phase in phases:
+        formula = f"2 B x {_count(head)}, from the loss until it is reduced"
+        yield _term("gradient of the head", gpu, 2 * head, "exact", formula, phase=phase)
+        yield _term("hidden states and their gradient", gpu, hidden, "exact", f"2 x 2 B x {_count(tokens)} x {shape.hidden}", phase=phase)
 
 
-def _gpu_overhead(spec: RunSpec, layout: StateLayout, shape: Architecture, has_gpu: bool) -> Iterator[MemoryTerm]:
+def _gradients_waiting(spec: RunSpec, layout: StateLayout, shape: Architecture, layer_bytes: int, working: int) -> int:
+    """What gradients on their way add to the peak of backward. By the time that a bucket is full, the activations of the layers that
+    filled it are gone; and where one bucket takes several layers, its flat copy exists between two of them, with half a working set.
+    """
+    block = largest_block(spec.model.parameters)
+    bucket = min(reduce_bucket_size(spec), layout.parameters)
+    buckets = OWN_BUCKETS_IN_FLIGHT if own_engine(spec) and layout.cpu_numel else 1
+    layers_done = min(shape.layers, buckets * bucket / block) if block else 0
+    freed = layers_done * layer_bytes + (0 if buckets > 1 else working / 2)
+    return max(0, int(2 * buckets * bucket - freed))
+
+
+def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTerm], has_gpu: bool) -> Iterator[MemoryTerm]:
     if not has_gpu:
         return
-    several = layout.ranks > 1
-    context = _CUDA_CONTEXT_BYTES + (_NCCL_BYTES if several else 0)
-    yield _term("CUDA context", "gpu", context, "estimate", "driver and kernels" + (", NCCL buffers" if several else ""))
+    memory = constants().memory
+    yield _term("CUDA context", "gpu", memory.cuda_context_bytes, "calibrated", "driver and kernels")
+    if layout.ranks > 1:
+        yield _term("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
     if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
-        yield _term(
-            "context of the Adam worker", "gpu", _CUDA_CONTEXT_BYTES, "estimate", "its page-locked memory opens a second CUDA context"
-        )
-    moving = sum(term.bytes for part in (_communication(spec, layout, "gpu"), _activations(spec, layout, shape, "gpu")) for term in part)
-    yield _term("allocator slack", "gpu", int(_SLACK * moving), "estimate", f"{_SLACK:.0%} of everything that comes and goes")
+        formula = "its page-locked memory opens a second CUDA context"
+        yield _term("context of the Adam worker", "gpu", memory.cuda_context_bytes, "calibrated", formula)
+    changing = max(phase_bytes(moving, "gpu").values(), default=0)
+    yield _term(
+        "allocator slack", "gpu", int(memory.slack_share * changing), "calibrated", f"{memory.slack_share:.1%} of what comes and goes"
+    )
 
 
-def _host(spec: RunSpec, layout: StateLayout, shape: Architecture, has_gpu: bool) -> Iterator[MemoryTerm]:
-    process = _CUDA_PROCESS_BYTES if has_gpu else _CPU_PROCESS_BYTES
-    yield _term("training process", "node", process, "estimate", "Python, torch, DeepSpeed, data")
+def _host(
+    spec: RunSpec, layout: StateLayout, shape: Architecture, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool
+) -> Iterator[MemoryTerm]:
+    memory = constants().memory
+    process = memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes
+    yield _term("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    later = sum(term.bytes for term in states if term.place == "node") if has_gpu else 0
     if own_engine(spec):
-        yield _term("Adam worker", "node", _OWN_WORKER_BYTES, "estimate", "a second process, without torch")
+        yield _term("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
     elif spec.offload.mode == "superoffload":
-        yield _term("Adam worker", "node", _WORKER_BYTES, "estimate", "a second process with torch")
+        yield _term("Adam worker", "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
         scratch = 4 * layout.largest_sub_group
         yield _term("gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {_count(layout.largest_sub_group)}, page-locked")
-    if spec.model.weights == "pretrained":
-        later = sum(term.bytes for term in _states(spec, layout, "gpu") if term.place == "node")
-        if (beyond := 2 * layout.parameters - later) > 0:
-            # MXFP4 checkpoints are dequantised by every rank for itself; others are merged by rank 0, which hands out the shares.
-            rank = None if shape.model_type == "gpt_oss" else 0
-            formula = f"2 B x {_count(layout.parameters)}, whole in memory before the states exist"
-            yield _term("loading, beyond what comes later", "node", beyond, "estimate", formula, rank=rank)
+        if pinned_rounded:
+            lost = _power_of_two(scratch) - scratch
+            yield _term("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
+    if spec.checkpoint.at_end or spec.checkpoint.every_steps:
+        kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
+        formula = f"4 B x {_count(kept)}, the largest sub-group on the GPU on its way to the disk"
+        yield _term("checkpoint: one array at a time", "node", 4 * kept, "estimate", formula)
+    yield from _loading(spec, layout, shape, later)
+
+
+def _loading(spec: RunSpec, layout: StateLayout, shape: Architecture, later: int) -> Iterator[MemoryTerm]:
+    """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole."""
+    share = max(0, 2 * layout.numel - later)
+    if share:
+        formula = f"2 B x {_count(layout.numel)}, the weights of a rank on their way to the GPU"
+        yield _term("loading, beyond what comes later", "node", share, "estimate", formula)
+    if spec.model.weights == "pretrained" and (beyond := 2 * layout.parameters - later - share) > 0:
+        # MXFP4 checkpoints are dequantised by every rank for itself; others are merged by rank 0, which hands out the shares.
+        rank = None if shape.model_type == "gpt_oss" else 0
+        formula = f"2 B x {_count(layout.parameters)}, whole in memory before the states exist"
+        yield _term("merging the checkpoint, beyond that", "node", beyond, "estimate", formula, rank=rank)
 
 
 def _shared(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:
@@ -186,26 +271,14 @@ def _shared(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[Me
         yield _term("masters and gradients in /dev/shm", "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
     if local_ranks > 1:
         yield _term("messages between ranks", "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
-    formula = f"{CHECKPOINT_BYTES} B x {_count(layout.parameters)} (fp32 weights, two moments, bf16 export)"
-    yield _term("one checkpoint", "disk", CHECKPOINT_BYTES * layout.parameters, "estimate", formula)
 
 
-def block_bytes_per_token(shape: Architecture) -> int:
-    """Bytes that recompute and backward of one block keep per token: norms and residuals, q/k/v and their gradients, SwiGLU.
-
-    24 h + 6 (dq + 2 dkv) + 12 I for memory-saving attention; experts by those a token meets, plus 4 h of routing copies for each.
-    """
-    attention = 6 * (shape.query_width + 2 * shape.key_value_width)
-    routing = 4 * shape.hidden * shape.experts_per_token
-    return 24 * shape.hidden + attention + 12 * shape.active_intermediate + routing
-
-
-def product_bytes_per_token(shape: Architecture) -> int:
-    """Bytes that ``selective`` keeps per token and layer beside the layer's input: 2 B for every element of q, k, v, the attention's
-    result, the output projection, gate and up; of expert layers only what attention has, since expert products are computed again.
-    """
-    feed_forward = 0 if shape.experts else 2 * shape.intermediate
-    return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward)
+def _disk(spec: RunSpec, layout: StateLayout) -> Iterator[MemoryTerm]:
+    states = STATE_BYTES * layout.numel * layout.ranks
+    formula = f"{STATE_BYTES} B x {_count(layout.numel)} x {layout.ranks} ranks (fp32 weights, two moments)"
+    yield _term("one checkpoint", "disk", states, "exact", formula)
+    if spec.checkpoint.export:
+        yield _term("export", "disk", 2 * layout.parameters, "exact", f"2 B x {_count(layout.parameters)} (bf16)")
 
 
 @lru_cache(maxsize=64)
@@ -224,8 +297,19 @@ def _small_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
     )
 
 
-def _term(name: str, place: Place, size: int, confidence: Confidence, formula: str, rank: int | None = None) -> MemoryTerm:
-    return MemoryTerm(name=name, place=place, bytes=size, confidence=confidence, formula=formula, rank=rank)
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _term(
+    name: str, place: Place, size: int, confidence: Confidence, formula: str, rank: int | None = None, phase: Phase | None = None
+) -> MemoryTerm:
+    return MemoryTerm(name=name, place=place, bytes=size, confidence=confidence, formula=formula, rank=rank, phase=phase)
+
+
+def _fullest(terms: Sequence[MemoryTerm], place: Place) -> Phase | None:
+    totals = phase_bytes(terms, place)
+    return max(totals, key=lambda phase: totals[phase], default=None)
 
 
 def _count(number: int) -> str:

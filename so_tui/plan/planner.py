@@ -13,43 +13,63 @@ import msgspec
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan.advice import halved_batch, impossible, remedies, warnings
+from so_tui.plan.activations import policy_of
+from so_tui.plan.advice import impossible, remedies, warnings
 from so_tui.plan.architecture import architecture
-from so_tui.plan.assess import Assessment, assess, best, in_mode
+from so_tui.plan.assess import Assessment, assess, in_mode
+from so_tui.plan.explain import REPEATS, explained
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
+from so_tui.plan.memory import OUTSIDE_ALLOCATOR
+from so_tui.plan.search import fastest, fastest_policy, rate, with_fitting_cores, with_policy
 from so_tui.plan.site import Site, bindings, site_of
-from so_tui.plan.types import Mode, Plan, PlanRow
+from so_tui.plan.types import Mode, Plan, PlanRow, Workload
 from so_tui.plan.verdict import alike, gib
 from so_tui.spec.types import Preset, RunSpec
 
 
-def make_plan(spec: RunSpec, machine: Machine) -> Plan:
-    """The spec as given. Mode ``auto`` becomes ``gpu`` when that fits with a margin, else ``superoffload`` at the spec's ratio."""
+def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None) -> Plan:
+    """The spec as given. What it leaves open is decided: mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else
+    ``superoffload`` at the spec's ratio; recomputing ``auto`` becomes the fastest that fits.
+
+    ``workload``: what is known of the data; else a probe's of this model, else full sequences.
+    """
     site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    found, choices = _decided(spec, site)
+    if workload is not None:
+        found = assess(found.spec, site, workload=workload)
+    return _plan(spec, site, found, (*choices, *_recomputing(spec, site, found)))
+
+
+def _decided(spec: RunSpec, site: Site) -> tuple[Assessment, tuple[str, ...]]:
     if spec.offload.mode != "auto":
-        return _plan(spec, site, assess(spec, site), ())
+        return fastest_policy(spec, site), ()
+    offloaded = fastest_policy(in_mode(spec, "superoffload"), site)
     if not site.has_gpu:
-        return _plan(spec, site, assess(in_mode(spec, "superoffload"), site), ("auto is superoffload on a machine without GPUs",))
-    on_gpu = assess(in_mode(spec, "gpu"), site)
+        return offloaded, ("auto is superoffload on a machine without GPUs",)
+    on_gpu = fastest_policy(in_mode(spec, "gpu"), site)
+    if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or rate(on_gpu) >= rate(offloaded)):
+        return on_gpu, ("auto is gpu here: everything fits on the GPU, and offloading would only add time",)
     if on_gpu.verdict == "fits":
-        return _plan(spec, site, on_gpu, ("auto is gpu here: everything fits on the GPU, and offloading would only add time",))
-    offloaded = assess(in_mode(spec, "superoffload"), site)
+        return offloaded, ("auto is superoffload here: the room it makes on the GPU saves more recomputing than the offload costs",)
     if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
-        return _plan(spec, site, on_gpu, (f"auto is gpu here: at ratio {spec.offload.ratio:.2f} {_first_shortage(offloaded)}",))
-    return _plan(spec, site, offloaded, (f"auto is superoffload here: without offload {_first_shortage(on_gpu)}",))
+        return on_gpu, (f"auto is gpu here: at ratio {spec.offload.ratio:.2f} {_first_shortage(offloaded)}",)
+    return offloaded, (f"auto is superoffload here: without offload {_first_shortage(on_gpu)}",)
 
 
 def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
-    """The best mode and ratio for this model on this machine, on ``gpus`` GPUs or as many as the spec says; each choice has its reason."""
+    """The fastest settings that fit on this machine with a margin, on ``gpus`` GPUs or as many as the spec says; each with its reason.
+
+    Chosen are mode, ratio, recomputing, micro-batch with accumulation, and the cores of CPU Adam.
+    Tokens of a step and sequence length stay.
+    """
     wanted = spec if gpus is None else replace(spec, gpus=gpus)
     site = site_of(machine, wanted.gpus, wanted.offload.cpu_adam_cores_fraction)
-    chosen = best(wanted, site)
-    choices: tuple[str, ...] = ()
-    smaller = None if chosen.verdict == "fits" else halved_batch(wanted, site)
-    if smaller is not None and (smaller.verdict == "fits" or chosen.verdict == "does not fit"):
-        choices = (_smaller_batch(wanted, smaller, chosen),)
-        wanted, chosen = replace(wanted, train=smaller.spec.train), smaller
-    plan = _plan(wanted, site, chosen, (*choices, *_choices(wanted, site, chosen)))
+    chosen, tried = fastest(wanted, site)
+    with_cores = with_fitting_cores(chosen.spec, site)
+    if with_cores is not chosen.spec:
+        site = site_of(machine, wanted.gpus, with_cores.offload.cpu_adam_cores_fraction)
+        chosen = assess(with_cores, site)
+    plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, site, chosen, tuple(explained(wanted, site, chosen, tried)))
     return replace(plan, recommended=plan.verdict == "fits")
 
 
@@ -102,6 +122,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
     sequences = site.ranks * spec.train.micro_batch * spec.micro_steps
     tokens = sequences * spec.data.sequence_length
     step = None if blocked else found.step
+    disk = sum(term.bytes for term in found.terms if term.place == "disk")
     return Plan(
         preset=spec.name,
         gpus=site.ranks,
@@ -113,18 +134,20 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
         reasons=(*blocked, *_verdict_reasons(spec, site, found, bool(blocked)), *((*choices, *_accumulation(spec)) if fits else ())),
         warnings=tuple(warnings(spec, site, found)),
         gpu_bytes=found.demand.gpu_bytes,
+        gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.place == "gpu" and term.name not in OUTSIDE_ALLOCATOR),
         gpu_capacity_bytes=site.supply.gpu_bytes,
         host_bytes_per_node=found.demand.node_bytes,
         host_capacity_bytes_per_node=site.supply.node_bytes,
         shm_bytes=found.demand.shm_bytes,
-        disk_bytes=sum(term.bytes for term in found.terms if term.place == "disk"),
+        disk_bytes=disk,
+        disk_peak_bytes=_checkpoints_at_once(spec) * disk,
         breakdown=found.terms,
         step=step,
         step_s=step.total_s if step else None,
         tokens_per_step=tokens,
-        useful_tokens_per_s_total=tokens / step.total_s if step else None,
+        useful_tokens_per_s_total=tokens * found.workload.useful_share / step.total_s if step else None,
         model_tflops_per_gpu=_tflops(spec, sequences, step.total_s, site.ranks) if step else None,
-        speed_source=site.speed.source if site.speed and step else "",
+        speed_source=_source(found, site) if step else "",
         binding=() if site.problem else bindings(site.machine, site.gpus, offload.mode, offload.cpu_adam_cores_fraction),
         spec=_resolved(found.spec, site),
     )
@@ -138,10 +161,19 @@ def _accumulation(spec: RunSpec) -> Iterator[str]:
         yield f"accumulation {spec.micro_steps} comes nearest to {target:,} tokens a step: {reached:,}, {once:,} in each micro-step"
 
 
+def _source(found: Assessment, site: Site) -> str:
+    source = site.speed.source if site.speed else ""
+    return f"{source}; corrected by a probe of this model here" if found.probed else source
+
+
+def _checkpoints_at_once(spec: RunSpec) -> int:
+    """The newest is written before the oldest that is kept goes."""
+    return spec.checkpoint.keep + 1 if spec.checkpoint.every_steps else int(spec.checkpoint.at_end)
+
+
 def _resolved(spec: RunSpec, site: Site) -> RunSpec:
     """The spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
-    if spec.model.activation_checkpointing == "auto":
-        spec = replace(spec, model=replace(spec.model, activation_checkpointing="full"))
+    spec = with_policy(spec, policy_of(spec.model))
     if site.problem or not site.has_gpu or not isinstance(spec.gpus, int):
         return spec
     return replace(spec, gpus=tuple(gpu.index for gpu in site.machine.gpus[: spec.gpus]))
@@ -170,30 +202,10 @@ def _summary(found: Assessment, site: Site) -> str:
     return "needs " + ", ".join(parts)
 
 
-def _smaller_batch(given: RunSpec, smaller: Assessment, refused: Assessment) -> str:
-    train = smaller.spec.train
-    return (
-        f"micro-batch {train.micro_batch} with accumulation {smaller.spec.micro_steps} keeps the tokens of a step; "
-        f"with micro-batch {given.train.micro_batch} {_first_shortage(refused)}"
-    )
-
-
-def _choices(spec: RunSpec, site: Site, chosen: Assessment) -> tuple[str, ...]:
-    offload = chosen.spec.offload
-    if not site.has_gpu:
-        return ("superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own",)
-    if offload.mode == "gpu":
-        return ("gpu: everything fits on the GPU, and offloading would only add time",)
-    margin = "keeps a margin on each GPU" if chosen.verdict == "fits" else "each GPU can hold"
-    text = f"ratio {offload.ratio:.2f} is the smallest that {margin}"
-    if offload.ratio == spec.offload.ratio:
-        return (text,)
-    given = assess(in_mode(spec, "superoffload"), site)
-    if given.verdict == "does not fit":
-        return (f"{text}; the given {spec.offload.ratio:.2f} would not fit: {_first_shortage(given)}",)
-    if given.step and chosen.step:
-        text += f"; the given {spec.offload.ratio:.2f} would take {given.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
-    return (text,)
+def _recomputing(spec: RunSpec, site: Site, found: Assessment) -> tuple[str, ...]:
+    if spec.model.activation_checkpointing != "auto" or site.speed is None:
+        return ()
+    return (f"activation checkpointing auto is {found.spec.model.activation_checkpointing} here: {REPEATS[policy_of(found.spec.model)]}",)
 
 
 def _first_shortage(found: Assessment) -> str:

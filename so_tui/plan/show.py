@@ -78,7 +78,7 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
         terms = sorted((term for term in plan.breakdown if term.place == place and term.bytes), key=lambda term: -term.bytes)
         if terms:
             parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity), _terms(terms)]
-    parts += [Text(), Text("= exact   ≈ estimate", style="dim")]
+    parts += [Text(), Text("= exact   ≈ measured: calibrated by measurements   ≈ worked out, not measured", style="dim")]
     parts += [Text(), _step(plan)]
     if plan.binding:
         parts += [Text(), _binding(plan)]

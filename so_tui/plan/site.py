@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from msgspec import Struct
 
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.binding import bind_ranks
-from so_tui.plan.speed import Speed, speed_of
+from so_tui.plan.calibration import Calibration, Probe, calibration_of, speed_of
+from so_tui.plan.constants import Speed
 from so_tui.plan.types import RankBinding
 from so_tui.plan.verdict import Supply, supply_of
 from so_tui.spec.errors import InputError
 
 Gpus = int | tuple[int, ...]
+
+ROUNDS_NO_MORE = (2, 13)
+"""The first torch that can be told not to round page-locked memory, which the launcher does."""
 
 
 class Site(Struct, frozen=True, kw_only=True):
@@ -31,6 +36,10 @@ class Site(Struct, frozen=True, kw_only=True):
     adam_cores: int
     """Of these, those that run CPU Adam beside the training process."""
     speed: Speed | None
+    probes: tuple[Probe, ...]
+    """What was measured here of real runs, any model."""
+    pinned_rounded: bool
+    """Whether torch rounds page-locked memory up to powers of two; assumed where its version is not known."""
     problem: str
     """Why the ranks cannot be placed on this machine; empty when they can."""
 
@@ -46,9 +55,20 @@ def bindings(machine: Machine, gpus: Gpus, mode: str, cpu_adam_cores_fraction: f
     return bind_ranks(machine, gpus, mode=mode, cpu_adam_cores_fraction=cpu_adam_cores_fraction)
 
 
-@lru_cache(maxsize=256)
 def site_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Site:
-    """The site of these GPUs (a count or indices; ranks where the machine has none). A site that cannot be had says why."""
+    """The site of these GPUs (a count or indices; ranks where the machine has none). A site that cannot be had says why.
+
+    Its rates are what was calibrated on the machine or one like it, else published ones.
+    """
+    return _site(machine, gpus, cpu_adam_cores_fraction, _known(machine))
+
+
+def _known(machine: Machine) -> Calibration | None:
+    return calibration_of(machine) if machine.gpus else None
+
+
+@lru_cache(maxsize=256)
+def _site(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, known: Calibration | None) -> Site:
     ranks = gpus if isinstance(gpus, int) else len(gpus)
     chosen = _chosen(machine, gpus)
     problem = _missing(machine, gpus)
@@ -70,9 +90,16 @@ def site_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Sit
         nodes=tuple(rank.numa_node if rank.numa_node is not None else fallback for rank in placed),
         cores=min((len(rank.cpus) for rank in placed), default=1) or 1,
         adam_cores=min((len(rank.adam_cpus) for rank in placed), default=1) or 1,
-        speed=speed_of(name),
+        speed=speed_of(machine, name, known),
+        probes=known.probes if known else (),
+        pinned_rounded=bool(machine.gpus) and _version(machine.software.torch) < ROUNDS_NO_MORE,
         problem=problem,
     )
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)", text or "")
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def _chosen(machine: Machine, gpus: Gpus) -> tuple[Gpu, ...]:

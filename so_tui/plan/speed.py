@@ -1,144 +1,165 @@
-"""How long an optimizer step will take, from the model's FLOPs and a few constants of the hardware.
+"""How long an optimizer step will take, from the model's FLOPs, what it moves, and the rates of the hardware.
 
-step = accumulation x (forward + backward) + copies + what of Adam does not hide behind the last backward. The constants are per kind of
-GPU, published or measured on other machines of that kind, and say which; an unknown GPU has no prediction.
+step = accumulation x (forward + backward + data) + what of the optimizer does not hide + a little. Forward and backward are matrix products
+at the rate the GPU reaches in models, plus what moves through its memory beside them. The optimizer's exposed time is played through
+sub-group by sub-group. Rates of the hardware are the machine's own where ``so-tui calibrate`` measured them, else published for its kind.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
 from msgspec import Struct
 
+from so_tui.plan.activations import elementwise_bytes, policy_of
 from so_tui.plan.architecture import Architecture
-from so_tui.plan.flops import Flops, hw_flops, peak_flops
-from so_tui.plan.layout import StateLayout
+from so_tui.plan.constants import Speed, StepConstants, constants
+from so_tui.plan.flops import Flops
+from so_tui.plan.layout import Span, StateLayout, compute_spans
+from so_tui.plan.loss import recomputed_logits
 from so_tui.plan.memory import gradient_buffer_bytes, own_engine
-from so_tui.plan.types import StepTime
+from so_tui.plan.types import StepTime, Workload
 from so_tui.spec.types import RunSpec
 
-
-class Speed(Struct, frozen=True, kw_only=True):
-    """Constants of one kind of machine, per GPU unless they say otherwise."""
-
-    matmul_flops: float
-    """FLOP/s that forward and backward of a dense model reach, recompute counted."""
-    expert_flops: float
-    """The same for mixture-of-experts models."""
-    link_bytes_per_s: float
-    """GPU memory to host memory, each way."""
-    peer_bytes_per_s: float
-    """One GPU to the others, each way."""
-    hbm_bytes_per_s: float
-    adam_per_core: float
-    """Parameters that one core updates in a second."""
-    adam_per_node: float
-    """The most that a NUMA node's memory lets all its cores update in a second."""
-    source: str
+ADAM_BYTES = 28
+"""Host memory traffic of AdamW per parameter: master and moments read and written, bf16 gradient read, bf16 weight written; fp32 gradients
+where they were accumulated, 4 more."""
+ACCUMULATE_BYTES = 10
+"""bf16 gradient read, fp32 sum read and written."""
 
 
-_DENSE_SHARE = 0.38
-_EXPERT_SHARE = 0.25
-_MEASURED = "matrix rate measured with a 4B model on an H200"
-_KINDS: tuple[tuple[str, float, float, float, float, float, str], ...] = (
-    # pattern, link, peers, HBM, Adam per core, Adam per node, source
-    ("GH200", 300e9, 150e9, 4.0e12, 0.2e9, 8e9, f"{_MEASURED}; C2C and Grace CPU-Adam rates as published"),
-    ("GB[23]00", 300e9, 600e9, 7.0e12, 0.2e9, 8e9, f"{_MEASURED}; C2C and Grace CPU-Adam rates as published"),
-    ("B[23]00", 55e9, 600e9, 7.0e12, 0.31e9, 9e9, f"{_MEASURED}; copy and CPU-Adam rates of an H200 host"),
-    ("H[12]00 NVL|H100 PCIe", 55e9, 50e9, 2.0e12, 0.31e9, 9e9, f"{_MEASURED}; copy and CPU-Adam rates of an H200 host"),
-    ("H[128]00", 55e9, 300e9, 3.4e12, 0.31e9, 9e9, "measured on an H200 host with 16 cores and PCIe 5"),
-    ("A[18]00", 25e9, 200e9, 1.5e12, 0.31e9, 9e9, f"{_MEASURED}; copy rate of PCIe 4 as published"),
-)
+class Pass(Struct, frozen=True, kw_only=True):
+    """Seconds of one micro-step on the GPU, without waiting for anything."""
 
-# DeepSpeed's optimizers pass over host memory more often than Adam alone. Exposed seconds as multiples of Adam's own time, from steps of a
-# 4B model on an H200 host: 6.1 s and 4.7 s with and without clipping, 4.45 s with ZeRO-Offload, 1.66 s with no offload; Adam took 0.9 s on
-# 13 cores (0.73 s on the 16 that ZeRO-Offload has), the copies 0.26 s.
-_DEEPSPEED_CLIPPED = 4.6
-_DEEPSPEED_UNCLIPPED = 3.1
-_ZERO_OFFLOAD = 3.4
-
-# Python, hooks and kernel launches of one layer: the floor for models too small to keep a GPU busy.
-_FORWARD_FLOOR_S = 0.002
-_BACKWARD_FLOOR_S = 0.005
-_DATA_S = 0.01
-
-
-def speed_of(gpu_name: str) -> Speed | None:
-    """Default constants for a GPU by its product name; None when nothing is known of it."""
-    peak = peak_flops(gpu_name)
-    for pattern, link, peers, hbm, per_core, per_node, source in _KINDS:
-        if peak is not None and re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE):
-            return Speed(
-                matmul_flops=_DENSE_SHARE * peak,
-                expert_flops=_EXPERT_SHARE * peak,
-                link_bytes_per_s=link,
-                peer_bytes_per_s=peers,
-                hbm_bytes_per_s=hbm,
-                adam_per_core=per_core,
-                adam_per_node=per_node,
-                source=source,
-            )
-    return None
+    forward_s: float
+    backward_s: float
 
 
 def step_time(
-    spec: RunSpec, layout: StateLayout, shape: Architecture, flops: Flops, speed: Speed, *, adam_cores: int, ranks_per_node: int
+    spec: RunSpec,
+    layout: StateLayout,
+    shape: Architecture,
+    flops: Flops,
+    speed: Speed,
+    *,
+    adam_cores: int,
+    ranks_per_node: int,
+    workload: Workload | None = None,
 ) -> StepTime:
     """Seconds of one optimizer step of a spec whose mode is decided.
 
-    ``adam_cores`` run CPU Adam for one rank, and ``ranks_per_node`` share their node's memory. Sequences count as full and as one document.
+    ``adam_cores`` run CPU Adam for one rank, and ``ranks_per_node`` share their node's memory. Without a ``workload`` sequences count as
+    full, as one document, and as trained on whole.
     """
-    rate = speed.expert_flops if shape.experts else speed.matmul_flops
-    sequences, length = spec.train.micro_batch, spec.data.sequence_length
-    documents = [length] * sequences
-    once = hw_flops(flops, sequences * length, documents, checkpointing=False) / 3 / rate
-    passes_back = 3 if spec.model.repeats_whole_layers else 2
+    use = constants().step
+    once = compute_pass(spec, shape, flops, speed, use, workload or Workload())
     gather = _gather_s(layout, speed)
-    forward = max(once, shape.layers * _FORWARD_FLOOR_S) + gather
-    backward = max(passes_back * once, shape.layers * _BACKWARD_FLOOR_S) + 2 * gather
+    forward = max(once.forward_s, gather) + use.gather_share * gather
+    backward = max(once.backward_s, 2 * gather) + use.gather_share * 2 * gather
+    host_rate = speed.adam_bytes_per_s(adam_cores, ranks_per_node)
     micro_steps = spec.micro_steps
-    copies = _copies_s(spec, layout, speed)
-    adam = layout.cpu_numel / min(adam_cores * speed.adam_per_core, speed.adam_per_node / ranks_per_node)
     return StepTime(
         forward_s=micro_steps * forward,
-        backward_s=micro_steps * backward + copies,
-        exposed_optimizer_s=_exposed_s(spec, layout, speed, adam, forward, backward),
-        data_s=micro_steps * _DATA_S,
+        backward_s=micro_steps * backward + _backward_extra_s(spec, layout, speed, use, host_rate, forward + backward),
+        exposed_optimizer_s=_exposed_s(spec, layout, speed, use, host_rate, forward, backward),
+        data_s=micro_steps * use.data_s + use.other_s,
+    )
+
+
+def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload) -> Pass:
+    """Forward with the loss, which forms its gradients there, and backward with what it recomputes; ZeRO-3's gathering left out."""
+    tokens = spec.train.micro_batch * spec.data.sequence_length
+    document = workload.attended_tokens or spec.data.sequence_length
+    rate = speed.matrix_flops * (use.expert_efficiency if shape.experts else use.matrix_efficiency)
+    moved = speed.hbm_bytes_per_s * use.elementwise_efficiency
+    attention = flops.attention_forward([round(document)]) * tokens / round(document)
+    products = (2.0 * tokens * (flops.active_parameters - flops.head_parameters) + attention) / rate
+    elementwise = tokens * shape.layers * elementwise_bytes(shape) / moved
+    trained = tokens * workload.trained_share
+    again = 2.0 * recomputed_logits(int(trained), shape.vocabulary) * shape.hidden
+    loss = (6.0 * trained * flops.head_parameters + again) / rate + trained * shape.vocabulary * use.loss_bytes_per_logit / moved
+    expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if shape.experts else 0.0
+    repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
+    return Pass(
+        forward_s=max(products + elementwise, shape.layers * use.forward_layer_s) + loss,
+        backward_s=max(2 * (products + elementwise) + repeated, shape.layers * use.backward_layer_s),
     )
 
 
 def _gather_s(layout: StateLayout, speed: Speed) -> float:
-    """The part of one ZeRO-3 pass over the weights that prefetching does not hide, about a quarter."""
-    others = (layout.ranks - 1) / layout.ranks
-    return 0.25 * 2 * layout.parameters * others / speed.peer_bytes_per_s
+    """One ZeRO-3 pass over the weights between the GPUs."""
+    return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / speed.peer_bytes_per_s
 
 
-def _copies_s(spec: RunSpec, layout: StateLayout, speed: Speed) -> float:
-    """Gradients on their way to the host, at the step and in every further micro-step: what they take from backward's memory bandwidth.
+def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: StepConstants, host_rate: float, micro_step_s: float) -> float:
+    """What gradients on their way to the host take from backward, all micro-steps together.
 
-    Our engine sends bf16 gradients and its worker adds them up; DeepSpeed converts to fp32, and fetches, adds to and puts back.
+    Our engine's copies run beside it, and its worker adds up beside the next micro-step. DeepSpeed's optimizers pass over gradients on the
+    host while backward waits, and in further micro-steps fetch them, add, and put them back.
     """
-    if spec.offload.mode == "gpu":
+    if spec.offload.mode == "gpu" or not layout.cpu_numel:
         return 0.0
     further = spec.micro_steps - 1
     if own_engine(spec):
-        return 2 * layout.cpu_numel * (1 + further) / speed.link_bytes_per_s
-    return (4 * layout.cpu_numel + 2 * gradient_buffer_bytes(spec) * layout.numel * further) / speed.link_bytes_per_s
+        copies = 2 * layout.cpu_numel / speed.down_bytes_per_s
+        adding = ACCUMULATE_BYTES * layout.cpu_numel / host_rate
+        return further * max(0.0, copies + adding - micro_step_s)
+    passes = use.zerooffload_backward_bytes if spec.offload.mode == "zerooffload" else use.deepspeed_backward_bytes
+    further_bytes = gradient_buffer_bytes(spec) * layout.numel * further
+    return passes * layout.cpu_numel / host_rate + further_bytes * (1 / speed.down_bytes_per_s + 1 / speed.up_bytes_per_s)
 
 
-def _exposed_s(spec: RunSpec, layout: StateLayout, speed: Speed, adam_s: float, forward_s: float, last_backward_s: float) -> float:
+def _exposed_s(
+    spec: RunSpec, layout: StateLayout, speed: Speed, use: StepConstants, host_rate: float, forward_s: float, backward_s: float
+) -> float:
     """From the end of the last backward kernel until nothing waits for weights any more."""
-    on_gpu = 28 * layout.gpu_numel / speed.hbm_bytes_per_s
+    on_gpu = use.gpu_step_bytes_per_parameter * layout.gpu_numel / speed.hbm_bytes_per_s
     if not layout.cpu_numel:
         return on_gpu
     clipped = spec.train.gradient_clipping > 0
     if spec.offload.mode == "zerooffload":
-        return on_gpu + _ZERO_OFFLOAD * adam_s
+        return on_gpu + use.zerooffload_step_bytes * layout.cpu_numel / host_rate
     if not own_engine(spec):
-        return on_gpu + (_DEEPSPEED_CLIPPED if clipped else _DEEPSPEED_UNCLIPPED) * adam_s
-    # The sub-group whose gradient comes last is the one the next forward wants first: its Adam and its way back are exposed in any case.
-    last = min(layout.largest_sub_group, layout.cpu_numel)
-    tail = adam_s * last / layout.cpu_numel + 2 * last / speed.link_bytes_per_s
-    # Clipping needs the norm of all gradients, so Adam begins when backward is over and hides behind the next forward instead.
-    hidden = forward_s if clipped else last_backward_s
-    return on_gpu + tail + max(0.0, adam_s - hidden)
+        step_bytes = use.deepspeed_clipped_step_bytes if clipped else use.deepspeed_step_bytes
+        return on_gpu + step_bytes * layout.cpu_numel / host_rate
+    accumulated = spec.micro_steps > 1
+    adam_rate = host_rate / (ADAM_BYTES + (4 if accumulated else 0))
+    spans = compute_spans(spec, layout.ranks)
+    groups = [(spans[group.index], group.numel) for group in layout.sub_groups if group.device == "cpu"]
+    start = use.norm_s + (ACCUMULATE_BYTES * groups[0][1] / host_rate if accumulated else 0.0)
+    waited = landing_wait_s(groups, adam_rate, speed, use.landing_s, forward_s, backward_s, start if clipped else None)
+    return on_gpu + waited
+
+
+def landing_wait_s(
+    groups: Sequence[tuple[Span, int]],
+    adam_rate: float,
+    speed: Speed,
+    landing_s: float,
+    forward_s: float,
+    backward_s: float,
+    start_s: float | None,
+) -> float:
+    """How long the forward after a step waits for weights that the Adam worker has yet to step or the link to carry.
+
+    ``groups``: (when a forward uses it, parameters) of each sub-group on the CPU; ``adam_rate`` in parameters per second. Time 0 is the end
+    of backward. With ``start_s`` (clipping) the worker begins then, with what the forward wants first; without, it takes each sub-group
+    when backward has finished it, and forward begins at once.
+    """
+    if start_s is None:
+        queue = [
+            (-begin * backward_s + 2 * numel / speed.down_bytes_per_s, begin, numel)
+            for (begin, _), numel in sorted(groups, key=lambda group: -group[0][0])
+        ]
+    else:
+        queue = [(start_s, begin, numel) for (begin, _), numel in sorted(groups)]
+    worker = link = float("-inf")
+    landed = []
+    for ready, begin, numel in queue:
+        worker = max(worker, ready) + numel / adam_rate
+        link = max(link, worker + landing_s) + 2 * numel / speed.up_bytes_per_s
+        landed.append((begin, link))
+    waited = 0.0
+    for begin, at in sorted(landed):
+        waited = max(waited, at - begin * forward_s)
+    return max(0.0, waited)

@@ -13,6 +13,9 @@ Mode = Literal["superoffload", "zerooffload", "gpu"]
 """Offload modes once ``auto`` is decided."""
 Place = Literal["gpu", "node", "shm", "disk"]
 Confidence = Literal["exact", "calibrated", "estimate"]
+"""Follows from the parameter table and the code; measured and kept as data; worked out from what the code is known to do."""
+Phase = Literal["loss", "backward", "optimizer"]
+"""The parts of a step that differ in what they hold."""
 
 
 class MemoryPolicy(Struct, frozen=True, kw_only=True):
@@ -57,6 +60,19 @@ class MemoryTerm(Struct, frozen=True, kw_only=True):
     """The arithmetic in words and numbers, for people."""
     rank: int | None = None
     """The only rank that has this term; None when every rank does."""
+    phase: Phase | None = None
+    """The phase of a step that holds it; None for what is always there. A plan lists the terms of the fullest phase."""
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """What of the data decides how long a step takes; the defaults are the most it can be."""
+
+    attended_tokens: float = 0.0
+    """Mean document length as attention feels it: the sum of squared lengths over the sum of lengths; 0: whole sequences."""
+    trained_share: float = 1.0
+    """Tokens that carry loss, of all positions."""
+    useful_share: float = 1.0
+    """Tokens that are no padding, of all positions."""
 
 
 class StepTime(Struct, frozen=True, kw_only=True):
@@ -89,12 +105,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     gpu_bytes: int
     """Peak per GPU (0 on a machine without GPUs)."""
+    gpu_reserved_bytes: int = 0
+    """Of these, what torch's allocator reserves: all but the driver's and NCCL's share."""
     gpu_capacity_bytes: int | None
     host_bytes_per_node: dict[int, int]
     host_capacity_bytes_per_node: dict[int, int]
     shm_bytes: int
     disk_bytes: int
-    """One checkpoint."""
+    """One checkpoint, with the export where one is asked for."""
+    disk_peak_bytes: int = 0
+    """What the run may take at once: the checkpoints it keeps, and the one being written."""
     breakdown: tuple[MemoryTerm, ...]
     step: StepTime | None
     """None where nothing is known of this machine's speed."""

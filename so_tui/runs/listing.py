@@ -16,15 +16,10 @@ from so_tui.runs.liveness import state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem, Refused
+from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
 
 LATEST = "latest"
-
-
-def state_home() -> Path:
-    """so-tui's folder in the XDG state folder."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "so-tui"
 
 
 def default_runs_dir() -> Path:

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from so_tui.plan import make_plan
 from so_tui.plan.architecture import architecture
 from so_tui.plan.layout import state_layout
-from so_tui.plan.memory import memory_terms
+from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec import RunSpec, load_catalog, with_values
 
-from .machines import superchips
+from .machines import superchips, x86
 
 PRESETS = load_catalog().presets
 
@@ -120,9 +120,54 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
     assert total(terms_of(spec, 2, has_gpu=False), "node") < total(terms_of(spec, 2), "node") + total(terms_of(spec, 2), "gpu")
 
 
-def test_a_checkpoint_is_fourteen_bytes_a_parameter() -> None:
-    plan = make_plan(spec_of("qwen3-14b", mode="gpu"), superchips(4))
-    assert plan.disk_bytes == 14 * 14_768_307_200
+def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
+    spec = spec_of("qwen3-14b", mode="gpu")
+    once = {"checkpoint.export": "false", "checkpoint.every_steps": "0"}
+    plan = make_plan(with_values(spec, once), superchips(4))
+    assert (plan.disk_bytes, plan.disk_peak_bytes) == (12 * 14_768_307_200, 12 * 14_768_307_200)
+    kept = make_plan(
+        with_values(spec, {"checkpoint.export": "true", "checkpoint.every_steps": "10", "checkpoint.keep": "2"}), superchips(4)
+    )
+    assert (kept.disk_bytes, kept.disk_peak_bytes) == (14 * 14_768_307_200, 3 * 14 * 14_768_307_200)
+
+
+MEASURED = {"gpus": "1", "model.activation_checkpointing": "full", "offload.ratio": "0.9"}
+
+
+@pytest.mark.parametrize(("mode", "gpu_gb", "host_gb"), [("superoffload", 23.0, 52.8), ("zerooffload", 23.3, 73.5)])
+def test_measured_peaks_are_met(mode: str, gpu_gb: float, host_gb: float) -> None:
+    """Qwen3 4B shape, 4 x 4096 tokens on an H200, torch 2.11: what the allocator reserved, and the memory of the process tree."""
+    spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": mode})
+    host = x86("NVIDIA H200")
+    plan = make_plan(spec, replace(host, software=replace(host.software, torch="2.11.0")))
+    assert plan.gpu_reserved_bytes / 1e9 == pytest.approx(gpu_gb, rel=0.02)
+    assert plan.host_bytes_per_node[0] / 1e9 == pytest.approx(host_gb, rel=0.02)
+
+
+def test_newer_torch_rounds_no_page_locked_memory() -> None:
+    spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "zerooffload"})
+    host = x86("NVIDIA H200")
+    old, new = (make_plan(spec, replace(host, software=replace(host.software, torch=version))) for version in ("2.12.1", "2.13.0"))
+    assert old.host_bytes_per_node[0] > new.host_bytes_per_node[0]
+    layout = state_layout(new.spec, 1)
+    exact = sum(term.bytes for term in new.breakdown if term.place == "node" and term.confidence == "exact")
+    assert exact == 16 * layout.cpu_numel + 2 * layout.numel
+
+
+def test_only_the_fullest_phase_counts() -> None:
+    spec = spec_of("qwen3-14b", mode="superoffload", ratio=0.9)
+    layout, shape = state_layout(spec, 1), architecture(spec.model.config)
+    everything = all_terms(spec, layout, shape, has_gpu=True, local_ranks=1)
+    peaks = phase_bytes(everything, "gpu")
+    assert total(terms_of(spec, 1), "gpu") == max(peaks.values())
+    assert set(peaks) == {"loss", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_keeping_more_takes_more(name: str) -> None:
+    specs = [with_values(spec_of(name, mode="gpu"), {"model.activation_checkpointing": kept}) for kept in ("full", "selective", "none")]
+    full, selective, none = (total(terms_of(spec, 1), "gpu") for spec in specs)
+    assert full < selective < none
 
 
 def test_only_rank_zero_merges_a_pretrained_checkpoint() -> None:

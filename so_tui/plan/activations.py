@@ -1,0 +1,80 @@
+"""Bytes that a forward pass leaves behind for backward, per token: by what is recomputed and what is kept. Pure numbers.
+
+Symbols: h hidden width, q and kv widths of queries and of keys (values), f feed-forward width that a token meets.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from so_tui.plan.architecture import Architecture
+from so_tui.spec.types import ModelSpec
+
+Policy = Literal["full", "selective", "none"]
+"""What backward recomputes: every block; norms, rotary positions and activation functions; nothing."""
+POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
+"""The fastest first."""
+
+EAGER_ONLY = frozenset({"gpt_oss"})
+"""Model types whose attention (sinks) none of the memory-saving kernels computes: ``auto`` means eager attention there."""
+
+
+def policy_of(model: ModelSpec) -> Policy:
+    """What this model's backward recomputes; everything where no planner has chosen."""
+    return "full" if model.activation_checkpointing == "auto" else model.activation_checkpointing
+
+
+def block_input_bytes(shape: Architecture) -> int:
+    """The input of one block: 2 h."""
+    return 2 * shape.hidden
+
+
+def kept_bytes(shape: Architecture, policy: Policy) -> int:
+    """What one block leaves behind per token, in bf16.
+
+    full: its input. selective: that, and the results of matrix products and attention. none: also what would be recomputed,
+    2 (3 h + q + kv + f) for the norms, the rotated queries and keys, the activation's product and the residual; experts by those a token
+    meets.
+    """
+    h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
+    if policy == "full":
+        return block_input_bytes(shape)
+    products = block_input_bytes(shape) + product_bytes(shape)
+    if policy == "selective":
+        return products
+    experts = (4 * f + 4 * h * shape.experts_per_token) if shape.experts else 0
+    return products + experts + 2 * (3 * h + q + kv + f)
+
+
+def product_bytes(shape: Architecture) -> int:
+    """What ``selective`` keeps per token and layer beside the layer's input: 2 B for every element of q, k, v, the attention's result, the
+    output projection, gate and up, and 4 B a head; of expert layers only what attention has, since expert products are computed again.
+    """
+    feed_forward = 0 if shape.experts else 2 * shape.intermediate
+    return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward) + 4 * shape.heads
+
+
+def block_bytes(shape: Architecture) -> int:
+    """What recompute and backward of one block hold per token: norms and residuals, q/k/v and their gradients, SwiGLU.
+
+    24 h + 6 (q + 2 kv) + 12 f for memory-saving attention; experts by those a token meets, plus 4 h of routing copies for each.
+    """
+    attention = 6 * (shape.query_width + 2 * shape.key_value_width)
+    routing = 4 * shape.hidden * shape.experts_per_token
+    return 24 * shape.hidden + attention + 12 * shape.active_intermediate + routing
+
+
+def elementwise_bytes(shape: Architecture) -> int:
+    """GPU memory traffic per token of what is no matrix product, in one forward of one block: norms, residuals, rotary positions, SwiGLU.
+
+    80 h + 30 (q + kv) + 10 f for kernels that are not fused.
+    """
+    routing = 20 * shape.hidden * shape.experts_per_token
+    return 80 * shape.hidden + 30 * (shape.query_width + shape.key_value_width) + 10 * shape.active_intermediate + routing
+
+
+def score_bytes(model: ModelSpec, shape: Architecture, sequence_length: int, sequences: int) -> int:
+    """Attention scores that exist whole: 6 bytes per head and pair of tokens with eager attention, else none."""
+    if model.attention != "eager" and not (model.attention == "auto" and shape.model_type in EAGER_ONLY):
+        return 0
+    return 6 * shape.heads * sequence_length**2 * sequences

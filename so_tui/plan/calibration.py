@@ -1,0 +1,182 @@
+"""What was measured on this very machine: its rates (``so-tui calibrate``) and how far predictions were off (``plan --probe``).
+
+One JSON file per machine in the XDG state folder, named after host, GPU and CPU. A machine of the same kind (a node of a cluster) borrows
+the figures of one that was measured, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.machine.types import Machine
+from so_tui.plan.constants import Speed, published_speed
+from so_tui.plan.types import Mode, Workload
+from so_tui.spec.folders import state_home
+from so_tui.spec.types import ModelSpec
+
+SCHEMA = 1
+
+
+class Rates(Struct, frozen=True, kw_only=True):
+    """What ``so-tui calibrate`` measured; None where the machine has none of it, or it was not measured."""
+
+    measured: str
+    """Date, ISO 8601."""
+    seconds: float
+    """How long measuring took."""
+    matrix_flops: float | None = None
+    hbm_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    up_bytes_per_s: float | None = None
+    both_ways_bytes_per_s: tuple[float, float] | None = None
+    """Down and up while both go at once."""
+    peer_bytes_per_s: float | None = None
+    adam: tuple[tuple[int, float], ...] = ()
+    """(cores, bytes of host memory traffic per second)."""
+    node_bytes_per_s: dict[int, float] = {}
+    """Host memory bandwidth by NUMA node, all its cores."""
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """The same things predicted and measured, of one setting."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    exposed_optimizer_s: float
+    gpu_reserved_bytes: int
+    gpu_device_bytes: int
+    host_bytes: int
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """A few real steps of one setting on this machine, beside what was predicted for them without any probe."""
+
+    measured: str
+    model: str
+    """``model_key`` of the model."""
+    mode: Mode
+    ranks: int
+    settings: str
+    """For people: ``superoffload 0.90, micro-batch 4 x 4096, full``."""
+    workload: Workload
+    predicted: Figures
+    actual: Figures
+
+
+class Calibration(Struct, frozen=True, kw_only=True):
+    schema: int = SCHEMA
+    hostname: str
+    gpu_name: str
+    cpu_name: str
+    cores: int
+    rates: Rates | None = None
+    probes: tuple[Probe, ...] = ()
+
+
+def model_key(model: ModelSpec) -> str:
+    """Names a shape, whatever its weights: a digest of its configuration and parameter table."""
+    return _digest(model.parameters, str(model.config.get("model_type", "")))
+
+
+@lru_cache(maxsize=64)
+def _digest(blocks: object, model_type: str) -> str:
+    return f"{model_type}-{hashlib.sha256(msgspec.json.encode(blocks)).hexdigest()[:12]}"
+
+
+def empty(machine: Machine) -> Calibration:
+    """That of a machine of which nothing is known yet."""
+    gpu = machine.gpus[0].name if machine.gpus else ""
+    return Calibration(hostname=machine.hostname, gpu_name=gpu, cpu_name=machine.cpu_name, cores=len(machine.online_cpus))
+
+
+def folder() -> Path:
+    return state_home() / "calibration"
+
+
+def path_of(machine: Machine) -> Path:
+    """The file of this machine, whether it exists or not."""
+    mine = empty(machine)
+    kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()[:8]
+    return folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind}.json"
+
+
+def calibration_of(machine: Machine) -> Calibration | None:
+    """What is known of this machine, else of another of its kind; None when nothing is. An unreadable file counts as none."""
+    own = path_of(machine)
+    if (found := _stored(own)) is not None:
+        return found
+    mine = empty(machine)
+    same_kind = (_stored(path) for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json")))
+    alike = (mine.gpu_name, mine.cpu_name, mine.cores)
+    return next((other for other in same_kind if other and (other.gpu_name, other.cpu_name, other.cores) == alike), None)
+
+
+def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None = None) -> Path:
+    """Add to what is known of this machine; a probe replaces the one of the same model, mode, ranks and settings. Raises OSError."""
+    path = path_of(machine)
+    known = _stored(path) or empty(machine)
+    if rates is not None:
+        known = replace(known, rates=rates)
+    if probe is not None:
+        same = (probe.model, probe.mode, probe.ranks, probe.settings)
+        others = tuple(old for old in known.probes if (old.model, old.mode, old.ranks, old.settings) != same)
+        known = replace(known, probes=(*others, probe))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
+    partial.replace(path)
+    return path
+
+
+def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Speed | None:
+    """The machine's own rates, filled up with those published for its GPU; None when nothing is known of either.
+
+    A machine without GPUs has no prediction: how fast its cores train is not calibrated.
+    """
+    published = published_speed(gpu_name)
+    rates = known.rates if known else None
+    if published is None or known is None or rates is None:
+        return published
+    slowest = min(rates.node_bytes_per_s.values(), default=None)
+    measured: dict[str, Any] = {
+        "matrix_flops": rates.matrix_flops,
+        "hbm_bytes_per_s": rates.hbm_bytes_per_s,
+        "down_bytes_per_s": rates.down_bytes_per_s,
+        "up_bytes_per_s": rates.up_bytes_per_s,
+        "peer_bytes_per_s": rates.peer_bytes_per_s,
+        "adam": rates.adam or None,
+        "node_bytes_per_s": slowest,
+    }
+    own = {name: value for name, value in measured.items() if value is not None}
+    missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
+    where = "here" if known.hostname == machine.hostname else f"on {known.hostname}, a machine like this one"
+    source = f"rates calibrated {where} on {rates.measured[:10]}"
+    if missing:
+        source += f", the rest {published.source}"
+    return replace(Speed(**{name: getattr(published, name) for name in Speed.__struct_fields__}), **own, source=source)
+
+
+def _stored(path: Path) -> Calibration | None:
+    try:
+        stamp = path.stat()
+    except OSError:
+        return None
+    return _read(path, stamp.st_mtime_ns, stamp.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, modified_ns: int, size: int) -> Calibration | None:
+    # Keyed by the file's stamp: a plan costs one look at the folder, not one reading.
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,135 @@
+"""What cannot be worked out and was measured or published instead: kept as data, with where each figure comes from.
+
+``constants.json`` is the one file of them. ``benchmarks/planner.py --fit`` rewrites its ``memory`` and ``step`` from measured runs;
+``so-tui calibrate`` puts a machine's own figures in the place of ``machines``.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+PATH = Path(__file__).with_name("constants.json")
+
+
+class MemoryConstants(Struct, frozen=True, kw_only=True):
+    """Bytes and shares that no formula gives."""
+
+    provenance: str
+    fitted: bool
+    """Whether the figures are a fit to many settings, rather than taken from few."""
+    cuda_context_bytes: int
+    """Driver and kernels, per GPU, outside torch's allocator."""
+    nccl_bytes: int
+    """The same for NCCL's buffers where several GPUs take part."""
+    cuda_process_bytes: int
+    """Host memory of a training process beside its tensors: Python, torch, CUDA libraries, data."""
+    cpu_process_bytes: int
+    own_worker_bytes: int
+    deepspeed_worker_bytes: int
+    block_share: float
+    """What one block's recompute and backward hold, as a multiple of the formula's figure."""
+    slack_share: float
+    """What the allocator cannot use, as a share of everything that comes and goes."""
+
+
+class StepConstants(Struct, frozen=True, kw_only=True):
+    """How the trainer uses the hardware. Seconds, shares of the hardware's own rates, and bytes of host memory traffic per parameter."""
+
+    provenance: str
+    fitted: bool
+    matrix_efficiency: float
+    """Rate in a model's forward and backward over the rate of bare matrix products."""
+    expert_efficiency: float
+    """The same in mixture-of-experts models."""
+    elementwise_efficiency: float
+    """Memory rate of norms, activations and residuals over that of a bare copy."""
+    loss_bytes_per_logit: float
+    """GPU memory traffic of the loss."""
+    forward_layer_s: float
+    """Python, hooks and kernel launches of one layer: the floor for models too small to keep a GPU busy."""
+    backward_layer_s: float
+    data_s: float
+    """Per micro-step."""
+    other_s: float
+    """Per optimizer step: records, control, schedule."""
+    gather_share: float
+    """What prefetching does not hide of a ZeRO-3 pass over the weights, where computing takes longer."""
+    gpu_step_bytes_per_parameter: float
+    """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
+    norm_s: float
+    """From the end of backward until the Adam worker starts, where clipping makes it wait for the norm."""
+    landing_s: float
+    """From the end of a sub-group's Adam until its weights begin to travel."""
+    zerooffload_backward_bytes: float
+    zerooffload_step_bytes: float
+    deepspeed_backward_bytes: float
+    deepspeed_step_bytes: float
+    deepspeed_clipped_step_bytes: float
+
+
+class Speed(Struct, frozen=True, kw_only=True):
+    """Rates of one machine, or one kind of machine; per GPU unless they say otherwise."""
+
+    matrix_flops: float
+    """FLOP/s of bare bf16 matrix products of a model's shapes."""
+    hbm_bytes_per_s: float
+    """Bytes read and written in a copy within the GPU's memory."""
+    down_bytes_per_s: float
+    """GPU memory to page-locked host memory."""
+    up_bytes_per_s: float
+    peer_bytes_per_s: float
+    """One GPU to the others, each way."""
+    adam: tuple[tuple[int, float], ...]
+    """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
+    node_bytes_per_s: float
+    """The most that a NUMA node's memory gives all its cores."""
+    source: str
+    """Where the figures come from, for people."""
+
+    def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
+        """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node."""
+        return min(_interpolated(self.adam, cores), self.node_bytes_per_s / ranks_per_node)
+
+
+class Kind(Speed, frozen=True, kw_only=True):
+    """The figures of a kind of machine, found by its GPU's product name."""
+
+    pattern: str
+
+
+class Constants(Struct, frozen=True, kw_only=True):
+    schema: int
+    memory: MemoryConstants
+    step: StepConstants
+    machines: tuple[Kind, ...]
+
+
+def constants() -> Constants:
+    """What came with the program."""
+    return _read(PATH)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path) -> Constants:
+    return msgspec.json.decode(path.read_bytes(), type=Constants)
+
+
+@lru_cache(maxsize=64)
+def published_speed(gpu_name: str) -> Speed | None:
+    """Figures for a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is known of it."""
+    return next((kind for kind in constants().machines if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE)), None)
+
+
+def _interpolated(points: tuple[tuple[int, float], ...], cores: int) -> float:
+    """Straight lines between the points, through zero before the first, flat after the last."""
+    before_cores, before_rate = 0, 0.0
+    for at, rate in points:
+        if cores <= at:
+            return before_rate + (rate - before_rate) * (cores - before_cores) / (at - before_cores)
+        before_cores, before_rate = at, rate
+    return before_rate

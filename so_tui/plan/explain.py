@@ -1,0 +1,87 @@
+"""Why a recommendation is what it is: a line for each choice, and the next best with its price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from so_tui.plan.activations import Policy, policy_of
+from so_tui.plan.assess import Assessment, assess, in_mode
+from so_tui.plan.search import rate, runner_up, with_micro_batch, with_policy
+from so_tui.plan.site import Site
+from so_tui.plan.types import Mode
+from so_tui.spec.types import RunSpec
+
+REPEATS: dict[Policy, str] = {
+    "none": "there is room for all activations, so backward repeats nothing",
+    "selective": "products and attention are kept, and only what is cheap is repeated",
+    "full": "keeping more than each layer's input would not fit or cost more than it saves",
+}
+
+
+def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[str]:
+    """``given`` is what the user asked for, ``chosen`` what is recommended of ``tried``."""
+    if not site.has_gpu:
+        yield "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
+        return
+    yield _place(given, site, chosen)
+    if site.speed is not None:
+        yield _recompute(site, chosen)
+    if chosen.spec.train.micro_batch != given.train.micro_batch:
+        yield _batch(given, site, chosen)
+    yield from _cores(given, site, chosen)
+    if (other := runner_up(chosen, tried)) is not None and rate(other):
+        yield f"next best: {describe(other)}, {rate(chosen) / rate(other) - 1:.1%} slower"
+
+
+def describe(found: Assessment) -> str:
+    """``ratio 0.35, micro-batch 4, selective``."""
+    offload = found.spec.offload
+    place = "no offload" if offload.mode == "gpu" else f"{offload.mode} at ratio {offload.ratio:.2f}"
+    return f"{place}, micro-batch {found.spec.train.micro_batch}, activation checkpointing {found.spec.model.activation_checkpointing}"
+
+
+def _place(given: RunSpec, site: Site, chosen: Assessment) -> str:
+    offload = chosen.spec.offload
+    if offload.mode == "gpu":
+        return "gpu: everything fits on the GPU, and offloading would only add time"
+    margin = "keeps a margin on each GPU" if chosen.verdict == "fits" else "each GPU can hold"
+    text = f"ratio {offload.ratio:.2f} is the smallest that {margin}"
+    if offload.ratio == given.offload.ratio:
+        return text
+    as_given = assess(in_mode(chosen.spec, "superoffload", given.offload.ratio), site)
+    if as_given.verdict == "does not fit":
+        return f"{text}; the given {given.offload.ratio:.2f} would not fit: {as_given.shortages[0]}"
+    if as_given.step and chosen.step and as_given.step.total_s >= chosen.step.total_s:
+        seconds = f"{as_given.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
+        return f"{text}; the given {given.offload.ratio:.2f} would take {seconds}"
+    return text
+
+
+def _recompute(site: Site, chosen: Assessment) -> str:
+    policy = policy_of(chosen.spec.model)
+    text = f"activation checkpointing {policy}: {REPEATS[policy]}"
+    full = assess(with_policy(chosen.spec, "full"), site)
+    if policy == "full" or not full.step or not chosen.step:
+        return text
+    return f"{text}; repeating whole layers would take {full.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
+
+
+def _batch(given: RunSpec, site: Site, chosen: Assessment) -> str:
+    train = chosen.spec.train
+    mode: Mode = "gpu" if chosen.spec.offload.mode == "gpu" else "superoffload"
+    before = assess(in_mode(with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio), site)
+    text = f"micro-batch {train.micro_batch} with accumulation {chosen.spec.micro_steps} keeps the tokens of a step"
+    if before.shortages:
+        return f"{text}; with micro-batch {given.train.micro_batch} {before.shortages[0]}"
+    return f"{text}; micro-batch {given.train.micro_batch} would be {rate(chosen) / rate(before) - 1:.1%} slower" if rate(before) else text
+
+
+def _cores(given: RunSpec, site: Site, chosen: Assessment) -> Iterator[str]:
+    fraction = chosen.spec.offload.cpu_adam_cores_fraction
+    if fraction == given.offload.cpu_adam_cores_fraction:
+        return
+    cores = f"{site.adam_cores} of {site.cores} cores a rank run CPU Adam (fraction {fraction:.2f})"
+    if fraction < given.offload.cpu_adam_cores_fraction:
+        yield f"{cores}: more would not make it faster, since the node's memory or the GPU is what it waits for"
+    else:
+        yield f"{cores}: Adam is what a step waits for"

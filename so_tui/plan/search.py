@@ -1,0 +1,129 @@
+"""The settings that are tried for a run, and the fastest of those that fit. Pure functions.
+
+Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that keeps the margin), what is recomputed, and
+how an optimizer step is cut into micro-batches. The tokens of an optimizer step and the sequence length stay as they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from msgspec.structs import replace
+
+from so_tui.plan.activations import POLICIES, Policy
+from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio
+from so_tui.plan.site import Site, site_of
+from so_tui.plan.types import Verdict
+from so_tui.plan.verdict import GPU_MARGIN
+from so_tui.spec.types import RunSpec
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CORE_FRACTIONS = (0.7, 0.8, 0.9)
+_ALIKE = 0.01
+"""Settings that differ in speed by less than this are as good as each other: the given ones are kept then."""
+_ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
+
+
+def fastest(spec: RunSpec, site: Site, *, ranks: int | None = None) -> tuple[Assessment, tuple[Assessment, ...]]:
+    """The best setting for ``spec`` here, and everything that was tried, best first.
+
+    What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
+    """
+    frugal = best(with_policy(with_micro_batch(spec, min(micro_batches(spec))), "full"), site, ranks=ranks)
+    if frugal.verdict == "does not fit" or site.speed is None:
+        given = best(spec, site, ranks=ranks)
+        tried = [given] if _ORDER[given.verdict] <= _ORDER[frugal.verdict] else [frugal, given]
+        return tried[0], tuple(tried)
+    tried = sorted([frugal, *_tried(spec, site, ranks)], key=lambda found: (_ORDER[found.verdict], -rate(found)))
+    return _nearest(spec, tried), tuple(tried)
+
+
+def rate(found: Assessment) -> float:
+    """Sequences per second of one rank; 0 where no speed is known."""
+    return found.spec.train.micro_batch * found.spec.micro_steps / found.step.total_s if found.step else 0.0
+
+
+def runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
+    """The next best that fits with a margin and differs in more than the ratio; None where there is none."""
+    others = (found for found in tried if found.verdict == "fits" and _kind(found) != _kind(chosen))
+    return next(others, None)
+
+
+def with_fitting_cores(spec: RunSpec, site: Site) -> RunSpec:
+    """The smallest share of cores for CPU Adam with which a step takes no longer: what Adam cannot use, the training process can."""
+    if spec.offload.mode != "superoffload" or site.speed is None or site.problem:
+        return spec
+    found = []
+    for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
+        varied = replace(spec, offload=replace(spec.offload, cpu_adam_cores_fraction=fraction))
+        step = assess(varied, site_of(site.machine, site.gpus, fraction)).step
+        if step is not None:
+            found.append((step.total_s, varied))
+    quickest = min((seconds for seconds, _ in found), default=0.0)
+    return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
+
+
+def fastest_policy(spec: RunSpec, site: Site) -> Assessment:
+    """A spec whose mode and ratio are decided, with the recomputing that makes it fastest where it is left open."""
+    found = [assess(with_policy(spec, policy), site) for policy in policies(spec, site)]
+    return min(found, key=lambda found: (_ORDER[found.verdict], -rate(found)))
+
+
+def policies(spec: RunSpec, site: Site) -> tuple[Policy, ...]:
+    """What may be recomputed: what the spec says, all of it where it leaves that open and speeds are known, else everything."""
+    given = spec.model.activation_checkpointing
+    if given != "auto":
+        return (given,)
+    return ("full",) if site.speed is None else POLICIES
+
+
+def micro_batches(spec: RunSpec) -> tuple[int, ...]:
+    """Micro-batches, ascending, that cut the same optimizer step (nearly, where it is a target) into whole micro-steps."""
+    train = spec.train
+    sequences = train.micro_batch * spec.micro_steps
+    if train.tokens_per_step:
+        most = train.tokens_per_step / (spec.data.sequence_length * spec.ranks)
+        return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))
+    return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0)}))
+
+
+def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
+    """The same sequences in an optimizer step, cut differently."""
+    train = spec.train
+    if micro_batch == train.micro_batch:
+        return spec
+    accumulation = train.gradient_accumulation if train.tokens_per_step else train.micro_batch * train.gradient_accumulation // micro_batch
+    return replace(spec, train=replace(train, micro_batch=micro_batch, gradient_accumulation=accumulation))
+
+
+def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
+    if spec.model.activation_checkpointing == policy:
+        return spec
+    return replace(spec, model=replace(spec.model, activation_checkpointing=policy))
+
+
+def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]:
+    for micro_batch in reversed(micro_batches(spec)):
+        for policy in policies(spec, site):
+            varied = with_policy(with_micro_batch(spec, micro_batch), policy)
+            on_gpu = assess(in_mode(varied, "gpu"), site, ranks=ranks)
+            yield on_gpu
+            if on_gpu.verdict != "fits":
+                yield smallest_ratio(varied, site, margin=GPU_MARGIN, ranks=ranks)
+
+
+def _nearest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
+    """The first, or what keeps the given micro-batch and is as good."""
+    first = tried[0]
+    same: Iterable[Assessment] = (
+        found
+        for found in tried
+        if found.verdict == first.verdict
+        and found.spec.train.micro_batch == spec.train.micro_batch
+        and rate(found) >= (1 - _ALIKE) * rate(first)
+    )
+    return next(iter(same), first)
+
+
+def _kind(found: Assessment) -> tuple[str, str, int]:
+    return found.spec.offload.mode, found.spec.model.activation_checkpointing, found.spec.train.micro_batch
