@@ -1,8 +1,9 @@
-"""The Triton kernels. Imported with a CUDA device only: a torch without CUDA has no Triton."""
+"""The Triton kernels. Imported with a CUDA device only: a torch without CUDA has no Triton.
+
+Arguments of a kernel stay without types: Triton reads annotations, and knows none of Python's.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -55,7 +56,9 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated_kernel(gate: Any, up: Any, result: Any, columns: Any, gate_stride: Any, up_stride: Any, block: tl.constexpr) -> None:
+def _gated_kernel(  # type: ignore[no-untyped-def]
+    gate, up, result, columns, gate_stride, up_stride, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
@@ -65,18 +68,18 @@ def _gated_kernel(gate: Any, up: Any, result: Any, columns: Any, gate_stride: An
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated_backward_kernel(
-    gradient: Any,
-    gate: Any,
-    up: Any,
-    of_gate: Any,
-    of_up: Any,
-    columns: Any,
-    gradient_stride: Any,
-    gate_stride: Any,
-    up_stride: Any,
+def _gated_backward_kernel(  # type: ignore[no-untyped-def]
+    gradient,
+    gate,
+    up,
+    of_gate,
+    of_up,
+    columns,
+    gradient_stride,
+    gate_stride,
+    up_stride,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
@@ -89,24 +92,24 @@ def _gated_backward_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn_kernel(
-    heads: Any,
-    cos: Any,
-    sin: Any,
-    result: Any,
-    width: Any,
-    count: Any,
-    half: Any,
-    row_stride: Any,
-    head_stride: Any,
-    place_stride: Any,
-    result_row_stride: Any,
-    result_head_stride: Any,
-    result_place_stride: Any,
+def _turn_kernel(  # type: ignore[no-untyped-def]
+    heads,
+    cos,
+    sin,
+    result,
+    width,
+    count,
+    half,
+    row_stride,
+    head_stride,
+    place_stride,
+    result_row_stride,
+    result_head_stride,
+    result_place_stride,
     direction: tl.constexpr,
     padded_count: tl.constexpr,
     padded_half: tl.constexpr,
-) -> None:
+):
     """One program turns all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     row, place = token // width, token % width

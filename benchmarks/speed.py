@@ -1,0 +1,288 @@
+"""Measures forward and backward lever by lever: Qwen3-4B shape, random weights, packed rows of a file, 4 x 4096 tokens, one GPU.
+
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.json             # what is not in the file yet
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.json --table     # what was measured so far, as Markdown
+
+Each setup is a process of its own that adds one lever after the other to the same model and engine; rows are appended to the file as they
+come. ``--profile FOLDER`` also writes where the GPU's time goes in the last row of each setup. ``--shape tiny`` runs the same code on a
+machine without GPU, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+WARMUP, MEASURED = 2, 5
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine, and the levers that are added to it one by one."""
+
+    levers: tuple[str, ...]
+    mode: str = "gpu"
+    accumulation: int = 1
+    clipping: float = 1.0
+    whole_layers: bool = False
+    """Gather a layer's weights in one piece instead of module by module."""
+
+
+SETUPS = {
+    "gpu": Setup(("plain", "norm", "rotary", "gate", "none, micro-batch 2", "selective")),
+    "gpu, whole layers": Setup(("all",), whole_layers=True),
+    "superoffload, 8 micro-steps": Setup(("all",), mode="superoffload", accumulation=8),
+    "superoffload": Setup(("all",), mode="superoffload"),
+    "superoffload, whole layers": Setup(("all",), mode="superoffload", whole_layers=True),
+}
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.setup:
+        _measure(arguments, SETUPS[arguments.setup])
+        return 0
+    if arguments.table:
+        print(_table(_rows(arguments.out)))
+        return 0
+    failed = 0
+    for name in arguments.only or SETUPS:
+        done = {row["lever"] for row in _rows(arguments.out) if row["setup"] == name}
+        if done >= set(SETUPS[name].levers):
+            print(f"{name}: already measured", flush=True)
+            continue
+        process = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--setup", name], env=_environment(arguments), check=False)
+        failed += process.returncode != 0
+    print(_table(_rows(arguments.out)))
+    return min(failed, 1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="builtin:tiny/rows.jsonl", help="rows to train on")
+    parser.add_argument("--out", type=Path, default=Path("speed.jsonl"), help="file to which rows are appended")
+    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure")
+    parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
+    parser.add_argument("--profile", type=Path, help="folder for a list of the GPU's kernels")
+    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
+    parser.add_argument("--setup", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _environment(arguments: argparse.Namespace) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    cpu = {"DS_ACCELERATOR": "cpu"} if arguments.shape == "tiny" else {}
+    return os.environ | single | cpu | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| setup | with | s/step | model TFLOPS/GPU | hardware TFLOPS/GPU | forward | backward | optimizer | GPU memory |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['setup']} | {row['lever']} | {row['step_s']:.3f} | {row['model_tflops']:.0f} | {row['hw_tflops']:.0f} |"
+        f" {row['forward_s']:.3f} | {row['backward_s']:.3f} | {row['optimizer_s']:.3f} | {row['gpu_reserved_gib']:.0f} GiB |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+# -- one setup -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
+    from so_tui.launch import prepare
+    from so_tui.machine import inspect_machine
+    from so_tui_trainer import binding
+
+    spec = _spec(arguments, setup)
+    launch = prepare(spec, inspect_machine(), force=True)
+    spec, mine = launch.plan.spec, launch.plan.binding[0]
+    binding.bind(mine)  # before torch makes its threads
+
+    import torch
+
+    from so_tui_trainer import offload, tokens
+    from so_tui_trainer.batches import Batches
+    from so_tui_trainer.model import Zero3, build, parameter_groups
+    from so_tui_trainer.ranks import join
+
+    ranks = join(use_gpu=arguments.shape != "tiny")
+    documents = tokens.read(tokens.prepare(spec))
+    torch.manual_seed(0)
+    zero3 = Zero3(dict(launch.ds_config))
+    model = build(spec, ranks.device)
+    engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
+    del zero3
+    binding.settle(mine)
+    for lever in setup.levers:
+        used = _with_lever(model, spec, lever)
+        batches = Batches(documents, used, 0, pin=ranks.device.type == "cuda")
+        row = {"setup": arguments.setup, "lever": lever, **_steps(engine, batches, used, ranks.device)}
+        with arguments.out.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+    if arguments.profile:
+        _profile(engine, batches, ranks.device, arguments.profile / f"{arguments.setup.replace(' ', '-').replace(',', '')}.txt")
+    offload.close(engine)
+    sys.stdout.flush()
+    os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived
+
+
+def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
+    from so_tui.spec import find_preset, with_values
+
+    plain = setup.levers[0] == "plain"
+    changes = {
+        "data.source": arguments.data,
+        "data.format": "auto",
+        "offload.mode": "superoffload" if arguments.shape == "tiny" else setup.mode,
+        "train.gradient_accumulation": str(setup.accumulation),
+        "train.gradient_clipping": str(setup.clipping),
+        "model.kernels": "plain" if plain else "auto",
+        "model.activation_checkpointing": "full" if plain else "selective",
+    }
+    if setup.whole_layers:
+        changes["model.leaf_modules"] = '["Qwen3DecoderLayer"]'
+    return with_values(find_preset("tiny" if arguments.shape == "tiny" else "qwen3-4b-random").spec, changes)
+
+
+def _with_lever(model: Any, spec: Any, lever: str) -> Any:
+    """Adds the lever to the model; the spec that holds from now on."""
+    from so_tui.spec import with_values
+    from so_tui_trainer import kernels, recompute
+
+    if lever in kernels.ALL:
+        print(lever, kernels.install(model.causal, [lever]), flush=True)
+    elif lever == "selective":
+        recompute.install(model.causal, "selective")
+        return with_values(spec, {"model.activation_checkpointing": "selective"})
+    elif lever.startswith("none"):
+        model.causal._set_gradient_checkpointing(False)
+        half = max(1, spec.train.micro_batch // 2)
+        return with_values(spec, {"model.activation_checkpointing": "none", "train.micro_batch": str(half)})
+    return spec
+
+
+def _steps(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
+    """Medians of the measured steps."""
+    import torch
+
+    from so_tui.plan.flops import flops_of, hw_flops, model_flops
+    from so_tui_trainer import offload
+
+    flops = flops_of(spec.model)
+    steps, losses = [], []
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+    last = time.perf_counter()
+    for number in range(1, WARMUP + MEASURED + 1):
+        work = batches.work(number)
+        weight = 1 / work.trained_tokens
+        marks = [_mark(device)]
+        total = torch.zeros((), device=device)
+        for batch in batches.micro_batches(number):
+            loss = engine(batch.to(device), weight)
+            marks.append(_mark(device))
+            engine.backward(loss, scale_wrt_gas=False)
+            marks.append(_mark(device))
+            engine.step()
+            marks.append(_mark(device))
+            total += loss.detach()
+        losses.append(total.item())
+        now = time.perf_counter()
+        laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
+        for position, (begin, end) in enumerate(pairwise(marks)):
+            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += _between(begin, end)
+        told = offload.stats(engine)
+        laps["forward_s"] -= told.exposed_in_forward_s
+        laps["optimizer_s"] += told.exposed_in_forward_s
+        lengths = work.document_lengths.tolist()
+        repeated = spec.model.repeats_whole_layers
+        hardware = hw_flops(flops, work.computed_tokens, lengths, checkpointing=repeated, head_recomputed=False)
+        hardware -= 6.0 * flops.head_parameters * (work.computed_tokens - work.trained_tokens)
+        steps.append(
+            {
+                "step_s": now - last,
+                **laps,
+                "model_tflops": model_flops(flops, work.useful_tokens, lengths) / (now - last) / 1e12,
+                "hw_tflops": hardware / (now - last) / 1e12,
+                "useful_tokens": work.useful_tokens,
+                "trained_tokens": work.trained_tokens,
+                "computed_tokens": work.computed_tokens,
+                "longest_document": max(lengths),
+            }
+        )
+        last = now
+    measured = steps[WARMUP:]
+    return {key: statistics.median(step[key] for step in measured) for key in measured[0]} | {
+        "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "losses": losses,
+    }
+
+
+def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
+    """The kernels of one micro-step, most expensive first, and how long the GPU had nothing to do."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
+        begin = time.perf_counter()
+        batch = next(iter(batches.micro_batches(WARMUP + MEASURED + 1)))
+        engine.backward(engine(batch.to(device), 1e-4), scale_wrt_gas=False)
+        engine.step()
+        handed_over = time.perf_counter() - begin
+        if cuda:
+            torch.cuda.synchronize()
+        whole = time.perf_counter() - begin
+    path.parent.mkdir(parents=True, exist_ok=True)
+    order = "self_device_time_total" if cuda else "self_cpu_time_total"
+    head = f"one micro-step with optimizer, under the profiler: {whole:.3f} s, handed over to the GPU after {handed_over:.3f} s\n"
+    averages = profiled.key_averages()
+    text = head + averages.table(sort_by=order, row_limit=60, max_name_column_width=90)
+    text += "\n" + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    path.write_text(text)
+
+
+def _mark(device: Any) -> Any:
+    import torch
+
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
