@@ -57,6 +57,8 @@ def test_evaluations_are_a_line_of_their_own_and_a_resume_takes_later_ones_back(
     assert line.steps is not None
     assert [(line.steps[index], line.series.value(index)) for index in range(line.length)] == [(20, 2.5), (40, 2.0)]
     assert follower.poll().evaluations is line
+    writer.close()
+    writer = MetricsWriter(run, 2)
     writer.append(ResumedRecord(attempt=2, time=time.time(), step=30))
     writer.close()
     line = follower.poll().evaluations
