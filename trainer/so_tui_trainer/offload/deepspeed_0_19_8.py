@@ -359,6 +359,23 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.core.step()
         self._global_grad_norm = None  # ``last_gradient_norm`` reads it when somebody asks
 
+    def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
+        """What DeepSpeed's ``safe_get_*`` and ``safe_set_*`` read and write in place: this rank's share of a master, or of a moment."""
+        self.core.settle()
+        index, member = self._member[param.ds_id]
+        first, second = self.core.moments(index)
+        states = {None: self.core.master(index), "exp_avg": first, "exp_avg_sq": second}
+        begin, end = self.core.sub_groups[index].span(member)
+        return states[optim_state_key][begin:end], index
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
+        raise OffloadError("SuperOffload keeps no gradients: they are handed to the optimizer while backward runs.")
+
+    def refresh_fp32_params(self) -> None:
+        """Masters from the weights, when these were changed by hand: otherwise the next step undoes the change."""
+        self.core.settle()
+        super().refresh_fp32_params()
+
     def state_dict(self) -> dict[str, Any]:
         raise OffloadError("This optimizer's state is saved by so_tui_trainer.offload.save_state.")
 

@@ -51,12 +51,18 @@ class WorkerLink:
         self._outstanding: deque[worker.Command] = deque()
         self._failure: BaseException | None = None
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.process = _start(arena, cpus, library, theirs.fileno())
+            try:
+                self.process = _start(arena, cpus, library, theirs.fileno())
+            except OffloadError:
+                self._channel.close()
+                raise
         self._pidfd = os.pidfd_open(self.process.pid)
-        self._progress = (arena.progress, time.monotonic())
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._look_s = min(1.0, silence_limit_s / 4)
+        """How often to look for progress while the worker has something to do."""
+        self._begin_silence()
         self._thread = threading.Thread(target=self._serve, name="adam-worker-link", daemon=True)
         self._thread.start()
 
@@ -92,6 +98,7 @@ class WorkerLink:
             self.process.wait()
         os.close(self._pidfd)
         os.close(self._wake)
+        self._failure = self._failure or OffloadError("The offload engine is closed, and its worker was ended.")
 
     def _serve(self) -> None:
         poller = select.poll()
@@ -100,7 +107,7 @@ class WorkerLink:
         try:
             while not self._closing:
                 blocked = self._send_ready()
-                timeout_s = EVENT_POLL_S if blocked else min(1.0, self._silence_limit_s / 4) if self._outstanding else None
+                timeout_s = EVENT_POLL_S if blocked else self._look_s if self._outstanding else None
                 ready = {descriptor for descriptor, _ in poller.poll(None if timeout_s is None else max(1, int(timeout_s * 1e3)))}
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -122,7 +129,7 @@ class WorkerLink:
                 return True
             self._queue.popleft()
             if not self._outstanding:
-                self._progress = (self._arena.progress, time.monotonic())
+                self._begin_silence()
             self._outstanding.append(command)
             try:
                 self._channel.send(worker.COMMAND.pack(*command))
@@ -142,14 +149,20 @@ class WorkerLink:
         with self._changed:
             self._changed.notify_all()
 
+    def _begin_silence(self) -> None:
+        self._progress, self._silent_s, self._looked = self._arena.progress, 0.0, time.monotonic()
+
     def _check_progress(self) -> None:
+        if not self._outstanding or self._arena.progress != self._progress:
+            self._begin_silence()
+            return
         now = time.monotonic()
-        count = self._arena.progress
-        if not self._outstanding or count != self._progress[0]:
-            self._progress = (count, now)
-        elif now - self._progress[1] > self._silence_limit_s:
+        # Time in which this process did not look does not count: both may have been suspended together, by a scheduler for instance.
+        self._silent_s += min(now - self._looked, 2 * self._look_s)
+        self._looked = now
+        if self._silent_s > self._silence_limit_s:
             raise WorkerLostError(
-                f"The Adam worker (process {self.process.pid}) made no progress for {now - self._progress[1]:.0f} s {self._doing()}. "
+                f"The Adam worker (process {self.process.pid}) made no progress for {self._silent_s:.0f} s {self._doing()}. "
                 f"{_process_state(self.process.pid)} The optimizer state in memory is lost; resume from the last checkpoint."
             )
 
@@ -158,7 +171,9 @@ class WorkerLink:
             self.process.wait(2.0)
         code = self.process.returncode
         how = "closed its line" if code is None else f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        hint = " The kernel's out-of-memory killer does that." if code == -signal.SIGKILL else ""
+        hint = (
+            " The kernel's out-of-memory killer does that." if code == -signal.SIGKILL else " What it said is in the log." if code else ""
+        )
         return (
             f"The Adam worker (process {self.process.pid}) {how} {self._doing()}.{hint} "
             "The optimizer state in memory is lost; resume from the last checkpoint."

@@ -86,6 +86,7 @@ class SuperOffload:
         self._accumulation = accumulation
         self._clipping = clipping
         self._backward = _Backward()
+        self._closed = False
         self._transfers = transfers_for(self.sub_groups[0].weights.device)
         self._meter = Meter(self._transfers)
         self._norm = GradientNorm(self.sub_groups, self._transfers, all_reduce, poisons=not clipping)
@@ -248,6 +249,7 @@ class SuperOffload:
 
     def close(self) -> None:
         """Ends the worker and gives the memory back. Safe to call twice."""
+        self._closed = True
         self._cpu.close()
 
     def _clip_factor(self) -> float:
@@ -280,6 +282,8 @@ class SuperOffload:
         """Raises what has gone wrong with the state, now or earlier."""
         self._norm.check()
         self._cpu.check()
+        if self._closed:
+            raise OffloadError("The offload engine is closed, and its states are gone.")
 
     # -- states --------------------------------------------------------------------------------------------------------------------
 

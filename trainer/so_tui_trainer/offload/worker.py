@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -167,13 +168,14 @@ class Kernel:
 
 
 def serve(channel: socket.socket, kernel: Kernel) -> None:
-    """Runs commands in order until the other side closes."""
-    while packet := channel.recv(COMMAND.size):
-        command = Command(*COMMAND.unpack(packet))
-        begun = time.monotonic()
-        squares = kernel.run(command)
-        result = Result(command.operation, command.sub_group, command.step, squares, time.monotonic() - begun)
-        channel.send(RESULT.pack(*result))
+    """Runs commands in order until the other side closes, which it may do in the middle of them."""
+    with suppress(ConnectionError):
+        while packet := channel.recv(COMMAND.size):
+            command = Command(*COMMAND.unpack(packet))
+            begun = time.monotonic()
+            squares = kernel.run(command)
+            result = Result(command.operation, command.sub_group, command.step, squares, time.monotonic() - begun)
+            channel.send(RESULT.pack(*result))
 
 
 def _die_with(parent: int) -> None:
@@ -188,7 +190,8 @@ def _die_with(parent: int) -> None:
 def main(arguments: list[str]) -> None:
     settings = json.loads(arguments[0])
     _die_with(settings["parent"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the training process decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole group: the training process decides, and this one ends with it
     os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded: it makes its team from this
     numels = tuple(settings["numels"])
     with mmap.mmap(settings["memory"], 0) as memory, socket.socket(fileno=settings["channel"]) as channel:
