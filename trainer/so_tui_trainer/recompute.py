@@ -85,8 +85,10 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     kept: deque[Computed] = deque()
 
     def first(compute: Callable[[], Computed]) -> Computed:
-        kept.append(compute())
-        return kept[-1]
+        computed = compute()
+        # Detached: what is returned becomes part of the graph, which holds these contexts, and so would keep itself alive.
+        kept.append(tuple(tensor.detach() for tensor in computed))
+        return computed
 
     def again(compute: Callable[[], Computed]) -> Computed:
         return kept.popleft()
