@@ -17,7 +17,10 @@ def inspect(arguments: argparse.Namespace) -> int:
     if sysroot is not None and not (sysroot / "sys").is_dir():
         remedy = "Give a folder that holds copies of /sys and /proc"
         raise InputError([Problem(field="--sysroot", value=str(sysroot), message="has no folder named sys", remedy=remedy)])
-    machine = inspect_machine(sysroot)
+    if arguments.hostname and sysroot is None:
+        remedy = "This machine has its own name; leave it out"
+        raise InputError([Problem(field="--hostname", value=arguments.hostname, message="names the machine of --sysroot", remedy=remedy)])
+    machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if arguments.json:
         print_json(machine_json(machine))
     else:

@@ -12,7 +12,7 @@ from so_tui.spec import InputError, Problem
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run and show it; the exit code is the run's."""
-    from so_tui.launch import launch_json, preflight, prepare, start
+    from so_tui.launch import launch_json, missing_inputs, preflight, prepare, start
 
     spec = chosen_spec(arguments)
     if arguments.machine and not arguments.dry_run:
@@ -20,6 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError([Problem(field="--machine", value=arguments.machine, message="a run starts on this machine", remedy=remedy)])
     machine = chosen_machine(arguments)
     if arguments.dry_run:
+        if not arguments.machine:  # another machine has other files
+            _report_warnings(tuple(str(problem) for problem in missing_inputs(spec)))
         launch = prepare(spec, machine, force=arguments.force)
         if arguments.json:
             print_json(launch_json(launch))

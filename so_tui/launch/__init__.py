@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from so_tui.launch.checks import preflight, writable
+    from so_tui.launch.checks import missing_inputs, preflight, writable
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
     from so_tui.launch.preparation import Launch, launch_json, prepare
@@ -18,6 +18,7 @@ __all__ = [
     "call_tool",
     "ensure_supervised",
     "launch_json",
+    "missing_inputs",
     "preflight",
     "prepare",
     "resume",
@@ -31,7 +32,7 @@ __all__ = [
 _MODULES = {
     "helpers": ("ToolError", "call_tool", "stream_tool"),
     "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
-    "checks": ("preflight", "writable"),
+    "checks": ("missing_inputs", "preflight", "writable"),
     "preparation": ("Launch", "launch_json", "prepare"),
     "supervisor": ("supervise",),
 }

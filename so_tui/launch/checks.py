@@ -34,6 +34,18 @@ def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir:
     return (*plan.warnings, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
 
 
+def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
+    """Files and folders that the spec names and that are not on this machine; built-in ones that do not exist."""
+    problems = list(missing_paths(spec))
+    sources = (spec.data.source,) if isinstance(spec.data.source, str) else tuple(part.source for part in spec.data.source)
+    for text in (spec.model.id, spec.model.tokenizer, spec.data.evaluation, *sources):
+        try:
+            resolve_source(text)
+        except InputError as error:
+            problems += error.problems
+    return tuple(problems)
+
+
 def quick_checks(
     plan: Plan, machine: Machine, *, force: bool = False, resuming: bool = False, runs_dir: Path | str | None = None
 ) -> tuple[str, ...]:
@@ -67,7 +79,7 @@ def _refuse_missing_software(machine: Machine) -> None:
     ]
     if machine.gpus and software.torch and software.torch_cuda is None:
         reasons.append(
-            f"torch {software.torch} is a build without CUDA, and {machine.hostname} has {len(machine.gpus)} GPUs. "
+            f"torch {software.torch} is a build without CUDA, and {machine.label} has {len(machine.gpus)} GPUs. "
             "Install a CUDA build of torch (see the README for Grace Hopper)"
         )
     if reasons:
@@ -83,14 +95,7 @@ def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
 
 
 def _refuse_missing_inputs(spec: RunSpec) -> None:
-    problems = list(missing_paths(spec))
-    sources = (spec.data.source,) if isinstance(spec.data.source, str) else tuple(part.source for part in spec.data.source)
-    for text in (spec.model.id, spec.model.tokenizer, spec.data.evaluation, *sources):
-        try:
-            resolve_source(text)
-        except InputError as error:
-            problems += error.problems
-    if problems:
+    if problems := missing_inputs(spec):
         raise InputError(problems)
 
 

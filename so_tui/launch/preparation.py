@@ -77,6 +77,7 @@ def launch_json(launch: Launch) -> bytes:
                     "cpus": rank.cpus,
                     "memory_policy": rank.memory_policy,
                     "deepspeed": rank.deepspeed,
+                    "deepspeed_alone": rank.alone,
                 }
                 for rank in launch.plan.binding
             ],

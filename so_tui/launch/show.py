@@ -21,9 +21,7 @@ def render_launch(launch: Launch, machine: Machine) -> RenderableType:
     """What ``run --dry-run`` prints."""
     plan = launch.plan
     sign, style = _VERDICTS[plan.verdict]
-    title = Text.assemble(
-        (f"{sign} {plan.verdict}", style), f"  {plan.spec.label} on {machine.hostname}: {plan.mode}, ratio {plan.ratio:g}"
-    )
+    title = Text.assemble((f"{sign} {plan.verdict}", style), f"  {plan.spec.label} on {machine.label}: {plan.mode}, ratio {plan.ratio:g}")
     notes = [Text(f"  {reason}") for reason in plan.reasons] + [Text(f"  ~ {warning}", style="yellow") for warning in plan.warnings]
     return Group(
         title,
@@ -40,18 +38,17 @@ def render_launch(launch: Launch, machine: Machine) -> RenderableType:
 
 def _binding(ranks: tuple[RankBinding, ...]) -> Table:
     table = Table(box=None, pad_edge=False, title="binding", title_justify="left", title_style="bold")
-    for heading in ("rank", "GPU", "node", "cores", "memory", "DeepSpeed alone"):
+    for heading in ("rank", "GPU", "node", "cores", "memory", "DeepSpeed with our list", "DeepSpeed alone"):
         table.add_column(heading)
     for rank in ranks:
-        theirs = rank.deepspeed
-        alone = "the same" if theirs.matches else " ".join(theirs.numactl) or f"unbound, cores {cpu_ranges(theirs.cpus)}"
         table.add_row(
             str(rank.rank),
             "none" if rank.gpu is None else str(rank.gpu),
             "unknown" if rank.numa_node is None else str(rank.numa_node),
             cpu_ranges(rank.cpus),
             _policy(rank.memory_policy),
-            alone,
+            rank.deepspeed.in_words,
+            (rank.alone or rank.deepspeed).in_words,
         )
     return table
 

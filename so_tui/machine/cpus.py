@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import NamedTuple
 
 from so_tui.machine import cgroup
@@ -33,6 +34,21 @@ def allowed_cpus(tree: Tree, online: tuple[int, ...]) -> tuple[int, ...]:
         return online
     allowed = set(os.sched_getaffinity(0))
     return tuple(sorted(allowed & (cgroup.cpuset(tree) or allowed)))
+
+
+def smt_siblings(tree: Tree, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The CPUs of each physical core that has several threads; empty where none has, or where the tree does not say."""
+    cores = set()
+    for cpu in online:
+        folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
+        cores.add(cpus_or_empty(tree.text(f"{folder}/core_cpus_list") or tree.text(f"{folder}/thread_siblings_list")))
+    return tuple(sorted(core for core in cores if len(core) > 1))
+
+
+def allowed_memory_nodes(tree: Tree) -> tuple[int, ...] | None:
+    """Nodes that this process may allocate on; None where the kernel does not say, and for another machine's tree."""
+    found = re.search(r"^Mems_allowed_list:\s*(\S+)", tree.text("/proc/self/status") or "", re.MULTILINE)
+    return cpus_or_empty(found.group(1)) if tree.live and found else None
 
 
 def allowance_notes(tree: Tree, online: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[str, ...]:

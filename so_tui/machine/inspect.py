@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from so_tui.machine.cpus import allowance_notes, allowed_cpus, online_cpus, processor
+from so_tui.machine.cpus import allowance_notes, allowed_cpus, allowed_memory_nodes, online_cpus, processor, smt_siblings
 from so_tui.machine.gpus import read_gpus
 from so_tui.machine.memory import host_memory, page_size_bytes, shared_memory
 from so_tui.machine.mpam import read_mpam
@@ -13,12 +13,14 @@ from so_tui.machine.numa import read_nodes
 from so_tui.machine.nvml import NvmlAnswer, query_nvml
 from so_tui.machine.software import read_software
 from so_tui.machine.tree import Tree
-from so_tui.machine.types import Machine
+from so_tui.machine.types import UNKNOWN, Machine
 from so_tui.spec.errors import InputError, Problem
 
 
-def inspect_machine(sysroot: Path | None = None) -> Machine:
+def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None) -> Machine:
     """This machine; or the one whose /sys and /proc were copied below ``sysroot``, of which nothing live is asked.
+
+    ``hostname`` is what to call it, where the tree does not say or says another name.
 
     Raises InputError when ``sysroot`` has no NUMA node and no CPU in it.
     """
@@ -35,7 +37,7 @@ def inspect_machine(sysroot: Path | None = None) -> Machine:
     gpus, gpu_notes = read_gpus(tree, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
     shm = shared_memory(tree)
     return Machine(
-        hostname=os.uname().nodename if tree.live else tree.text("/proc/sys/kernel/hostname") or "unknown",
+        hostname=os.uname().nodename if tree.live else hostname or tree.text("/proc/sys/kernel/hostname") or UNKNOWN,
         cpu_name=cpu.name,
         architecture=cpu.architecture,
         page_size_bytes=page_size_bytes(tree),
@@ -49,6 +51,8 @@ def inspect_machine(sysroot: Path | None = None) -> Machine:
         numa_nodes=memory.nodes,
         gpus=gpus,
         memory_limit_bytes=memory.limit_bytes,
+        smt_siblings=smt_siblings(tree, online),
+        allowed_memory_nodes=allowed_memory_nodes(tree),
         live=tree.live,
         notes=(*allowance_notes(tree, online, allowed), *memory.notes, *gpu_notes),
     )

@@ -71,7 +71,7 @@ def _title(machine: Machine) -> Text:
     if machine.page_size_bytes:
         second.append(f"pages of {machine.page_size_bytes // 1024} KiB")
     second.append(f"MPAM {machine.mpam.state}")
-    return Text.assemble((machine.hostname, "bold"), "  ", " · ".join(facts), "\n", (" · ".join(second), "dim"))
+    return Text.assemble((machine.label, "bold"), "  ", " · ".join(facts), "\n", (" · ".join(second), "dim"))
 
 
 def _node_line(node: NumaNode, machine: Machine) -> Text:

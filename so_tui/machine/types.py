@@ -10,6 +10,8 @@ from typing import Literal
 from msgspec import Struct
 
 SCHEMA = 1
+UNKNOWN = "unknown"
+"""The hostname of a tree that does not tell it."""
 
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
 
@@ -88,10 +90,19 @@ class Machine(Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...]
     memory_limit_bytes: int | None = None
     """The cgroup's limit where it is below the host's memory."""
+    smt_siblings: tuple[tuple[int, ...], ...] = ()
+    """Physical cores of several threads; empty where each has one, or where the kernel does not say."""
+    allowed_memory_nodes: tuple[int, ...] | None = None
+    """Nodes that this process may have memory of (``Mems_allowed``)."""
     live: bool = True
     """False for a snapshot of another tree (``--sysroot``): nothing live was asked."""
     notes: tuple[str, ...] = ()
     """What a reader of the figures must know (memory that grows, a driver that did not answer)."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in a sentence."""
+        return self.hostname if self.hostname != UNKNOWN else "this machine file"
 
     @property
     def cpu_nodes(self) -> tuple[NumaNode, ...]:

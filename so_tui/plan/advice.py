@@ -27,7 +27,7 @@ def impossible(spec: RunSpec, machine: Machine) -> Iterator[str]:
     if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd"), None):
         yield f"GPU {amd.index} ({amd.name}) is an AMD GPU; the optimizer is written for CUDA. Use a machine with NVIDIA GPUs"
     if not machine.gpus and offload.mode == "gpu":
-        yield f"offload.mode = gpu needs a GPU, and {machine.hostname} has none. Use offload.mode = auto"
+        yield f"offload.mode = gpu needs a GPU, and {machine.label} has none. Use offload.mode = auto"
     if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":
         yield "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use offload.engine = so-tui"
 

@@ -1,4 +1,4 @@
-"""Which cores and which memory each rank gets, and what DeepSpeed's launcher would do with the core list we hand it.
+"""Which cores and which memory each rank gets, and what DeepSpeed's launcher would do, alone and with the core list we hand it.
 
 A rank's cores are those of the CPU node that its GPU hangs off, shared fairly among the ranks of that node. The arithmetic is exact
 integers: the launcher, the trainer and the dashboard all take them from here.
@@ -15,7 +15,7 @@ from so_tui.plan.deepspeed_numactl import numactl_nodes, numactl_prefix
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.errors import InputError, Problem
 
-__all__ = ["bind_ranks", "core_list", "cpu_ranges", "split_cores", "uses_numactl"]
+__all__ = ["bind_ranks", "core_list", "cpu_ranges", "split_cores", "uses_numactl", "whole_gpus"]
 
 _MAIN_CORES = 3
 """What the training process needs of eight cores or more: its Python thread, autograd's and the copies'."""
@@ -44,7 +44,7 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
     homes = _homes(places, wanted)
     cores = _shared_out(machine, homes)
     policies = tuple(_memory_policy(machine, home) for home in homes)
-    theirs = _deepspeed(machine, cores, policies)
+    theirs, alone = _deepspeed(machine, cores, policies), _deepspeed_alone(machine, cores, policies)
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
         main, adam = split_cores(_by_core(machine, cpus), cpu_adam_cores_fraction) if mode == "superoffload" else (cpus, ())
@@ -58,14 +58,15 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
                 adam_cpus=adam,
                 memory_policy=policies[rank],
                 deepspeed=theirs[rank],
+                alone=alone[rank],
             )
         )
     return tuple(bindings)
 
 
 def core_list(bindings: Sequence[RankBinding]) -> str:
-    """All ranks' cores for DeepSpeed's ``--bind_core_list``, ascending as it demands."""
-    return cpu_ranges({cpu for binding in bindings for cpu in binding.cpus})
+    """The cores for DeepSpeed's ``--bind_core_list``, ascending as it demands: cut into equal slices, they are ``deepspeed.cpus``."""
+    return cpu_ranges({cpu for binding in bindings for cpu in binding.deepspeed.cpus})
 
 
 def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
@@ -87,23 +88,30 @@ def split_cores(cpus: Sequence[int], cpu_adam_cores_fraction: float) -> tuple[tu
     return tuple(sorted(cpus[: count - adam])), tuple(sorted(cpus[count - adam :]))
 
 
+def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
+    """The GPUs that a rank can have: those that are not split by MIG, of which CUDA would see one slice. In index order."""
+    return tuple(sorted((gpu for gpu in machine.gpus if not gpu.mig), key=lambda gpu: gpu.index))
+
+
 def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, ...]:
     """The GPU of each rank; None for each on a machine without GPUs."""
     if not machine.gpus:
         return (None,) * (gpus if isinstance(gpus, int) else len(gpus))
-    by_index = {gpu.index: gpu for gpu in machine.gpus}
-    available = sorted(by_index)
+    whole = {gpu.index: gpu for gpu in whole_gpus(machine)}
+    available = list(whole)
     indices = available[:gpus] if isinstance(gpus, int) else sorted(gpus)
     short = isinstance(gpus, int) and gpus > len(available)
-    if short or not set(indices) <= set(available) or len(set(indices)) < len(indices):
-        message = (
-            "the same GPU is named twice" if len(set(indices)) < len(indices) else f"{machine.hostname} has GPU {cpu_ranges(available)}"
-        )
-        remedy = f"Ask for at most {len(available)}, each once."
-        raise InputError(
-            [Problem(field="gpus", value=str(gpus) if isinstance(gpus, int) else str(list(gpus)), message=message, remedy=remedy)]
-        )
-    return tuple(by_index[index] for index in indices)
+    if not short and set(indices) <= set(available) and len(set(indices)) == len(indices):
+        return tuple(whole[index] for index in indices)
+    split = [gpu.index for gpu in machine.gpus if gpu.mig]
+    message = f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}"
+    if len(set(indices)) < len(indices):
+        message = "the same GPU is named twice"
+    elif split:
+        message += f"; GPU {cpu_ranges(split)} is split by MIG"
+    remedy = f"Ask for at most {len(available)}, each once." if available else "Switch MIG off (`nvidia-smi -mig 0`, as root)."
+    value = str(gpus) if isinstance(gpus, int) else str(list(gpus))
+    raise InputError([Problem(field="gpus", value=value, message=message, remedy=remedy)])
 
 
 def _places(machine: Machine) -> tuple[_Place, ...]:
@@ -156,11 +164,17 @@ def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[i
 
 
 def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """CPUs by physical core, as far as their numbers tell.
+    """CPUs by physical core: as the kernel tells it, else as far as their numbers do.
 
-    A Machine does not list SMT siblings. Linux on x86 numbers the second threads in a range of their own, of the same length as the
-    first threads' (0-55,112-167): the n-th CPU of each range is then one core. Arm servers have one thread per core.
+    Linux on x86 mostly numbers the second threads in a range of their own, of the same length as the first threads' (0-55,112-167): the
+    n-th CPU of each range is then one core. Arm servers have one thread per core.
     """
+    if machine.smt_siblings:
+        core_of = {cpu: core for core in machine.smt_siblings for cpu in core}
+        cores: dict[tuple[int, ...], list[int]] = {}
+        for cpu in sorted(cpus):
+            cores.setdefault(core_of.get(cpu, (cpu,)), []).append(cpu)
+        return tuple(tuple(core) for core in cores.values())
     runs = contiguous_runs(cpus)
     if machine.architecture != "aarch64" and len(runs) > 1 and len({len(run) for run in runs}) == 1 and len(runs[0]) > 1:
         return tuple(zip(*runs, strict=True))
@@ -175,43 +189,81 @@ def _by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
 def _memory_policy(machine: Machine, home: _Place) -> MemoryPolicy:
     """Bound to the rank's own CPU node(s), never to a GPU's memory; nothing to choose where only one node has memory."""
     with_memory = [node for node in machine.numa_nodes if node.memory_total_bytes > 0]
-    own = tuple(node.id for node in with_memory if node.id in home.nodes)
+    own = tuple(node.id for node in with_memory if node.id in home.nodes and _may_use(machine, node.id))
     if len(with_memory) <= 1 or not own:
         return MemoryPolicy(mode="default")
     return MemoryPolicy(mode="bind", nodes=own)
 
 
 def _deepspeed(machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]) -> tuple[DeepSpeedBinding, ...]:
-    """What the launcher does for each rank: its own cut of the core list, or nothing where it is started without numactl."""
-    prefixes = _prefixes(machine, cores)
-    if prefixes is None:
-        allowed = machine.allowed_cpus
-        return tuple(
-            DeepSpeedBinding(cpus=allowed, numactl=(), omp_num_threads=len(allowed), matches=allowed == cpus and policy.mode == "default")
-            for cpus, policy in zip(cores, policies, strict=True)
-        )
+    """What the launcher does for each rank: its own cut of our core list, or nothing where that would end it: it then gets no such flag."""
+    bound = _launched(machine, _listed(machine, cores), cores, policies)
+    if not any(binding.error for binding in bound):
+        return bound
+    allowed = machine.allowed_cpus
+    return tuple(
+        DeepSpeedBinding(cpus=allowed, numactl=(), omp_num_threads=len(allowed), matches=allowed == cpus and policy.mode == "default")
+        for cpus, policy in zip(cores, policies, strict=True)
+    )
+
+
+def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
+    """The list whose equal slices, ascending, lie within each rank's cores: so DeepSpeed binds each rank to its own node at least.
+
+    All cores where that works; else as many of each rank's as the smallest share has; else of their first threads. Where nothing works
+    (GPUs that are not in node order) all cores, and each rank moves itself.
+    """
+    firsts = [sorted(core[0] for core in _cores(machine, cpus)) for cpus in cores]
+    for shares in (cores, _cut(cores), _cut(firsts)):
+        listed = sorted({cpu for share in shares for cpu in share})
+        size = len(listed) // len(cores)
+        if all(set(listed[size * rank : size * (rank + 1)]) <= set(cpus) for rank, cpus in enumerate(cores)):
+            return listed
+    return sorted({cpu for cpus in cores for cpu in cpus})
+
+
+def _cut(shares: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The first of each share, as many as the smallest has."""
+    return [share[: min(map(len, shares))] for share in shares]
+
+
+def _deepspeed_alone(
+    machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+) -> tuple[DeepSpeedBinding, ...]:
+    """Without a list the launcher takes the numbers below the count of physical cores, whether or not this process may use them."""
+    physical = sum(len(_cores(machine, cpus)) for cpus in {node.cpus for node in machine.cpu_nodes})
+    return _launched(machine, list(range(physical)), cores, policies)
+
+
+def _launched(
+    machine: Machine, listed: list[int], cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+) -> tuple[DeepSpeedBinding, ...]:
+    """Each rank under a core list. A snapshot, where numactl was not tried, counts as a machine where it works."""
+    if machine.software.numactl_works is False:
+        return (DeepSpeedBinding(cpus=(), numactl=(), omp_num_threads=0, matches=False, error="numactl does not work here"),) * len(cores)
+    if len(listed) < len(cores):
+        return (DeepSpeedBinding(cpus=(), numactl=(), omp_num_threads=0, matches=False, error="fewer cores than ranks"),) * len(cores)
+    nodes = numactl_nodes(machine.numa_nodes)
+    prefixes = [numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
     return tuple(
         DeepSpeedBinding(
-            cpus=theirs, numactl=numactl, omp_num_threads=len(theirs), matches=theirs == cpus and _same_memory(numactl, policy)
+            cpus=theirs,
+            numactl=numactl,
+            omp_num_threads=len(theirs),
+            matches=theirs == cpus and _same_memory(numactl, policy),
+            error=_numactl_error(machine, theirs, numactl),
         )
         for (theirs, numactl), cpus, policy in zip(prefixes, cores, policies, strict=True)
     )
 
 
-def _prefixes(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, ...], tuple[str, ...]]] | None:
-    """Each rank's (cores, numactl prefix); None where that would end the launcher.
-
-    It would where numactl does not work (a snapshot, where it was not tried, counts as working), with fewer cores than ranks, and when
-    numactl is told to bind to a node without memory.
-    """
-    listed = sorted({cpu for cpus in cores for cpu in cpus})
-    if machine.software.numactl_works is False or len(listed) < len(cores):
-        return None
-    nodes = numactl_nodes(machine.numa_nodes)
-    prefixes = [numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
+def _numactl_error(machine: Machine, cpus: tuple[int, ...], numactl: tuple[str, ...]) -> str:
+    """Why numactl ends instead of starting the rank; empty where it does not."""
+    if outside := set(cpus) - set(machine.allowed_cpus):
+        return f"cores {cpu_ranges(outside)} are not ours"
     memoryless = {str(node.id) for node in machine.numa_nodes if node.memory_total_bytes == 0}
-    bound = {node for _, prefix in prefixes if "-m" in prefix for node in _bound_nodes(prefix)}
-    return None if bound & memoryless else prefixes
+    forbidden = [node for node in _bound_nodes(numactl) if node in memoryless or not _may_use(machine, int(node))]
+    return f"no memory to be had on node {forbidden[0]}" if forbidden else ""
 
 
 def _same_memory(numactl: tuple[str, ...], policy: MemoryPolicy) -> bool:
@@ -220,8 +272,12 @@ def _same_memory(numactl: tuple[str, ...], policy: MemoryPolicy) -> bool:
         return False
     if policy.mode == "default":
         return True
-    return "-m" in numactl and _bound_nodes(numactl) == [str(node) for node in policy.nodes]
+    return _bound_nodes(numactl) == [str(node) for node in policy.nodes]
 
 
 def _bound_nodes(numactl: tuple[str, ...]) -> list[str]:
-    return numactl[numactl.index("-m") + 1].split(",")
+    return numactl[numactl.index("-m") + 1].split(",") if "-m" in numactl else []
+
+
+def _may_use(machine: Machine, node: int) -> bool:
+    return machine.allowed_memory_nodes is None or node in machine.allowed_memory_nodes

@@ -17,6 +17,7 @@ from so_tui.plan.activations import policy_of
 from so_tui.plan.advice import impossible, remedies, warnings
 from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import Assessment, assess, in_mode
+from so_tui.plan.binding import whole_gpus
 from so_tui.plan.explain import REPEATS, explained
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
@@ -176,7 +177,7 @@ def _resolved(spec: RunSpec, site: Site) -> RunSpec:
     spec = with_policy(spec, policy_of(spec.model))
     if site.problem or not site.has_gpu or not isinstance(spec.gpus, int):
         return spec
-    return replace(spec, gpus=tuple(gpu.index for gpu in site.machine.gpus[: spec.gpus]))
+    return replace(spec, gpus=tuple(gpu.index for gpu in whole_gpus(site.machine)[: spec.gpus]))
 
 
 def _tflops(spec: RunSpec, sequences: int, step_s: float, ranks: int) -> float:

@@ -151,9 +151,7 @@ def _binding(plan: Plan) -> RenderableType:
             cpu_ranges(rank.main_cpus),
             cpu_ranges(rank.adam_cpus) or _NONE,
             f"{policy.mode} {', '.join(map(str, policy.nodes))}".strip(),
-            "the same"
-            if rank.deepspeed.matches
-            else f"{' '.join(rank.deepspeed.numactl) or 'unbound'} ({cpu_ranges(rank.deepspeed.cpus)})",
+            (rank.alone or rank.deepspeed).in_words,
         )
     return table
 
@@ -164,7 +162,7 @@ def _machine_line(machine: Machine) -> Text:
     each = f", {gib(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
     plural = "s" if len(nodes) > 1 else ""
     host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {gib(machine.host_memory_bytes)}{each}"
-    return Text.assemble((machine.hostname, "bold"), f"   {gpus} · {host}")
+    return Text.assemble((machine.label, "bold"), f"   {gpus} · {host}")
 
 
 def _legend(rows: Sequence[PlanRow]) -> Text:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from so_tui.machine.types import Gpu, Machine
-from so_tui.plan.binding import bind_ranks
+from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, Probe, calibration_of, speed_of
 from so_tui.plan.constants import Speed
 from so_tui.plan.types import RankBinding
@@ -104,7 +104,7 @@ def _version(text: str | None) -> tuple[int, ...]:
 
 def _chosen(machine: Machine, gpus: Gpus) -> tuple[Gpu, ...]:
     if isinstance(gpus, int):
-        return machine.gpus[:gpus]
+        return whole_gpus(machine)[:gpus]
     return tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
 
 
@@ -112,7 +112,7 @@ def _missing(machine: Machine, gpus: Gpus) -> str:
     if not machine.gpus:
         return ""
     there = len(machine.gpus)
-    has = f"{machine.hostname} has {there} GPU" + ("s" if there > 1 else "")
+    has = f"{machine.label} has {there} GPU" + ("s" if there > 1 else "")
     if isinstance(gpus, int):
         return "" if gpus <= there else f"gpus = {gpus}: {has}. Ask for {there} or fewer"
     indices = [gpu.index for gpu in machine.gpus]

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.machine.cpulist import cpu_ranges
 from so_tui.spec.types import RunSpec
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -26,7 +27,7 @@ class MemoryPolicy(Struct, frozen=True, kw_only=True):
 
 
 class DeepSpeedBinding(Struct, frozen=True, kw_only=True):
-    """What DeepSpeed's launcher would do for this rank by itself, with the core list we hand it."""
+    """What DeepSpeed's launcher does for a rank under ``--bind_cores_to_rank``."""
 
     cpus: tuple[int, ...]
     numactl: tuple[str, ...]
@@ -34,6 +35,15 @@ class DeepSpeedBinding(Struct, frozen=True, kw_only=True):
     omp_num_threads: int
     matches: bool
     """Whether that is already what the plan wants."""
+    error: str = ""
+    """Why the launcher would end instead of starting the ranks."""
+
+    @property
+    def in_words(self) -> str:
+        """For a table: ``the same``, the numactl prefix, or what goes wrong."""
+        if self.error:
+            return f"ends: {self.error}"
+        return "the same" if self.matches else " ".join(self.numactl) or f"unbound, cores {cpu_ranges(self.cpus)}"
 
 
 class RankBinding(Struct, frozen=True, kw_only=True):
@@ -47,6 +57,9 @@ class RankBinding(Struct, frozen=True, kw_only=True):
     """Cores of the Adam worker (superoffload); empty in the other modes, where ``main_cpus`` is all of ``cpus``."""
     memory_policy: MemoryPolicy
     deepspeed: DeepSpeedBinding
+    """With the core list that we hand it."""
+    alone: DeepSpeedBinding | None = None
+    """Without it, as its own users start it: all physical cores of the machine, cut into equal slices."""
 
 
 class MemoryTerm(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, nearest, shown
+from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, nearest, problems_in, shown
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, section_names
 from so_tui.spec.types import RunSpec
@@ -55,9 +55,10 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
         for name in sections:
             section = section.setdefault(name, {})
         section[key] = parse_value(text, field_index().get(path))
+    tree = merged(complete_tree(spec), changes)
     if problems:
-        raise InputError(problems)
-    return check_tree(merged(complete_tree(spec), changes))
+        raise InputError([*problems, *problems_in(tree)])
+    return check_tree(tree)
 
 
 def parse_value(text: str, info: FieldInfo | None = None) -> Any:

@@ -51,7 +51,7 @@ class TopLine(Widget):
         if app.machine is None:
             left += Content.styled("  looking at this machine …", "$faint")
         else:
-            left += Content.assemble("  ", (app.machine.hostname, "bold"), "  ")
+            left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             gap = ""
             for fact in [*machine_facts(app.machine), *([app.doctor_line] if app.doctor_line else [])]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:

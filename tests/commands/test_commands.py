@@ -85,6 +85,29 @@ def test_more_gpus_than_there_are(gpus: str, told: str, tmp_path: Path, capsys: 
     assert told in capsys.readouterr().err
 
 
+def test_all_that_is_wrong_with_set_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--set", "offload.ratio=2", "--set", "train.microbatch=4", "--set", "train.learning_rate=5"]
+    assert main(["plan", "tiny", *wrong]) == 2
+    told = capsys.readouterr().err
+    assert "train.microbatch = " in told
+    assert "offload.ratio = 2" in told
+    assert "train.learning_rate = 5" in told
+    assert main(["plan", "tiny", "--set", "a", "--set", "b"]) == 2
+    told = capsys.readouterr().err
+    assert "--set = a" in told
+    assert "--set = b" in told
+
+
+def test_a_dry_run_warns_of_files_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    absent = str(tmp_path / "rows.jsonl")
+    assert main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}"]) == 0
+    assert f"warning: data.source = {absent}: there is no such file or folder" in capsys.readouterr().err
+    file = tmp_path / "machine.json"
+    file.write_bytes(machine_json(inspect_machine()))
+    assert main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}", "--machine", str(file)]) == 0
+    assert capsys.readouterr().err == "", "another machine has other files"
+
+
 def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ended_run.path.parent
     damaged = create_run(find_preset("tiny").spec, folder)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from so_tui.machine import Machine, inspect_machine
+from so_tui.machine import Machine, cpu_ranges, inspect_machine
 
 GRACE_MIDR = "0x00000000410fd4f0\n"
 
@@ -35,11 +35,21 @@ class Host:
     gpus: tuple[tuple[str, int, int], ...] = ()
     """(PCI address, device id, numa_node)."""
     grace: bool = True
+    smt: tuple[tuple[int, ...], ...] = ()
+    """Physical cores of several threads, where the tree is to tell them."""
     extra: dict[str, str] = field(default_factory=dict)
 
     def listing(self) -> str:
         files = {"/sys/devices/system/cpu/online": ",".join(cpus for cpus, _ in self.cpu.values()) + "\n"}
         nodes = sorted([*self.cpu, *self.hbm, *self.empty])
+        lists = {
+            "online": nodes,
+            "possible": nodes,
+            "has_cpu": self.cpu,
+            "has_memory": [*self.cpu, *self.hbm],
+            "has_normal_memory": self.cpu,
+        }
+        files |= {f"/sys/devices/system/node/{name}": f"{cpu_ranges(listed)}\n" for name, listed in lists.items()}
         for node in nodes:
             cpus, mib = self.cpu.get(node, ("", self.hbm[node][0] if node in self.hbm else 0))
             folder = f"/sys/devices/system/node/node{node}"
@@ -49,12 +59,16 @@ class Host:
                 f"Node {node} {name}: {kib:>14} kB\n"
                 for name, kib in (("MemTotal", mib * 1024), ("MemFree", mib * 512), ("FilePages", mib * 1024 // 512))
             )
+        for core in self.smt:
+            for cpu in core:
+                files[f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list"] = f"{cpu_ranges(core)}\n"
         for address, device, node in self.gpus:
             folder = f"/sys/bus/pci/devices/{address}"
             files |= {f"{folder}/vendor": "0x10de\n", f"{folder}/device": f"{device:#06x}\n", f"{folder}/class": "0x030200\n"}
             files |= {f"{folder}/numa_node": f"{node}\n", f"{folder}/local_cpulist": f"{self.cpu[node][0] if node >= 0 else ''}\n"}
         if self.grace:
             files["/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"] = GRACE_MIDR
+            files["/sys/devices/system/memory/auto_online_blocks"] = "online_movable\n"
         else:
             files["/proc/cpuinfo"] = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n"
         return "\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in (files | self.extra).items())
@@ -67,13 +81,19 @@ class Host:
             return 40
         if node in self.cpu or other in self.cpu:
             return 80 if home == other_home else 120
-        return 255
+        if len(self.hbm) < 2:
+            return 255
+        return 11 if self._gpu(node) == self._gpu(other) else 40
+
+    def _gpu(self, node: int) -> int | None:
+        """The GPU whose eight ids include this node, by its first id."""
+        return max((first for first in self.hbm if first <= node), default=None)
 
     def _home(self, node: int) -> int | None:
         """The CPU node: its own, or that of the GPU whose eight ids include it."""
         if node in self.cpu:
             return node
-        owner = max((first for first in self.hbm if first <= node), default=None)
+        owner = self._gpu(node)
         return self.hbm[owner][1] if owner is not None else None
 
     def machine(self, folder: Path) -> Machine:
@@ -120,6 +140,18 @@ EIGHT_H100 = Host(
     ),
     grace=False,
 )
+EIGHT_H200 = Host(cpu=EIGHT_H100.cpu, gpus=tuple((address, 0x2335, node) for address, _, node in EIGHT_H100.gpus), grace=False)
+ONE_H200_GUEST = Host(cpu={0: ("0-15", 9435)}, gpus=(("0000:05:00.0", 0x2335, -1),), grace=False)
+"""A virtual machine whose memory grows, and whose bus does not tell the GPU's node."""
+FOUR_H100_SUBNUMA = Host(
+    cpu={n: (f"{28 * n}-{28 * n + 27}", 257000) for n in range(4)},
+    gpus=tuple((f"0000:{bus}:00.0", 0x2330, n) for n, bus in enumerate(("18", "5d", "9a", "db"))),
+    grace=False,
+    smt=tuple((first, first + 1) for first in range(0, 112, 2)),
+)
+"""Two sockets cut in two nodes each (sub-NUMA clustering), the threads of a core numbered side by side."""
+ONE_GH200_MIG = Host(cpu=ONE_GH200.cpu, hbm={1: (1024, 0), 2: (47616, 0), 3: (47616, 0)}, empty=tuple(range(4, 9)), gpus=ONE_GH200.gpus)
+"""Two MIG instances, each with its memory in one of the nodes that are kept for them."""
 
 
 def fake_numa(count: int) -> Host:

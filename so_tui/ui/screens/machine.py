@@ -28,7 +28,7 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
     """Node -> cores -> memory -> GPU -> its own memory node, as it hangs together."""
     lines = [
         Content.assemble(
-            (machine.hostname, "bold"),
+            (machine.label, "bold"),
             (
                 f"   {machine.cpu_name}, {machine.architecture}, pages of {memory(machine.page_size_bytes)}"
                 if machine.page_size_bytes

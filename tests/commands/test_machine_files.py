@@ -1,0 +1,61 @@
+"""Planning on a login node for a compute node: ``inspect --json`` there, ``--machine`` here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from so_tui.cli import main
+from so_tui.machine import inspect_machine, load_machine
+from so_tui.plan import make_plan, plan_table
+from so_tui.spec import find_preset, load_catalog
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "machine"))
+import sysroots
+
+HOSTS = {name: host for name, host in vars(sysroots).items() if isinstance(host, sysroots.Host)}
+HOSTS |= {"FAKE_NUMA_4": sysroots.fake_numa(4)}
+
+
+def described(host: sysroots.Host, folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> Path:
+    root = sysroots.build_sysroot(host.listing(), folder / "root")
+    assert main(["inspect", "--sysroot", str(root), "--json", *arguments]) == 0
+    file = folder / "machine.json"
+    file.write_text(capsys.readouterr().out)
+    return file
+
+
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
+def test_a_machine_file_plans_as_the_machine_does(tmp_path: Path, capsys: pytest.CaptureFixture[str], host: sysroots.Host) -> None:
+    file = described(host, tmp_path, capsys)
+    machine = inspect_machine(tmp_path / "root")
+    assert load_machine(file) == machine
+    presets = list(load_catalog().presets.values())
+    counts = (1, len(host.gpus))
+    assert plan_table(presets, load_machine(file), counts) == plan_table(presets, machine, counts)
+    assert main(["run", "tiny", "--gpus", str(len(host.gpus)), "--machine", str(file), "--dry-run", "--json"]) == 0
+    binding = json.loads(capsys.readouterr().out)["binding"]
+    spec = find_preset("tiny").spec
+    expected = make_plan(type(spec)(**{name: getattr(spec, name) for name in spec.__struct_fields__} | {"gpus": len(host.gpus)}), machine)
+    assert [(rank["numa_node"], rank["cpus"]) for rank in binding] == [(rank.numa_node, list(rank.cpus)) for rank in expected.binding]
+    assert main(["doctor", "--machine", str(file)]) == 0
+
+
+def test_a_file_without_a_name_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = described(sysroots.QUAD_GH200, tmp_path, capsys)
+    assert main(["run", "tiny", "--gpus", "5", "--machine", str(file), "--dry-run"]) == 3
+    assert "this machine file has 4 GPUs" in capsys.readouterr().err
+    assert main(["plan", "--machine", str(file)]) == 0
+    assert "unknown" not in capsys.readouterr().out
+
+
+def test_it_can_be_given_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = described(sysroots.QUAD_GH200, tmp_path, capsys, "--hostname", "node042")
+    assert load_machine(file).hostname == "node042"
+    assert main(["run", "tiny", "--gpus", "5", "--machine", str(file), "--dry-run"]) == 3
+    assert "node042 has 4 GPUs" in capsys.readouterr().err
+    assert main(["inspect", "--hostname", "here"]) == 2
+    assert "--sysroot" in capsys.readouterr().err
