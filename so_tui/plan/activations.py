@@ -15,8 +15,8 @@ Policy = Literal["full", "selective", "none"]
 POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 """The fastest first."""
 
-EAGER_ONLY = frozenset({"gpt_oss"})
-"""Model types whose attention (sinks) none of the memory-saving kernels computes: ``auto`` means eager attention there."""
+SINKS = frozenset({"gpt_oss"})
+"""Model types whose attention has sinks: two fp32 copies of one layer's attention result exist for a moment in backward."""
 
 
 def policy_of(model: ModelSpec) -> Policy:
@@ -61,7 +61,8 @@ def block_bytes(shape: Architecture) -> int:
     """
     attention = 6 * (shape.query_width + 2 * shape.key_value_width)
     routing = 4 * shape.hidden * shape.experts_per_token
-    return 24 * shape.hidden + attention + 12 * shape.active_intermediate + routing
+    sinks = 8 * shape.query_width if shape.model_type in SINKS else 0
+    return 24 * shape.hidden + attention + 12 * shape.active_intermediate + routing + sinks
 
 
 def elementwise_bytes(shape: Architecture) -> int:
@@ -74,7 +75,5 @@ def elementwise_bytes(shape: Architecture) -> int:
 
 
 def score_bytes(model: ModelSpec, shape: Architecture, sequence_length: int, sequences: int) -> int:
-    """Attention scores that exist whole: 6 bytes per head and pair of tokens with eager attention, else none."""
-    if model.attention != "eager" and not (model.attention == "auto" and shape.model_type in EAGER_ONLY):
-        return 0
-    return 6 * shape.heads * sequence_length**2 * sequences
+    """Attention scores that exist whole in one layer: 6 bytes per head and pair of tokens with eager attention, else none."""
+    return 6 * shape.heads * sequence_length**2 * sequences if model.attention == "eager" else 0

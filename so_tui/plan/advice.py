@@ -16,6 +16,8 @@ from so_tui.spec.types import RunSpec
 LARGE_GRACE_BYTES = 480_000_000_000
 """Host memory of the larger GH200 part."""
 MOST_HOSTS = 16
+SHORTEST = 512
+"""Tokens of a sequence below which shortening it is no advice."""
 
 _SLOW_LINK_BYTES_PER_S = 100e9
 _SLOW_ON_CPU = 1_000_000_000
@@ -38,7 +40,10 @@ def remedies(spec: RunSpec, site: Site) -> Iterator[str]:
         mode, ratio = here.spec.offload.mode, here.spec.offload.ratio
         yield "offload.mode = gpu fits here" if mode == "gpu" else f"offload.mode = superoffload with offload.ratio = {ratio:.2f} fits here"
         return
-    if (smaller := halved_batch(spec, site)) is not None:
+    if spec.model.activation_checkpointing in ("selective", "none") and best(_repeating(spec), site).verdict != "does not fit":
+        yield "model.activation_checkpointing = full fits here"
+        return
+    if (smaller := halved_batch(_repeating(spec), site)) is not None:
         micro_batch, micro_steps = smaller.spec.train.micro_batch, smaller.spec.micro_steps
         yield f"train.micro_batch = {micro_batch} with train.gradient_accumulation = {micro_steps} fits here"
         return
@@ -47,7 +52,26 @@ def remedies(spec: RunSpec, site: Site) -> Iterator[str]:
     elif more := _more_gpus(spec, site):
         yield more
     else:
+        yield from _shorter(spec, site)
         yield from _other_machines(spec, site)
+
+
+def _repeating(spec: RunSpec) -> RunSpec:
+    """With the recomputing that takes the least memory."""
+    return replace(spec, model=replace(spec.model, activation_checkpointing="full"))
+
+
+def _shorter(spec: RunSpec, site: Site) -> Iterator[str]:
+    """The longest sequences that would fit, where it is activations that do not."""
+    length = spec.data.sequence_length // 2
+    while length >= SHORTEST:
+        found = best(replace(_repeating(spec), data=replace(spec.data, sequence_length=length)), site)
+        if found.verdict != "does not fit":
+            yield f"data.sequence_length = {length} fits here"
+            return
+        if found.shortages and found.shortages[0].place != "each GPU":
+            return  # sequences take no host memory
+        length //= 2
 
 
 def halved_batch(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment | None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from so_tui.plan.architecture import Architecture, architecture
 from so_tui.plan.calibration import Probe, model_key
-from so_tui.plan.flops import flops_of
+from so_tui.plan.flops import flops_for
 from so_tui.plan.layout import StateLayout, state_layout
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.refine import refined_step, refined_terms
@@ -128,7 +128,7 @@ def _step(spec: RunSpec, layout: StateLayout, shape: Architecture, site: Site, w
         spec,
         layout,
         shape,
-        flops_of(spec.model),
+        flops_for(spec.model.parameters, shape),
         site.speed,
         adam_cores=cores,
         ranks_per_node=site.ranks_per_node,

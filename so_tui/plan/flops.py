@@ -59,11 +59,12 @@ class Flops(Struct, frozen=True, kw_only=True):
 
 def flops_of(model: ModelSpec) -> Flops:
     """Raises InputError when ``model.config`` or ``model.parameters`` do not say enough."""
-    return _flops(model.parameters, architecture(model.config))
+    return flops_for(model.parameters, architecture(model.config))
 
 
 @lru_cache(maxsize=64)
-def _flops(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
+def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
+    """The same for a model whose shape is known already."""
     return Flops(
         active_parameters=active_parameters(blocks, shape),
         head_parameters=shape.vocabulary * shape.hidden,

@@ -225,7 +225,7 @@ def _compute_spans(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_siz
         ends[tensor.name] = done
     whole = done or 1.0
     return tuple(
-        (min(begins[name] for name in names) / whole, max(ends[name] for name in names) / whole)
+        (begins[names[0]] / whole, ends[names[-1]] / whole)  # names are in the model's order
         for _, names, _ in _cut_table(blocks, ranks, sub_group_size)
     )
 

@@ -36,6 +36,12 @@ STATE_BYTES = 12
 OUTSIDE_ALLOCATOR = frozenset({"CUDA context", "NCCL buffers", "context of the Adam worker"})
 """GPU terms that torch's allocator does not see: the rest is what it reserves."""
 
+LOADING = "loading, beyond what comes later"
+SAVING = "saving, one array at a time"
+NOT_STEADY = frozenset({LOADING, SAVING})
+"""Host terms that come and go outside of training steps."""
+
+_READING_BYTES = 64 * 2**20
 _MESSAGES_SHM_BYTES = 16_000_000
 
 
@@ -73,7 +79,7 @@ def all_terms(
         *states,
         *moving,
         *_gpu_overhead(spec, layout, moving, has_gpu),
-        *_host(spec, layout, shape, states, has_gpu, pinned_rounded and has_gpu),
+        *_host(spec, layout, states, has_gpu, pinned_rounded and has_gpu),
         *_shared(spec, layout, local_ranks),
         *_disk(spec, layout),
     )
@@ -229,9 +235,7 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
     )
 
 
-def _host(
-    spec: RunSpec, layout: StateLayout, shape: Architecture, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool
-) -> Iterator[MemoryTerm]:
+def _host(spec: RunSpec, layout: StateLayout, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool) -> Iterator[MemoryTerm]:
     memory = constants().memory
     process = memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes
     yield _term("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
@@ -248,21 +252,18 @@ def _host(
     if spec.checkpoint.at_end or spec.checkpoint.every_steps:
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {_count(kept)}, the largest sub-group on the GPU on its way to the disk"
-        yield _term("checkpoint: one array at a time", "node", 4 * kept, "estimate", formula)
-    yield from _loading(spec, layout, shape, later)
+        yield _term(SAVING, "node", 4 * kept, "estimate", formula)
+    yield from _loading(layout, later)
 
 
-def _loading(spec: RunSpec, layout: StateLayout, shape: Architecture, later: int) -> Iterator[MemoryTerm]:
-    """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole."""
-    share = max(0, 2 * layout.numel - later)
-    if share:
+def _loading(layout: StateLayout, later: int) -> Iterator[MemoryTerm]:
+    """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
+
+    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files.
+    """
+    if (beyond := 2 * layout.numel + _READING_BYTES - later) > 0:
         formula = f"2 B x {_count(layout.numel)}, the weights of a rank on their way to the GPU"
-        yield _term("loading, beyond what comes later", "node", share, "estimate", formula)
-    if spec.model.weights == "pretrained" and (beyond := 2 * layout.parameters - later - share) > 0:
-        # MXFP4 checkpoints are dequantised by every rank for itself; others are merged by rank 0, which hands out the shares.
-        rank = None if shape.model_type == "gpt_oss" else 0
-        formula = f"2 B x {_count(layout.parameters)}, whole in memory before the states exist"
-        yield _term("merging the checkpoint, beyond that", "node", beyond, "estimate", formula, rank=rank)
+        yield _term(LOADING, "node", beyond, "estimate", formula)
 
 
 def _shared(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:

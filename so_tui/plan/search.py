@@ -103,13 +103,25 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
 
 
 def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]:
-    for micro_batch in reversed(micro_batches(spec)):
-        for policy in policies(spec, site):
+    states_fit = _states_fit(spec, site, ranks)
+    for policy in policies(spec, site):
+        for micro_batch in micro_batches(spec):
             varied = with_policy(with_micro_batch(spec, micro_batch), policy)
-            on_gpu = assess(in_mode(varied, "gpu"), site, ranks=ranks)
-            yield on_gpu
-            if on_gpu.verdict != "fits":
-                yield smallest_ratio(varied, site, margin=GPU_MARGIN, ranks=ranks)
+            if states_fit:
+                on_gpu = assess(in_mode(varied, "gpu"), site, ranks=ranks)
+                yield on_gpu
+                if on_gpu.verdict == "fits":
+                    continue
+            offloaded = smallest_ratio(varied, site, margin=GPU_MARGIN, ranks=ranks)
+            yield offloaded
+            if offloaded.verdict == "does not fit":
+                break  # nor would a larger micro-batch
+
+
+def _states_fit(spec: RunSpec, site: Site, ranks: int | None) -> bool:
+    """Whether the bare states have room on the GPU: a quick no for large models."""
+    capacity = site.supply.gpu_bytes
+    return capacity is None or 16 * spec.model.parameter_count <= capacity * (ranks or site.ranks)
 
 
 def _nearest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:

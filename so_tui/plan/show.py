@@ -101,7 +101,7 @@ def _places(plan: Plan, machine: Machine) -> tuple[tuple[Place, str, int | None]
         ("gpu", "each GPU", plan.gpu_capacity_bytes),
         ("node", "host, each rank", node),
         ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
-        ("disk", "disk, whole run", None),
+        ("disk", "disk, one checkpoint", None),
     )
 
 

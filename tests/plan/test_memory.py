@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from so_tui.plan import make_plan
 from so_tui.plan.architecture import architecture
 from so_tui.plan.layout import state_layout
-from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
+from so_tui.plan.memory import LOADING, all_terms, memory_terms, phase_bytes
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec import RunSpec, load_catalog, with_values
 
@@ -170,13 +170,14 @@ def test_keeping_more_takes_more(name: str) -> None:
     assert full < selective < none
 
 
-def test_only_rank_zero_merges_a_pretrained_checkpoint() -> None:
-    plan = make_plan(with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4"}), superchips(4))
-    assert plan.host_bytes_per_node[0] > plan.host_bytes_per_node[1] == plan.host_bytes_per_node[3]
-    random = make_plan(
-        with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4", "model.weights": "random"}), superchips(4)
-    )
-    assert random.host_bytes_per_node[0] == random.host_bytes_per_node[1]
+def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() -> None:
+    spec = with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4"})
+    plan = make_plan(spec, superchips(4))
+    assert len(set(plan.host_bytes_per_node.values())) == 1
+    (loading,) = (term for term in plan.breakdown if term.name == LOADING)
+    assert loading.bytes == pytest.approx(2 * state_layout(plan.spec, 4).numel, rel=0.05)
+    offloaded = make_plan(with_values(spec, {"offload.mode": "superoffload"}), superchips(4))
+    assert all(term.name != LOADING for term in offloaded.breakdown)
 
 
 def test_terms_add_up_to_the_plan() -> None:

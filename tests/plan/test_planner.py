@@ -34,6 +34,7 @@ def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_w
     said = " ".join(plan.reasons)
     assert "needs" in said
     assert "480 GB" in said
+    assert "2 machines like this one (8 GPUs)" in said
 
 
 def test_too_little_host_memory_names_the_node_the_figures_and_the_remedy() -> None:
@@ -114,6 +115,49 @@ def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
     assert any("gradient_clipping" in warning for warning in warned.warnings)
     own = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
     assert not any("gradient_clipping" in warning for warning in own.warnings)
+
+
+def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
+    plan = recommend(spec_of("llama-3.1-8b", data__sequence_length="1048576", train__micro_batch="1"), BIG, 1)
+    assert not plan.fits
+    (length,) = (int(reason.split("= ")[1].split()[0]) for reason in plan.reasons if "data.sequence_length" in reason)
+    assert recommend(spec_of("llama-3.1-8b", data__sequence_length=str(length), train__micro_batch="1"), BIG, 1).fits
+
+
+def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
+    roomy = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H200"))
+    assert roomy.spec.model.activation_checkpointing == "none"
+    narrow = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559))
+    assert narrow.spec.model.activation_checkpointing == "selective"
+    given = spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", model__activation_checkpointing="none")
+    refused = make_plan(given, x86("NVIDIA H100 80GB HBM3", gpu_mib=40_000))
+    assert not refused.fits
+    assert any("activation_checkpointing = full" in reason for reason in refused.reasons)
+
+
+def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> None:
+    plan = recommend(spec_of("qwen3-14b"), QUAD, 4)
+    said = " ".join(plan.reasons)
+    assert all(
+        word in said for word in ("is the smallest", "activation checkpointing", "accumulation", "run CPU Adam", "next best", "slower")
+    )
+    given = make_plan(spec_of("qwen3-14b", gpus="4", model__activation_checkpointing="full", offload__mode="superoffload"), QUAD)
+    assert plan.tokens_per_step == given.tokens_per_step
+    assert plan.spec.data.sequence_length == given.spec.data.sequence_length
+    assert (plan.useful_tokens_per_s_total or 0) >= (given.useful_tokens_per_s_total or 0)
+
+
+@pytest.mark.parametrize("name", list(CATALOG.presets))
+@pytest.mark.parametrize(
+    "machine", [QUAD, BIG, x86("NVIDIA H200"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)], ids=["quad", "big", "h200", "h100"]
+)
+def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: Machine) -> None:
+    plan = recommend(CATALOG.presets[name].spec, machine, 1)
+    if plan.recommended:
+        assert plan.gpu_bytes <= 0.92 * (plan.gpu_capacity_bytes or 0)
+        assert all(needs <= 0.94 * plan.host_capacity_bytes_per_node[node] for node, needs in plan.host_bytes_per_node.items())
+        as_run = make_plan(plan.spec, machine)
+        assert (as_run.verdict, as_run.gpu_bytes, as_run.step_s) == ("fits", plan.gpu_bytes, plan.step_s)
 
 
 def test_a_needless_ratio_is_priced() -> None:
