@@ -59,8 +59,9 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
+    from so_tui_trainer.matching import meta_model
     from so_tui_trainer.tools.describe_model import describe
-    from so_tui_trainer.tools.presets import meta_model, model_config, parameter_table
+    from so_tui_trainer.tools.presets import model_config, parameter_table
 
     config, leaves, read = KINDS[kind]
     answer = list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))[-1]

@@ -1,16 +1,18 @@
-"""Every architecture of the presets, scaled down: packed documents train as if each were alone, in the attention that the CPU gets."""
+"""Every architecture of the presets, scaled down: packed documents train as if each were alone, whatever attention runs."""
 
 from typing import Any
 
 import pytest
 import torch
 from test_batches import documents, spec
+from test_flash import PLAIN
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from so_tui.spec import load_catalog
-from so_tui_trainer import attention
+from so_tui.spec import InputError, ModelSpec, load_catalog
+from so_tui_trainer import attention, flash
 from so_tui_trainer.batches import Batches
+from so_tui_trainer.matching import meta_model
 from so_tui_trainer.model import TrainedModel, load_config, without_dropout
 
 SMALL: dict[str, Any] = {
@@ -35,27 +37,24 @@ SMALL: dict[str, Any] = {
 ONE_OF_EACH = {preset.spec.model.config["model_type"]: name for name, preset in load_catalog().presets.items()}
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
-def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
-    torch.manual_seed(0)
+def scaled_down(name: str) -> ModelSpec:
+    """A preset's model with random weights, a thousandth of its size."""
     full = load_catalog().presets[name].spec.model
     shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
-    random = type(full)(id=full.id, weights="random", config=shape)
-    config = load_config(random)
+    return ModelSpec(id=full.id, weights="random", config=shape)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
+    """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
+    torch.manual_seed(0)
+    config = load_config(scaled_down(name))
     without_dropout(config)
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    implementation = attention.choose(random, model_class._supports_sdpa, torch.device("cpu"))
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
-    model = TrainedModel(causal, implementation)
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="128"), 0)
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
-    packed = model(batch, weight)
-    packed.backward()
-    gradients = {key: parameter.grad.clone() for key, parameter in causal.named_parameters() if parameter.grad is not None}
-    assert gradients.keys() == {key for key, _ in causal.named_parameters()}
-    model.zero_grad()
     alone = torch.zeros(())
     for index in batches._indices(0, len(batch.input_ids)):
         for document in batches.sequences.of(int(index)):
@@ -64,6 +63,26 @@ def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
             labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
             alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
     (alone * weight).backward()
-    torch.testing.assert_close(packed, alone * weight)
-    for key, parameter in causal.named_parameters():
-        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-3, atol=1e-5, msg=key)
+    expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
+    assert None not in expected.values()
+    for implementation in ("eager", *(["sdpa"] if causal._supports_sdpa else []), flash.register(PLAIN)):
+        causal.zero_grad()
+        causal.set_attn_implementation(implementation)
+        packed = TrainedModel(causal, implementation)(batch, weight)
+        packed.backward()
+        torch.testing.assert_close(packed, alone * weight, msg=implementation)
+        for key, parameter in causal.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
+
+
+def test_sinks_are_never_left_out() -> None:
+    meta = meta_model(load_config(scaled_down("gpt-oss-20b")))
+    assert attention.has_sinks(meta)
+    assert not attention.has_sinks(meta_model(load_config(scaled_down("qwen3-14b"))))
+    for device, expected in (("cuda", flash.NAME), ("cpu", "eager")):
+        found = attention.choose(scaled_down("gpt-oss-20b"), supports_sdpa=False, has_sinks=True, device=torch.device(device))
+        assert found == expected
+    for blind in ("sdpa", "flash_attention_2", "flash_attention_3"):
+        asked = ModelSpec(id="any", attention=blind)  # type: ignore[arg-type] # one of the literals
+        with pytest.raises(InputError, match="sinks"):
+            attention.choose(asked, supports_sdpa=True, has_sinks=True, device=torch.device("cuda"))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from so_tui.plan.loss import loss_bytes
 from so_tui.runs.records import EndRecord, StepRecord
-from so_tui_trainer import attention
+from so_tui_trainer import flash
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.loss import HeadLoss
 from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_the_varlen_kernel_gives_what_masked_attention_gives(window: int | None) -> None:
+def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) -> None:
     torch.manual_seed(0)
     config = load_config(tiny().model)
     if window:
@@ -29,7 +29,7 @@ def test_the_varlen_kernel_gives_what_masked_attention_gives(window: int | None)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").to(device)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(device)
     results = []
-    for implementation in ("eager", "sdpa", attention.choose(tiny().model, True, device)):
+    for implementation in ("eager", "sdpa", flash.register()):
         causal.set_attn_implementation(implementation)
         model = TrainedModel(causal, implementation)
         model.zero_grad()

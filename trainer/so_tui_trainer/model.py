@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.types import decays
-from so_tui_trainer import attention, kernels, recompute
+from so_tui_trainer import attention, kernels, loading, matching, recompute
 from so_tui_trainer.batches import Batch
 from so_tui_trainer.loss import HeadLoss
+from so_tui_trainer.matching import meta_model
+from so_tui_trainer.pretrained import weights_folder
+from so_tui_trainer.stored import read_index
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -21,22 +25,6 @@ PREFIX = "causal."
 """What stands before a parameter's name in the Hugging Face model."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _LOGIT_SCALES = ("logits_scaling", "logit_scale")
-
-
-class Zero3:
-    """Tells transformers that ZeRO-3 is on, with which config, as long as it lives.
-
-    transformers' own ``HfDeepSpeedConfig`` does the same and needs the accelerate package for it.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        from transformers.integrations.deepspeed import set_hf_deepspeed_config
-
-        self.config = config
-        set_hf_deepspeed_config(self)  # type: ignore[no-untyped-call]
-
-    def is_zero3(self) -> bool:
-        return True
 
 
 class TrainedModel(nn.Module):
@@ -82,16 +70,16 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
         raise InputError([Problem(field="model.id", value=model.id, message=f"cannot be read ({reason})", remedy=remedy)]) from error
 
 
-def build(spec: RunSpec, device: torch.device) -> TrainedModel:
-    """The model in bf16, ready to train; a ``Zero3`` must be alive, which cuts it over the ranks.
+def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> TrainedModel:
+    """The model in bf16, cut over the ranks as ``ds_config`` says, ready to train.
 
-    Raises InputError: model not to be had, weights missing, or a kind of model that is not supported.
+    Raises InputError: model not to be had, weights that are not the model's, or a kind of model that is not supported.
     """
     config = load_config(spec.model)
     without_dropout(config)
-    model_class = _model_class(config, spec.model)
-    implementation = attention.choose(spec.model, bool(model_class._supports_sdpa), device)
-    causal = _random(config, implementation) if spec.model.weights == "random" else _pretrained(spec.model, config, implementation)
+    if hasattr(config, "quantization_config"):  # the weights that are loaded are not quantised any more
+        del config.quantization_config
+    causal, implementation = _causal(spec.model, config, device, ds_config)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
@@ -160,45 +148,22 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
     return model_class
 
 
-def _random(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
-    """transformers initialises under ZeRO-3 with each module's parameters gathered; the first loss is checked against what that gives."""
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
-    causal: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)
-    return causal
-
-
-def _pretrained(model: ModelSpec, config: PretrainedConfig, implementation: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM
-    causal, info = factory.from_pretrained(
-        resolve_source(model.id),
-        config=config,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        dtype=torch.bfloat16,
-        attn_implementation=implementation,
-        output_loading_info=True,
-        **_dequantised(config),
-    )
-    if missing := sorted(info["missing_keys"]):
-        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        message, remedy = f"its weights lack {named}", "Fetch it again with `so-tui fetch`, or choose a complete checkpoint."
-        raise InputError([Problem(field="model.id", value=model.id, message=message, remedy=remedy)])
-    loaded: PreTrainedModel = causal
-    return loaded
-
-
-def _dequantised(config: PretrainedConfig) -> dict[str, Any]:
-    """MXFP4 weights (gpt-oss) cannot be trained as they are."""
-    quantisation = getattr(config, "quantization_config", None)
-    if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
-        return {}
-    from transformers.utils.quantization_config import Mxfp4Config
-
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any]) -> tuple[PreTrainedModel, str]:
+    """The model with its weights, cut over the ranks, and its attention implementation."""
+    model_class = _model_class(config, spec)
+    meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
+    sinks = attention.has_sinks(meta)
+    implementation = attention.choose(spec, supports_sdpa=bool(model_class._supports_sdpa), has_sinks=sinks, device=device)
+    if spec.weights == "random":
+        causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
+        loading.initialise(causal)
+        return causal, implementation
+    index = read_index(weights_folder(spec, say=partial(print, flush=True)))
+    found = matching.match(meta, index)
+    matching.refuse(found, spec)
+    causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
+    loading.load(causal, meta, found, index)
+    return causal, implementation
 
 
 def _gather_whole(causal: PreTrainedModel, model: ModelSpec) -> None:

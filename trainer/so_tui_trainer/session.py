@@ -40,7 +40,7 @@ from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, train
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
-from so_tui_trainer.model import Zero3, build, expected_first_loss, parameter_count, parameter_groups
+from so_tui_trainer.model import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 
 
@@ -181,15 +181,13 @@ class Session:
     def _loop(self, ranks: Ranks, data: TrainingData, control: Control) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
-        zero3 = Zero3(ds_config)
-        model = build(self.spec, ranks.device)
+        model = build(self.spec, ranks.device, ds_config)
         self._check_sizes(model.causal.config, data.documents)
         parameters = parameter_count(model)
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
         self.engine = offload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
-        del zero3
         binding.settle(mine)
         self._seed(self.rank)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)

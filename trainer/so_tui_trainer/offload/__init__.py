@@ -29,10 +29,12 @@ __all__ = [
     "StateMismatchError",
     "WorkerLostError",
     "close",
+    "cut_over_ranks",
     "gradient_norm",
     "initialize",
     "join_process_group",
     "load_state",
+    "own_part",
     "save_state",
     "set_learning_rate",
     "settle",
@@ -40,6 +42,9 @@ __all__ = [
     "uses_worker",
     "worker_pid",
 ]
+
+cut_over_ranks = deepspeed_0_19_8.cut_over_ranks
+own_part = deepspeed_0_19_8.own_part
 
 ParameterGroups = Sequence[dict[str, Any]]
 """As torch's optimizers take them: ``{"params": [...], "weight_decay": ...}``; frozen parameters are left out by the caller or here."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,20 @@ def join_process_group(**settings: Any) -> None:
     backend: Any = import_module("deepspeed.comm.torch")  # its package has torch itself under that name
     backend.build_shm_op = lambda: None
     deepspeed.init_distributed(**settings)
+
+
+def cut_over_ranks(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """While this lasts, a module that is made has its parameters cut over the ranks as soon as it is there."""
+    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=dict(ds_config))
+    return context
+
+
+def own_part(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
+    """What this rank keeps of a parameter that is cut: a flat view, and the place of its first element in the whole, flattened."""
+    cut: Any = parameter
+    share = cut.ds_tensor.ds_numel
+    start = share * comm.get_rank(group=cut.ds_process_group)
+    return cut.ds_tensor.data[: max(0, min(share, cut.ds_numel - start))], start
 
 
 def share_hyperparameters(engine: Engine) -> None:

@@ -49,7 +49,8 @@ _DEQUANTISED = "mxfp4"
 def describe(request: Answer) -> Iterator[Answer]:
     """Raises InputError."""
     stay_offline_when_cut_off()
-    from so_tui_trainer.tools.presets import blocks_of, meta_model, ordered_tensors
+    from so_tui_trainer.matching import meta_model
+    from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
 
     asked = ModelSpec(
         id=_absolute(request["model"]), revision=request.get("revision") or "main", trust_remote_code=bool(request.get("trust_remote_code"))

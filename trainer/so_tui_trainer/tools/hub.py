@@ -12,7 +12,7 @@ from so_tui.spec import InputError, ModelSpec, Problem
 WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 """What loading may need; weights in other formats stay on the hub."""
 _CONNECT_S = 3.0
-_UNWANTED = ("original/*", "metal/*", "onnx/*")
+UNWANTED = ("original/*", "metal/*", "onnx/*")
 
 
 def stay_offline_when_cut_off() -> None:
@@ -75,7 +75,7 @@ def _cached(model: ModelSpec, name: str) -> bool:
 
 
 def _wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in WANTED) and not any(fnmatch(name, pattern) for pattern in _UNWANTED)
+    return any(fnmatch(name, pattern) for pattern in WANTED) and not any(fnmatch(name, pattern) for pattern in UNWANTED)
 
 
 def _problem(model: ModelSpec, message: str, remedy: str) -> Problem:

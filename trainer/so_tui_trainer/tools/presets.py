@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, decays, find_preset, resolve_source
 from so_tui.spec.table import MARKER, table_text
 from so_tui.spec.types import TensorKind
+from so_tui_trainer.matching import meta_model
 
 _LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
 """A layer's number in a parameter's name, by the names that models give their list of layers."""
@@ -38,14 +38,6 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
         return config
     built: PretrainedConfig = AutoConfig.for_model(shape.pop("model_type"), **shape)
     return built
-
-
-def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model without any memory behind its parameters."""
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-    return model
 
 
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:

@@ -1,0 +1,133 @@
+"""Weights into a model that is cut over one and two ranks, and the memory that takes. The ranks are this file, run as a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_architectures import ONE_OF_EACH
+from test_matching import saved
+
+ROOT = Path(__file__).parents[2]
+DS_CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+MIB = 1 << 20
+
+
+def run_ranks(ranks: int, *arguments: str) -> list[str]:
+    """What each rank printed last."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer"), str(Path(__file__).parent)]),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
+    return [output.strip().rpartition("\n")[2] for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_holds_its_part_of_the_checkpoint_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    for kind, name in ONE_OF_EACH.items():
+        saved(name, tmp_path / kind, tie_word_embeddings=kind == "qwen3")
+    assert run_ranks(ranks, "compare", str(tmp_path)) == [f"{len(ONE_OF_EACH)} models"] * ranks
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_part_and_what_the_formula_says(tmp_path: Path) -> None:
+    large: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 12}
+    model = saved("qwen3-30b-a3b", tmp_path, **large, vocab_size=16_000, layer_types=["full_attention"] * 12)
+    whole = sum(parameter.numel() * 2 for parameter in model.parameters())
+    del model
+    for line in run_ranks(2, "measure", str(tmp_path)):
+        found = json.loads(line)
+        assert found["peak"] < whole / 2 + found["formula"] + 50 * MIB
+        assert found["formula"] + 50 * MIB < whole / 3  # else the line above says little
+
+
+def _spec(folder: Path) -> Any:
+    from launching import tiny
+
+    return tiny(model__id=str(folder), model__weights="pretrained")
+
+
+def _compare(folder: Path) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from so_tui_trainer import offload
+    from so_tui_trainer.model import build
+
+    folders = sorted(folder.iterdir())
+    for path in folders:
+        plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        causal = build(_spec(path), torch.device("cpu"), DS_CONFIG).causal
+        whole = dict(plain.named_parameters())
+        assert whole.keys() == dict(causal.named_parameters()).keys()
+        for name, parameter in causal.named_parameters():
+            part, start = offload.own_part(parameter)
+            assert torch.equal(part, whole[name].detach().flatten()[start : start + len(part)]), (path.name, name)
+        buffers = dict(plain.named_buffers())
+        for name, buffer in causal.named_buffers():
+            assert buffer.dtype == buffers[name].dtype, name
+            assert torch.equal(buffer, buffers[name]), name
+    return f"{len(folders)} models"
+
+
+def _measure(folder: Path) -> str:
+    import torch
+
+    from so_tui_trainer.loading import host_peak_bytes
+    from so_tui_trainer.matching import match, meta_model
+    from so_tui_trainer.model import build, load_config
+    from so_tui_trainer.stored import read_index
+
+    spec = _spec(folder)
+    index = read_index(folder)
+    formula = host_peak_bytes(match(meta_model(load_config(spec.model)), index), index)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    build(spec, torch.device("cpu"), DS_CONFIG)
+    return json.dumps({"peak": _status("VmHWM") - before, "formula": formula})
+
+
+def _status(key: str) -> int:
+    """Of this process, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _rank(what: str, folder: Path) -> None:
+    from so_tui_trainer.ranks import join
+
+    ranks = join(use_gpu=False)
+    line = {"compare": _compare, "measure": _measure}[what](folder)
+    ranks.barrier()
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], Path(sys.argv[2]))

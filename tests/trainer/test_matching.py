@@ -1,0 +1,142 @@
+"""What a checkpoint must hold, and what is said when it does not; on the layouts that the hub has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_architectures import ONE_OF_EACH, scaled_down
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from so_tui.spec import InputError, ModelSpec
+from so_tui_trainer.matching import Match, largest_conversion_bytes, match, meta_model, refuse
+from so_tui_trainer.model import load_config
+from so_tui_trainer.stored import read_index
+
+LAYOUT = {
+    "llama": "model.layers.0.mlp.gate_proj.weight",
+    "qwen3": "model.layers.0.self_attn.q_norm.weight",
+    "phi3": "model.layers.0.self_attn.qkv_proj.weight",
+    "seed_oss": "model.layers.0.self_attn.q_proj.bias",
+    "qwen3_moe": "model.layers.0.mlp.experts.0.gate_proj.weight",
+    "gpt_oss": "model.layers.0.self_attn.sinks",
+}
+"""A name that the published checkpoint of each architecture holds."""
+
+
+def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
+    """A preset's model scaled down, with random weights, and its folder in the layout of the hub: saving undoes what loading converts."""
+    torch.manual_seed(0)
+    config = load_config(scaled_down(name))
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+def matched(model: PreTrainedModel, folder: Path) -> Match:
+    return match(meta_model(model.config), read_index(folder))
+
+
+def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replace tensors of a saved model, or take them out (None)."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **change}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, metadata={"format": "pt"})
+
+
+def refused(found: Match) -> str:
+    with pytest.raises(InputError) as caught:
+        refuse(found, ModelSpec(id="some/model"))
+    (problem,) = caught.value.problems
+    assert problem.field == "model.id"
+    assert problem.remedy
+    return problem.message
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_the_checkpoints_of_every_architecture_are_taken_as_they_are(kind: str, tmp_path: Path) -> None:
+    model = saved(ONE_OF_EACH[kind], tmp_path)
+    assert LAYOUT[kind] in read_index(tmp_path)
+    found = matched(model, tmp_path)
+    assert (found.missing, found.unexpected, found.mismatched) == ((), (), ())
+    refuse(found, ModelSpec(id="some/model"))
+    assert {name for conversion in found.conversions for name in conversion.shapes} == set(model.state_dict())
+    assert (largest_conversion_bytes(found, read_index(tmp_path)) > 0) == (kind == "qwen3_moe")
+
+
+def test_a_tied_head_need_not_be_stored_and_may_be(tmp_path: Path) -> None:
+    model = saved("qwen3-14b", tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in read_index(tmp_path)
+    assert matched(model, tmp_path).missing == ()
+    rewrite(tmp_path, {"lm_head.weight": model.get_input_embeddings().weight.detach().clone()})
+    found = matched(model, tmp_path)
+    assert (found.missing, found.unexpected) == ((), ())
+
+
+def test_old_checkpoints_may_hold_the_angles_of_positions(tmp_path: Path) -> None:
+    model = saved("llama-3.1-8b", tmp_path)
+    rewrite(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert matched(model, tmp_path).unexpected == ()
+
+
+def test_missing_unexpected_and_mismatched_tensors_are_named_and_counted(tmp_path: Path) -> None:
+    model = saved("qwen3-14b", tmp_path)
+    gone = [f"model.layers.{layer}.self_attn.{part}.weight" for layer in range(2) for part in ("q_proj", "k_proj", "v_proj")]
+    changes = dict.fromkeys(gone) | {"adapter.weight": torch.ones(2), "model.norm.weight": torch.ones(63)}
+    rewrite(tmp_path, changes)
+    found = matched(model, tmp_path)
+    assert set(found.missing) == set(gone)
+    assert found.unexpected == ("adapter.weight",)
+    message = refused(found)
+    assert "lacks 6 tensors (model.layers.0.self_attn.q_proj.weight" in message
+    assert "and 2 more" in message
+    assert "1 tensor (adapter.weight)" in message
+    assert "model.norm.weight (63, the model's is 64)" in message
+
+
+@pytest.mark.parametrize("replacement", [None, torch.ones(32, 63, dtype=torch.bfloat16)])
+def test_an_expert_that_is_missing_or_of_another_shape_is_found(replacement: torch.Tensor | None, tmp_path: Path) -> None:
+    model = saved("qwen3-30b-a3b", tmp_path)
+    rewrite(tmp_path, {"model.layers.1.mlp.experts.2.gate_proj.weight": replacement})
+    found = matched(model, tmp_path)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in refused(found)
+    assert "model.layers.0" not in refused(found)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    saved("phi-4", tmp_path)
+    found = match(meta_model(load_config(scaled_down("llama-3.1-8b"))), read_index(tmp_path))
+    assert found.missing
+    assert found.unexpected
+    assert len(refused(found)) < 600
+
+
+def test_files_that_are_missing_cut_or_damaged_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no \*.safetensors"):
+        read_index(tmp_path)
+    model = saved("qwen3-14b", tmp_path)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    shards = sorted((tmp_path / "parts").glob("*.safetensors"))
+    assert len(read_index(tmp_path / "parts")) == len(read_index(tmp_path))
+    shards[0].unlink()
+    with pytest.raises(InputError, match=f"lacks {shards[0].name}"):
+        read_index(tmp_path / "parts")
+    whole = tmp_path / "model.safetensors"
+    data = whole.read_bytes()
+    whole.write_bytes(data[:-10])
+    with pytest.raises(InputError, match="shorter"):
+        read_index(tmp_path)
+    whole.write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
+    with pytest.raises(InputError, match="no readable"):
+        read_index(tmp_path)
+
+
+def test_stored_elements_are_read_from_the_middle(tmp_path: Path) -> None:
+    model = saved("qwen3-14b", tmp_path)
+    index = read_index(tmp_path)
+    weight = model.get_parameter("model.layers.1.mlp.down_proj.weight").detach()
+    stored = index["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(stored.read(), weight)
+    assert torch.equal(stored.elements(100, 333), weight.flatten()[100:333])

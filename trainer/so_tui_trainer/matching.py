@@ -1,0 +1,169 @@
+"""Which stored tensors make which tensor of the model, and what does not fit: known from names and shapes, before anything is loaded.
+
+transformers renames and fuses what checkpoints hold (experts stored one by one are one tensor in the model). Its own table of such
+conversions is followed here: run on meta tensors it gives names and shapes, run on real ones the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui_trainer.stored import Stored
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_NAMED = 4
+
+
+class Conversion(NamedTuple):
+    """What makes one or more tensors of the model."""
+
+    target: str
+    """The model's tensor; where there are several, the first."""
+    sources: tuple[tuple[str, str], ...]
+    """(pattern of the converter, name in the checkpoint), in the order in which they are put together."""
+    converter: Any
+    """transformers' ``WeightConverter``; None: the stored tensor is the model's, perhaps under another name."""
+    shapes: dict[str, tuple[int, ...]]
+    """The tensors that come out."""
+
+
+class Match(NamedTuple):
+    conversions: tuple[Conversion, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    """With both shapes, for people."""
+
+
+def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model without any memory behind its parameters."""
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    return model
+
+
+def match(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
+    """How the checkpoint's tensors become the model's. Works on a meta model."""
+    wanted: dict[str, Tensor] = model.state_dict()
+    groups, unexpected = _grouped(model, wanted, index)
+    conversions, mismatched = [], []
+    for (target, converter), sources in groups.items():
+        try:
+            shapes = _outputs(model, target, converter, sources, index)
+        except (RuntimeError, ValueError) as error:  # parts that cannot be put together
+            mismatched.append(f"{target} ({str(error).splitlines()[0]})")
+            continue
+        conversions.append(Conversion(target, tuple(sources), converter, shapes))
+        for name, shape in shapes.items():
+            if name in wanted and tuple(wanted[name].shape) != shape:
+                mismatched.append(f"{name} ({_text(shape)}, the model's is {_text(wanted[name].shape)})")
+    loaded = {name for conversion in conversions for name in conversion.shapes}
+    broken = {entry.partition(" ")[0] for entry in mismatched}
+    ties = _ties(model)
+    missing = [name for name in wanted if not (ties.get(name, {name}) & (loaded | broken))]
+    return Match(
+        tuple(conversions),
+        _without(missing, model._keys_to_ignore_on_load_missing),
+        _without(unexpected, {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}),
+        tuple(mismatched),
+    )
+
+
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""What old checkpoints hold and today's models compute."""
+
+
+def realised(model: PreTrainedModel, conversion: Conversion, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The model's tensors that a conversion makes; ``read`` gives a stored one by its name."""
+    if conversion.converter is None:
+        return {conversion.target: read(conversion.sources[0][1])}
+    working = deepcopy(conversion.converter)
+    for pattern, name in conversion.sources:
+        working.add_tensor(conversion.target, name, pattern, read(name))
+    made: dict[str, Any] = working.convert(conversion.target, model=model, config=model.config)
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def refuse(found: Match, model: ModelSpec) -> None:
+    """Raises InputError when the checkpoint is not the model's, with counts and some of the names."""
+    kinds = (
+        ("lacks", found.missing),
+        ("holds, and the model has no place for,", found.unexpected),
+        ("has in another shape", found.mismatched),
+    )
+    if parts := [f"{verb} {_some(names)}" for verb, names in kinds if names]:
+        remedy = "Check that `model.id` and `model.revision` name what you mean, then fetch it again with `so-tui fetch`."
+        raise InputError([Problem(field="model.id", value=model.id, message=f"its checkpoint {'; '.join(parts)}", remedy=remedy)])
+
+
+def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
+    """Bytes of the stored tensors that the largest conversion puts together; 0 when every tensor is stored as the model has it."""
+    sizes = (sum(index[name].bytes for _, name in conversion.sources) for conversion in found.conversions if conversion.converter)
+    return max(sizes, default=0)
+
+
+def _grouped(
+    model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Iterable[str]
+) -> tuple[dict[tuple[str, Any], list[tuple[str, str]]], list[str]]:
+    """The sources of each (target, converter), and the names that have no place in the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[tuple[str, Any], list[tuple[str, str]]] = {}
+    unexpected = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(wanted))
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target in wanted:
+            converter = None if pattern is None else by_pattern[pattern]
+            groups.setdefault((target, converter), []).append((pattern or name, name))
+        else:
+            unexpected.append(name)
+    return groups, unexpected
+
+
+def _outputs(
+    model: PreTrainedModel, target: str, converter: Any, sources: list[tuple[str, str]], index: Mapping[str, Stored]
+) -> dict[str, tuple[int, ...]]:
+    draft = Conversion(target, tuple(sources), converter, {})
+    made = realised(model, draft, lambda name: torch.empty(index[name].shape, dtype=index[name].dtype, device="meta"))
+    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+
+def _ties(model: PreTrainedModel) -> dict[str, set[str]]:
+    """For each parameter all the names it has."""
+    by_identity: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), set()).add(name)
+    return {name: names for names in by_identity.values() for name in names}
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str, ...]:
+    ignored = tuple(patterns or ())
+    return tuple(name for name in names if not any(re.search(pattern, name) for pattern in ignored))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_NAMED])}{more})"
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"

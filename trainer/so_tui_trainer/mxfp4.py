@@ -1,0 +1,146 @@
+"""MXFP4 weights (gpt-oss) to bf16, once: a folder as ``save_pretrained`` would write it, made an expert at a time.
+
+MXFP4 stores 32 values as one shared power of two and 32 values of 4 bits: here ``NAME_scales`` [experts, rows, blocks] with the exponent
+plus 127, and ``NAME_blocks`` [experts, rows, blocks, 16] with two values a byte, the lower half first. The model has the matrices of the
+experts the other way round: [experts, blocks * 32, rows]. Every value fits bf16 exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from so_tui.spec import InputError, Problem, disk_size
+from so_tui_trainer.stored import DTYPES, Stored, read_index
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the lower three bits; the fourth is the sign."""
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_ALIGNMENT = 64
+
+
+class _Output(NamedTuple):
+    """A tensor of the new folder: its shape and type, and its bytes in pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def is_mxfp4(config: Mapping[str, Any] | None) -> bool:
+    """Whether a model's ``quantization_config`` says MXFP4."""
+    return bool(config) and dict(config or {}).get("quant_method") == "mxfp4"
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """One expert's matrix in bf16, [blocks * 32, rows]; ``blocks``: [rows, blocks, 16] uint8, ``scales``: [rows, blocks] uint8."""
+    both = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((both[byte & 15], both[byte >> 4]), dim=-1).view(torch.int32).flatten()
+    values = pairs[blocks.to(torch.int64).flatten()].view(torch.bfloat16).view(*scales.shape, 32)
+    powers = torch.ldexp(torch.ones((), dtype=torch.float32), torch.arange(256) - 127).to(torch.bfloat16)
+    return (values * powers[scales.to(torch.int64)][..., None]).flatten(1).t().contiguous()
+
+
+def needed_bytes(source: Path) -> int:
+    """Disk that the bf16 folder of an MXFP4 checkpoint takes."""
+    return sum(output.bytes for outputs in _outputs(read_index(source)).values() for output in outputs.values())
+
+
+def convert(source: Path, target: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """Write the bf16 folder of an MXFP4 checkpoint; returns ``target``, which appears whole or not at all.
+
+    Files that an interrupted conversion finished are not made again. ``say`` gets a line of progress for each file.
+    Raises InputError when the disk has no room, OSError when it does not take it.
+    """
+    if target.is_dir():
+        return target
+    files = _outputs(read_index(source))
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    todo = [name for name in files if not (partial / name).is_file()]
+    _check_room(partial, sum(output.bytes for name in todo for output in files[name].values()))
+    for number, name in enumerate(todo, start=1):
+        say(f"MXFP4 to bf16: {name} ({number} of {len(todo)}, {disk_size(sum(output.bytes for output in files[name].values()))})")
+        _write_file(partial / name, files[name])
+    _write_rest(source, partial, files)
+    partial.rename(target)
+    return target
+
+
+def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
+    """The tensors of every new file, which is named as the one that holds the blocks or the tensor itself."""
+    files: dict[str, dict[str, _Output]] = {}
+    for name, stored in index.items():
+        file = files.setdefault(stored.path.name, {})
+        if name.endswith(_BLOCKS) and (scales := index.get(name.removesuffix(_BLOCKS) + _SCALES)):
+            experts, rows, blocks, _ = stored.shape
+            shape = (experts, blocks * 32, rows)
+            file[name.removesuffix(_BLOCKS)] = _Output(torch.bfloat16, shape, lambda s=stored, c=scales: _experts(s, c))  # type: ignore[misc]
+        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in index):
+            file[name] = _Output(stored.dtype, stored.shape, lambda s=stored: iter((s.read(),)))  # type: ignore[misc]
+    return {name: tensors for name, tensors in files.items() if tensors}
+
+
+def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
+    """The matrices of the experts, one after the other."""
+    experts, of_blocks, of_scales = blocks.shape[0], prod(blocks.shape[1:]), prod(scales.shape[1:])
+    for expert in range(experts):
+        packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(blocks.shape[1:])
+        exponents = scales.elements(expert * of_scales, (expert + 1) * of_scales).view(scales.shape[1:])
+        yield dequantised(packed, exponents)
+
+
+def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
+    """A safetensors file; under another name until it is whole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, output in tensors.items():
+        header[name] = {"dtype": _NAMES[output.dtype], "shape": output.shape, "data_offsets": (place, place + output.bytes)}
+        place += output.bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for output in tensors.values():
+            for piece in output.pieces():
+                file.write(piece.flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _Output]]) -> None:
+    """Everything beside the weights, with the quantisation out of the configuration and an index of the new files."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, partial / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    index = {
+        "metadata": {"total_size": sum(output.bytes for tensors in files.values() for output in tensors.values())},
+        "weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors},
+    }
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        message = f"has {disk_size(free)} free, and the weights in bf16 take {disk_size(needed)}"
+        raise InputError([Problem(field="XDG_CACHE_HOME", value=str(folder), message=message, remedy="Make room, or set XDG_CACHE_HOME.")])
