@@ -46,8 +46,8 @@ def trained(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def write(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write both files that ``AutoTokenizer`` reads."""
+def write(tokenizer: Tokenizer, folder: Path, longest: int = LONGEST) -> None:
+    """Write both files that ``AutoTokenizer`` reads; ``longest``: tokens a text may have before it warns."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -55,7 +55,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token": PAD,
         "bos_token": BOS,
         "eos_token": EOS,
-        "model_max_length": LONGEST,
+        "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

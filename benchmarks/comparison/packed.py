@@ -1,0 +1,96 @@
+"""The original's configuration and engine calls, fed so-tui's packed batches: what DeepSpeed's SuperOffload does without padding.
+
+    python -m benchmarks.comparison.packed JOB
+
+The model, its loss over the whole vocabulary, full activation checkpointing, the optimizer and the DeepSpeed configuration are the
+original's. The batches, and the attention that keeps documents apart, are so-tui's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.comparison.original import SHELL
+from benchmarks.comparison.parts import BY_NAME, SEQUENCES, SHAPES, Part, Shape, published_ds_config, spec_changes
+from benchmarks.comparison.processes import tell
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from so_tui_trainer.batches import Batch
+
+LEARNING_RATE = 1e-3
+"""The script's constant: its ``--lr`` reaches no optimizer."""
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    tell(measure(BY_NAME[job["part"]], SHAPES[job["shape"]], job))
+    os._exit(0)  # everything is said; what DeepSpeed leaves to the interpreter's exit is not always survived
+
+
+def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
+    """The part's row."""
+    import deepspeed
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from benchmarks.comparison.model import device_of, packed_attention, random_model
+    from so_tui.spec import find_preset, with_values
+    from so_tui_trainer import attention, tokens
+    from so_tui_trainer.batches import Batches
+
+    begun = time.perf_counter()
+    device = device_of(shape)
+    deepspeed.init_distributed(dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    changes = spec_changes(part, shape, job["ground"]["rows"], job["ground"]["tokenizer"])
+    changes |= {"train.micro_batch": str(SEQUENCES), "train.gradient_accumulation": str(part.micro_steps)}
+    spec = with_values(find_preset(shape.preset).spec, changes)
+    batches = Batches(tokens.read(tokens.prepare(spec)), spec, rank=0, pin=shape.cuda)
+    implementation = packed_attention(shape)
+    model = random_model(shape, implementation)
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999)),
+        config=published_ds_config((Path(job["script"]).parent / SHELL).read_text(), SEQUENCES, part.micro_steps, shape),
+    )
+    engine.train()
+    started_s = time.perf_counter() - begun
+    steps, losses = [], []
+    last = time.perf_counter()
+    for number in range(1, part.steps + 1):
+        total = torch.zeros((), device=device)
+        for host_batch in batches.micro_batches(number):
+            batch = host_batch.to(device)
+            keys = attention.arguments(batch, implementation, model.config, torch.bfloat16)
+            loss = engine(input_ids=batch.input_ids, position_ids=batch.position_ids, labels=labels(batch), **keys).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / part.micro_steps
+        losses.append(total.item())  # waits for the GPU, as the original does at each step
+        now = time.perf_counter()
+        work = batches.work(number)
+        steps.append({"step_s": now - last, "useful_tokens": work.useful_tokens, "positions": work.computed_tokens})
+        last = now
+    peak = torch.cuda.max_memory_reserved() / 2**30 if shape.cuda else None
+    return {"steps": steps, "losses": losses, "started_s": started_s, "gpu_reserved_gib": peak, "attention": implementation}
+
+
+def labels(batch: Batch) -> Tensor:
+    """As Hugging Face's loss wants them: [rows, width] int64, the token itself where it is trained, -100 elsewhere."""
+    import torch
+
+    flat = torch.full_like(batch.input_ids, -100).flatten()
+    flat[batch.predictors + 1] = batch.targets
+    return flat.view_as(batch.input_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What is compared: the shapes, and the parts of a comparison in the order of their importance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Trainer = Literal["so-tui", "original", "original-packed", "trl"]
+
+SEQUENCES = 4
+"""Sequences of a micro-batch of everyone who does not choose for himself: the published scripts' batch size."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and how it is fed. Vocabulary: of the tokenizer that is trained on the rows; the model's own is the preset's."""
+
+    preset: str
+    sequence_length: int
+    vocabulary: int
+    sub_group_size: int
+    cuda: bool
+
+
+SHAPES = {
+    # 16,384 byte-level tokens cut these rows about as finely as the model's own tokenizer cuts English: 1.3 tokens a word.
+    "qwen3-4b": Shape("qwen3-4b-random", 4096, 16_384, 400_000_000, cuda=True),
+    "tiny": Shape("tiny", 256, 2048, 400_000, cuda=False),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row of the comparison. ``micro_steps``: optimizer steps are as long as so many of the original's."""
+
+    name: str
+    trainer: Trainer
+    title: str
+    mode: str = "superoffload"
+    micro_steps: int = 1
+    warmup: int = 3
+    measured: int = 5
+    limit_s: float = 150.0
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.measured
+
+    def sequences_per_step(self) -> int:
+        return SEQUENCES * self.micro_steps
+
+
+PARTS = (
+    Part("ours", "so-tui", "**so-tui**, superoffload, ratio 0.9", limit_s=120),
+    Part("ours-large", "so-tui", "**so-tui**, superoffload, ratio 0.9, long steps", micro_steps=8, warmup=1, measured=3, limit_s=150),
+    # DeepSpeed's engine needs two slow steps to fault its memory in.
+    Part("original-packed", "original-packed", "the original's configuration, fed so-tui's packed batches", measured=4, limit_s=180),
+    Part("original", "original", "the original script as it is", measured=4, limit_s=220),
+    Part("gpu", "so-tui", "so-tui, nothing offloaded", mode="gpu", limit_s=90),
+    Part("trl", "trl", "TRL, packed, ZeRO-3 with CPU optimizer", mode="zerooffload", measured=4, limit_s=180),
+    Part("gpu-large", "so-tui", "so-tui, nothing offloaded, long steps", mode="gpu", micro_steps=8, warmup=1, measured=3, limit_s=120),
+    Part(
+        "original-packed-large",
+        "original-packed",
+        "the original's configuration, fed so-tui's packed batches, 8 micro-steps",
+        micro_steps=8,
+        warmup=2,
+        measured=3,
+        limit_s=240,
+    ),
+    Part("trl-large", "trl", "TRL, packed, 8 micro-steps", mode="zerooffload", micro_steps=8, warmup=2, measured=3, limit_s=240),
+)
+DEFAULT = tuple(part.name for part in PARTS[:6])
+BY_NAME = {part.name: part for part in PARTS}
+
+
+def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[str, str]:
+    """What turns the shape's preset into this part's run, as ``--set`` takes it; without the batch."""
+    return {
+        "gpus": "1",
+        "model.tokenizer": tokenizer,
+        "data.source": rows,
+        "data.format": "alpaca",
+        "data.sequence_length": str(shape.sequence_length),
+        "offload.mode": part.mode,
+        "offload.ratio": "0.9",
+        "offload.sub_group_size": str(shape.sub_group_size),
+        "checkpoint.at_end": "false",
+        "benchmark.warmup_steps": str(part.warmup),
+        "benchmark.measured_steps": str(part.measured),
+    }
+
+
+def published_ds_config(script: str, sequences: int, micro_steps: int, shape: Shape) -> dict[str, Any]:
+    """The SuperOffload configuration inside one of the original's shell scripts, the first JSON it writes.
+
+    Two things are changed, and only where they must be: the batch when several micro-steps are asked for, and what needs a GPU on a machine
+    without one (SuperOffload asserts CUDA; ZeRO-Offload is what its README falls back to). Raises ValueError: no such JSON.
+    """
+    import json
+
+    _, begun, rest = script.partition("<< EOF\n")
+    text, ended, _ = rest.partition("\nEOF")
+    if not begun or not ended:
+        raise ValueError("the shell script writes no DeepSpeed configuration")
+    config: dict[str, Any] = json.loads(text.replace("$BATCH_SIZE", str(sequences * micro_steps)))
+    config["gradient_accumulation_steps"] = micro_steps
+    if not shape.cuda:
+        zero = config["zero_optimization"]
+        zero["reduce_bucket_size"] = zero["sub_group_size"] = shape.sub_group_size
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    return config
