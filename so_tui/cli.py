@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     presets.add_argument("--name", metavar="NAME", help="for `add`: the preset's name (default: made from the model's)")
     presets.add_argument("--revision", default="main", metavar="REVISION", help="for `add`: branch, tag or commit on the hub")
     presets.add_argument("--trust-remote-code", action="store_true", help="for `add`: run the Python code that comes with the model")
+    add("calibrate", "calibrate:calibrate", "measure this machine's rates, in under a minute; plans use them from then on", json_output)
     data = add("data", "data:data", "show what the model would see: rows, trained tokens, packing", json_output, changes)
     data.add_argument("preset", metavar="PRESET|FILE")
     data.add_argument("--samples", type=int, default=3, metavar="N", help="rows to show (default 3)")

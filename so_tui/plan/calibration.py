@@ -41,8 +41,8 @@ class Rates(Struct, frozen=True, kw_only=True):
     peer_bytes_per_s: float | None = None
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
-    node_bytes_per_s: dict[int, float] = {}
-    """Host memory bandwidth by NUMA node, all its cores."""
+    node_bytes_per_s: tuple[tuple[int, float], ...] = ()
+    """(NUMA node, host memory bandwidth with all its cores)."""
 
 
 class Figures(Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     rates = known.rates if known else None
     if published is None or known is None or rates is None:
         return published
-    slowest = min(rates.node_bytes_per_s.values(), default=None)
+    slowest = min((rate for _, rate in rates.node_bytes_per_s), default=None)
     measured: dict[str, Any] = {
         "matrix_flops": rates.matrix_flops,
         "hbm_bytes_per_s": rates.hbm_bytes_per_s,

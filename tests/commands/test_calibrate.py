@@ -1,0 +1,38 @@
+"""Measuring a machine, for real on this one's cores; the GPU's part runs the same code on small sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from so_tui.cli import main
+from so_tui.commands.calibrate import request_of
+from so_tui.launch.helpers import stream_tool
+from so_tui.machine import inspect_machine
+
+
+def test_this_machine_is_measured_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["calibrate", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rates = answer["calibration"]["rates"]
+    assert Path(answer["path"]).is_file()
+    assert rates["seconds"] < 60
+    cores = [point[0] for point in rates["adam"]]
+    assert cores == sorted(cores)
+    assert all(1e8 < rate < 1e13 for _, rate in rates["adam"])
+    assert rates["node_bytes_per_s"]
+
+
+def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
+    nodes = request_of(inspect_machine())["nodes"]
+    request = {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": [{"index": index, "cpus": []} for index in range(2)]}
+    *_, last = stream_tool("calibrate", request)
+    rates = last["rates"]
+    names = ("matrix_flops", "hbm_bytes_per_s", "down_bytes_per_s", "up_bytes_per_s", "peer_bytes_per_s")
+    assert all(rates[name] > 1e6 for name in names)
+    assert len(rates["both_ways_bytes_per_s"]) == 2

@@ -1,0 +1,130 @@
+"""What was measured on a machine takes the place of what is published, on it and on machines like it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.plan import make_plan, recommend
+from so_tui.plan.calibration import Figures, Probe, Rates, calibration_of, model_key, path_of, store
+from so_tui.plan.constants import published_speed
+from so_tui.plan.types import Workload
+from so_tui.spec import load_catalog, with_values
+
+from .machines import superchips, x86
+
+SPEC = with_values(
+    load_catalog().presets["qwen3-4b-random"].spec,
+    {"gpus": "1", "offload.mode": "superoffload", "offload.ratio": "0.9", "model.activation_checkpointing": "full"},
+)
+H200 = x86("NVIDIA H200")
+RATES = Rates(
+    measured="2026-11-21T10:00:00+00:00",
+    seconds=40.0,
+    matrix_flops=340e12,
+    hbm_bytes_per_s=2e12,
+    down_bytes_per_s=50e9,
+    up_bytes_per_s=50e9,
+    adam=((1, 8e9), (16, 100e9)),
+    node_bytes_per_s=((0, 110e9),),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def test_plans_use_the_machines_own_rates_and_say_so() -> None:
+    before = make_plan(SPEC, H200)
+    path = store(H200, rates=RATES)
+    after = make_plan(SPEC, H200)
+    assert path == path_of(H200)
+    assert "calibrated here on 2026-11-21" in after.speed_source
+    assert "calibrated" not in before.speed_source
+    assert before.step is not None
+    assert after.step is not None
+    assert after.step.forward_s > 1.5 * before.step.forward_s
+
+
+def test_what_was_not_measured_stays_as_published() -> None:
+    store(H200, rates=replace(RATES, matrix_flops=None, hbm_bytes_per_s=None))
+    plan = make_plan(SPEC, H200)
+    published = published_speed("NVIDIA H200")
+    assert published is not None
+    assert published.source in plan.speed_source
+    assert plan.step is not None
+
+
+def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_not() -> None:
+    store(H200, rates=RATES)
+    twin = replace(H200, hostname="node7")
+    assert f"on {H200.hostname}, a machine like this one" in make_plan(SPEC, twin).speed_source
+    assert calibration_of(x86("NVIDIA H200", cores=32)) is None
+    assert calibration_of(superchips(1)) is None
+
+
+def test_an_unreadable_file_is_no_calibration() -> None:
+    path = store(H200, rates=RATES)
+    path.write_text("{")
+    assert calibration_of(H200) is None
+    assert make_plan(SPEC, H200).step_s
+
+
+def probe_of(factor: float, more_gb: float) -> Probe:
+    plan = make_plan(SPEC, H200)
+    assert plan.step is not None
+    predicted = Figures(
+        step_s=plan.step_s or 0,
+        forward_s=plan.step.forward_s,
+        backward_s=plan.step.backward_s,
+        exposed_optimizer_s=plan.step.exposed_optimizer_s,
+        gpu_reserved_bytes=plan.gpu_reserved_bytes,
+        gpu_device_bytes=plan.gpu_bytes,
+        host_bytes=plan.host_bytes_per_node[0],
+    )
+    actual = Figures(
+        step_s=factor * predicted.step_s,
+        forward_s=factor * predicted.forward_s,
+        backward_s=factor * predicted.backward_s,
+        exposed_optimizer_s=factor * predicted.exposed_optimizer_s,
+        gpu_reserved_bytes=predicted.gpu_reserved_bytes + int(more_gb * 1e9),
+        gpu_device_bytes=predicted.gpu_device_bytes + int((more_gb + 0.2) * 1e9),
+        host_bytes=predicted.host_bytes,
+    )
+    return Probe(
+        measured="2026-11-21T10:00:00+00:00",
+        model=model_key(SPEC.model),
+        mode="superoffload",
+        ranks=1,
+        settings="superoffload 0.90",
+        workload=Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98),
+        predicted=predicted,
+        actual=actual,
+    )
+
+
+def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
+    other = load_catalog().presets["llama-3.1-8b"].spec
+    unprobed = recommend(other, H200, 1)
+    probe = probe_of(1.2, 1.5)
+    assert store(H200, probe=probe) == store(H200, probe=probe)
+    assert calibration_of(H200).probes == (probe,)  # type: ignore[union-attr]
+    plan = make_plan(SPEC, H200)
+    assert plan.gpu_reserved_bytes == probe.actual.gpu_reserved_bytes
+    assert plan.gpu_bytes == pytest.approx(probe.actual.gpu_device_bytes, rel=0.001)
+    assert "probe" in plan.speed_source
+    uncorrected = make_plan(SPEC, replace(H200, hostname="elsewhere", cpu_name="other"), workload=probe.workload)
+    assert plan.step is not None
+    assert uncorrected.step is not None
+    assert plan.step.forward_s == pytest.approx(1.2 * uncorrected.step.forward_s)
+    assert recommend(other, H200, 1) == unprobed
+
+
+def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
+    store(H200, probe=probe_of(1.0, -30.0))
+    plan = make_plan(SPEC, H200)
+    assert [term.bytes for term in plan.breakdown if term.name == "allocator slack"] == [0]
+    assert all(term.bytes >= 0 for term in plan.breakdown)

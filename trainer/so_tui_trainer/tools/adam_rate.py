@@ -1,0 +1,57 @@
+"""How fast the CPU Adam kernel runs on given cores, in a process of its own: ``python -I -S adam_rate.py REQUEST``.
+
+Request (JSON): ``library`` (compiled kernel), ``worker`` (path of the Adam worker, whose calls are used), ``cpus``, ``parameters``,
+``seconds``. Prints ``{"step_bytes_per_s": ..., "accumulate_bytes_per_s": ...}``, host memory traffic. The standard library only, as in the
+worker: cores must be set before OpenMP makes its threads, which are the first to touch the memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+STEP_BYTES = 28
+ACCUMULATE_BYTES = 10
+
+
+def main(request: dict[str, Any]) -> None:
+    os.sched_setaffinity(0, request["cpus"])
+    specification = importlib.util.spec_from_file_location("worker", request["worker"])
+    assert specification is not None
+    assert specification.loader is not None
+    worker = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(worker)
+    numel = request["parameters"]
+    memory = mmap.mmap(-1, worker.layout((numel,), 2, True).bytes)
+    kernel = worker.Kernel(request["library"], memory, (numel,), 2, True)
+    kernel.run(worker.Command(worker.Operation.BEGIN, 0))
+    step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
+    answer = {
+        "step_bytes_per_s": STEP_BYTES * numel / _seconds(lambda: kernel.run(step), request["seconds"]),
+        "accumulate_bytes_per_s": ACCUMULATE_BYTES * numel / _seconds(lambda: kernel.run(accumulate), request["seconds"]),
+    }
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # the kernel still points into the memory, which therefore cannot be closed first
+
+
+def _seconds(run: Callable[[], object], limit_s: float) -> float:
+    """Median of one run; at least three after a first that does not count, until ``limit_s`` is over."""
+    run()
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - begun < limit_s:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""Measure a machine's rates, each in a process of its own: a request in, a line for each measurement out, the figures last.
+
+Request: ``nodes`` [{"id", "cpus"}] (cores this process may use), ``gpus`` [{"index", "cpus"}], ``scale`` (share of the real sizes; 1 but in
+tests) and, for tests on a machine without GPUs, ``pretend_gpus`` (measured on the CPU). Answers: ``{"message"}`` lines, then
+``{"rates", "done": true}`` with what ``so_tui.plan.calibration.Rates`` holds. GPUs are numbered as NVML does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from so_tui.spec import SoTuiError
+from so_tui_trainer.tools.channel import Answer, serve
+
+_ADAM_PARAMETERS = 64_000_000
+_ADAM_BYTES = 18
+_SECONDS = 0.4
+_LIMIT_S = 60.0
+
+
+def work(request: Answer) -> Iterator[Answer]:
+    begun = time.monotonic()
+    scale = float(request.get("scale", 1.0))
+    rates: dict[str, Any] = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
+    yield {"message": "compiling the CPU Adam kernel, where it is not yet"}
+    for answer in _cpu(request["nodes"], scale):
+        rates |= answer.pop("rates", {})
+        yield answer
+    gpus, device = (request["gpus"], "cuda:0") if request["gpus"] else (request.get("pretend_gpus", []), "cpu")
+    if gpus:
+        for answer in _gpus(gpus, device, scale):
+            rates |= answer.pop("rates", {})
+            yield answer
+    rates["seconds"] = round(time.monotonic() - begun, 1)
+    yield {"rates": rates, "done": True}
+
+
+def core_counts(cores: int) -> tuple[int, ...]:
+    """Where the curve of Adam's rate is measured: few where it rises, and what the default shares of cores come to."""
+    return tuple(sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)}))
+
+
+def _cpu(nodes: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
+    points: list[tuple[int, float]] = []
+    bandwidth: list[tuple[int, float]] = []
+    for position, node in enumerate(nodes):
+        cpus = node["cpus"]
+        for count in core_counts(len(cpus)) if position == 0 else (len(cpus),):
+            found = _adam(cpus[:count], scale)
+            points += [(count, found["step_bytes_per_s"])] if position == 0 else []
+            if count == len(cpus):
+                bandwidth.append((node["id"], max(found.values())))
+            yield {"message": f"node {node['id']}: CPU Adam on {count} cores: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"}
+    yield {"message": "CPU measured", "rates": {"adam": _rising(points), "node_bytes_per_s": bandwidth}}
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """More cores than the memory can feed make it a little slower; the planner wants what so many cores can have."""
+    best, rising = 0.0, []
+    for cores, rate in points:
+        best = max(best, rate)
+        rising.append((cores, best))
+    return rising
+
+
+def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
+    from so_tui_trainer.offload import kernel, worker
+
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES))
+    request = {
+        "library": str(kernel.library()),
+        "worker": worker.__file__,
+        "cpus": list(cpus),
+        "parameters": parameters,
+        "seconds": _SECONDS * scale,
+    }
+    script = Path(__file__).with_name("adam_rate.py")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
+    return _answer([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment)
+
+
+def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
+    environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    first = gpus[0]
+    request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
+    rates = _answer(_gpu_argv(request), environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])})
+    down, up = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
+    yield {
+        "message": f"GPU {first['index']}: {rates['matrix_flops'] / 1e12:.0f} TFLOPS, {down:.0f} GB/s down, {up:.0f} GB/s up",
+        "rates": rates,
+    }
+    if len(gpus) < 2:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = [
+        _start(
+            _gpu_argv(request | {"cpus": gpu["cpus"], "rank": rank, "ranks": len(gpus), "port": port}),
+            environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
+        )
+        for rank, gpu in enumerate(gpus)
+    ]
+    answers = [_finish(child) for child in children]
+    slowest = min(answer["peer_bytes_per_s"] for answer in answers)
+    yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
+
+
+def _gpu_argv(request: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-P", str(Path(__file__).with_name("gpu_rates.py")), json.dumps(request)]
+
+
+def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
+    return _finish(_start(argv, environment))
+
+
+def _start(argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """The last line of a child. Raises SoTuiError with what it wrote to stderr when it failed or took too long."""
+    try:
+        out, errors = child.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        child.kill()
+        child.communicate()
+        raise SoTuiError(f"a measurement took longer than {_LIMIT_S:.0f} s") from error
+    if child.returncode != 0:
+        raise SoTuiError("a measurement failed: " + (errors.strip().rpartition("\n")[2] or f"exit code {child.returncode}"))
+    found: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
+    return found
+
+
+def main() -> int:
+    return serve(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

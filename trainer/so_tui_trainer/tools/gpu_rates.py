@@ -1,0 +1,121 @@
+"""Rates of one GPU, or between several, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
+
+Request (JSON): ``device`` ("cuda:0"), ``cpus`` (beside the GPU; pinned memory lies where this process runs), ``seconds`` per measurement,
+``scale`` (1 for real sizes). With ``rank``, ``ranks`` and ``port`` it measures an all-gather together with the other ranks instead. Prints
+one JSON object. Without a GPU (device "cpu") the same code runs on small sizes, to be tried out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+TOKENS = 8192
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
+"""(in, out) of the matrix products of an 8B model's layer."""
+COPY_BYTES = 2**29
+GATHER_BYTES = 2**28
+
+
+def main(request: dict[str, Any]) -> None:
+    if request.get("cpus"):
+        os.sched_setaffinity(0, request["cpus"])
+    answer = _peers(request) if "ranks" in request else _alone(request)
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # nothing to save, and CUDA's own end takes a second
+
+
+def _alone(request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit_s, scale = request["seconds"], request["scale"]
+    tokens = max(16, int(TOKENS * scale))
+    layers = [
+        (
+            torch.randn(tokens, max(16, int(wide * scale)), device=device, dtype=torch.bfloat16),
+            torch.randn(max(16, int(wide * scale)), max(16, int(out * scale)), device=device, dtype=torch.bfloat16),
+        )
+        for wide, out in SHAPES
+    ]
+    flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in layers)
+    products = _seconds(lambda: [left @ right for left, right in layers], device, limit_s)
+    size = max(4096, int(COPY_BYTES * scale))
+    near, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = device.type == "cuda"
+    host, host_too = (torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    within = _seconds(lambda: near.copy_(other), device, limit_s)
+    down = _seconds(lambda: host.copy_(near, non_blocking=True), device, limit_s)
+    up = _seconds(lambda: near.copy_(host, non_blocking=True), device, limit_s)
+    streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        if not streams:
+            host.copy_(near)
+            other.copy_(host_too)
+            return
+        with torch.cuda.stream(streams[0]):
+            host.copy_(near, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            other.copy_(host_too, non_blocking=True)
+
+    together = _seconds(both, device, limit_s)
+    return {
+        "matrix_flops": flops / products,
+        "hbm_bytes_per_s": 2 * size / within,
+        "down_bytes_per_s": size / down,
+        "up_bytes_per_s": size / up,
+        "both_ways_bytes_per_s": [size / together, size / together],
+    }
+
+
+def _peers(request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from torch import distributed
+
+    device, rank, ranks = torch.device(request["device"]), request["rank"], request["ranks"]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{request['port']}", rank=rank, world_size=ranks)
+    share = torch.zeros(max(4096, int(GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
+    whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(8):  # the same number on every rank, whatever each measures
+        distributed.barrier()
+        times.append(_once(lambda: distributed.all_gather_into_tensor(whole, share), device))
+    seconds = sorted(times)[len(times) // 2]
+    return {"peer_bytes_per_s": (ranks - 1) * share.numel() / seconds}
+
+
+def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
+    """Median of one run; at least five after two that do not count, until ``limit_s`` is over."""
+    for _ in range(2):
+        _once(run, device)
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < 5 or time.perf_counter() - begun < limit_s:
+        times.append(_once(run, device))
+    return sorted(times)[len(times) // 2]
+
+
+def _once(run: Callable[[], object], device: Any) -> float:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
