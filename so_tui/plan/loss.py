@@ -35,8 +35,8 @@ def recomputed_logits(tokens: int, vocabulary: int) -> int:
 def loss_bytes(tokens: int, vocabulary: int, hidden: int) -> int:
     """Peak bytes of the loss on one rank, beyond the hidden states, the head's weight and that weight's bf16 gradient.
 
-    2 x kept + 6 x block (a bf16 block and its fp32 form) + 6 T h: the trained tokens' hidden states, and the fp32 sum of their gradient.
-    Forming a block's share of that gradient takes 2 x block + 2 T h instead of 6 x block.
+    2 x kept + 6 x block (bf16, and its fp32 form, which the GPU does without) + 6 T h: the trained tokens' hidden states, and
+    the fp32 sum of their gradient. Forming a block's share of that gradient takes 2 x block + 2 T h instead of 6 x block.
     """
     block = tokens * block_columns(tokens, vocabulary)
     kept = min(tokens * vocabulary, kept_blocks(tokens, vocabulary) * block)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from so_tui_trainer import kernels
 from so_tui_trainer.kernels.gate import gated
 from so_tui_trainer.kernels.rotary import rotate
+from so_tui_trainer.kernels.softmax import cross_entropy_gradient, log_sum_exp
 from so_tui_trainer.model import without_dropout
 
 SHAPE = {
@@ -127,3 +128,15 @@ def test_the_rotation_on_the_gpu_is_that_of_the_cpu(rows: int, count: int, size:
         results.append((result.detach().cpu(), leaf.grad.cpu()))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("rows", "columns"), [(5, 1), (3, 1000), (17, 4352), (0, 8)])
+def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> None:
+    logits = 30 * torch.randn(rows, columns)  # far apart, so that a sum that is not taken from the maximum overflows
+    targets = torch.randint(-3, columns + 3, (rows,))
+    expected = log_sum_exp(logits)
+    torch.testing.assert_close(log_sum_exp(logits.cuda()).cpu(), expected)
+    gradient = cross_entropy_gradient(logits.cuda(), expected.cuda(), targets.cuda(), 0.01)
+    torch.testing.assert_close(gradient.cpu(), cross_entropy_gradient(logits, expected, targets, 0.01))

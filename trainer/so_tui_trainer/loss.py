@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.plan.loss import block_columns, kept_blocks
+from so_tui_trainer.kernels.softmax import cross_entropy_gradient, log_sum_exp
 
 
 class HeadLoss(nn.Module):
@@ -46,12 +47,11 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         normaliser, score, kept = _normalise(hidden, weight, targets, keep=kept_blocks(len(hidden), len(weight)))
         hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         weight_gradient = torch.empty_like(weight)
-        shift = normaliser - math.log(scale)  # exp(logit - shift) is scale x softmax
         for block in _blocks(len(hidden), len(weight)):
-            softmax = _wide(kept.pop(block.start, None), hidden, weight[block]).sub_(shift[:, None]).exp_()
-            column, inside = _columns(targets - block.start, softmax.shape[1])
-            gradient = softmax.scatter_add_(-1, column[:, None], (inside * -scale)[:, None].to(torch.float32)).to(hidden.dtype)
-            del softmax
+            logits = kept.pop(block.start, None)
+            logits = hidden @ weight[block].t() if logits is None else logits
+            gradient = cross_entropy_gradient(logits, normaliser, targets - block.start, scale)
+            del logits
             hidden_gradient += gradient @ weight[block]
             torch.mm(gradient.t(), hidden, out=weight_gradient[block])
             del gradient  # before the next block is made
@@ -75,22 +75,10 @@ def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, *, keep: int) ->
         logits = hidden @ weight[block].t()
         column, inside = _columns(targets - block.start, logits.shape[1])
         score += logits.gather(-1, column[:, None])[:, 0] * inside
-        normaliser = torch.logaddexp(normaliser, _log_sum_exp(logits))
+        normaliser = torch.logaddexp(normaliser, log_sum_exp(logits))
         if index < keep:
             kept[block.start] = logits
     return normaliser, score, kept
-
-
-def _log_sum_exp(logits: Tensor) -> Tensor:
-    """As torch's, in fp32, with one fp32 copy where torch makes two."""
-    logits = logits.to(torch.float32, copy=True)
-    highest = logits.amax(-1)
-    return highest + logits.sub_(highest[:, None]).exp_().sum(-1).log()
-
-
-def _wide(logits: Tensor | None, hidden: Tensor, weight: Tensor) -> Tensor:
-    """A block of logits in fp32, to be worked on in place: from what was kept, else multiplied again."""
-    return (hidden @ weight.t() if logits is None else logits).to(torch.float32)
 
 
 def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:

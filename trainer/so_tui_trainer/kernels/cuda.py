@@ -50,6 +50,23 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     return result
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """As ``softmax.log_sum_exp``."""
+    result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _log_sum_exp_kernel[(len(logits),)](logits, result, logits.shape[1], logits.stride(0), block=_COLUMNS)
+    return result
+
+
+def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """As ``softmax.cross_entropy_gradient``."""
+    rows, columns = logits.shape
+    if rows:
+        grid = (rows, triton.cdiv(columns, _COLUMNS))
+        _cross_entropy_gradient_kernel[grid](logits, normaliser, targets, scale, columns, logits.stride(0), block=_COLUMNS)
+    return logits
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """[..., columns] as [rows, columns], without a copy where the rows are evenly spaced."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).flatten(0, -2)
@@ -131,3 +148,34 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     else:
         tl.store(target, first * cos1 + second * sin2, mask=inside)
         tl.store(target + half, second * cos2 - first * sin1, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _log_sum_exp_kernel(  # type: ignore[no-untyped-def]
+    logits, result, columns, stride, block: tl.constexpr
+):
+    """One program takes a row. Every lane keeps a maximum and a sum of its own until the end."""
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.full([block], -1e30, tl.float32)  # not infinite: a lane without a column must not give inf - inf
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, columns, block):
+        column = start + tl.arange(0, block)
+        values = tl.load(logits + row * stride + column, mask=column < columns, other=-1e30).to(tl.float32)
+        higher = tl.maximum(highest, values)
+        total = total * tl.exp(highest - higher) + tl.exp(values - higher)
+        highest = higher
+    peak = tl.max(highest, 0)
+    tl.store(result + row, peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cross_entropy_gradient_kernel(  # type: ignore[no-untyped-def]
+    logits, normaliser, targets, scale, columns, stride, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    place = logits + row * stride + column
+    softmax = tl.exp(tl.load(place, mask=inside).to(tl.float32) - tl.load(normaliser + row))
+    softmax = tl.where(column == tl.load(targets + row), softmax - 1.0, softmax)
+    tl.store(place, softmax * scale, mask=inside)
