@@ -56,7 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json_output)
     inspect.add_argument("--sysroot", metavar="DIR", help="read another /sys and /proc")
     inspect.add_argument("--hostname", metavar="NAME", help="what to call the machine of --sysroot where its tree does not say")
-    doctor = add("doctor", "machine:doctor", "check this machine for what slows or stops a run", json_output, machine_file)
+    doctor = add(
+        "doctor",
+        "machine:doctor",
+        "check this machine for what slows or stops a run; with a preset, also for what that run needs",
+        *(json_output, machine_file, runs_folder, changes),
+    )
+    doctor.add_argument("preset", nargs="?", metavar="PRESET|FILE")
     doctor.add_argument("--fix", action="store_true", help="mend what can be mended: compile the CPU Adam kernel ahead of time")
     plan = add("plan", "plan:plan", "show what fits here and how fast; with a preset, the arithmetic", json_output, machine_file, changes)
     plan.add_argument("preset", nargs="?", metavar="PRESET|FILE")

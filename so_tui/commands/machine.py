@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from so_tui.commands.common import chosen_machine, print_json, print_rich
+from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
 from so_tui.spec import InputError, Problem
 
 
@@ -31,11 +31,12 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print the findings, worst first; 3 when one of them blocks a launch."""
+    """Print the findings, worst first; 3 when one of them blocks a launch. With a preset also what that run needs."""
     import msgspec
 
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings
+    from so_tui.runs import default_runs_dir
 
     if arguments.fix:
         from so_tui.launch.helpers import call_tool
@@ -43,7 +44,13 @@ def doctor(arguments: argparse.Namespace) -> int:
         answer = call_tool("build_ops", {})
         print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)")
     machine = chosen_machine(arguments)
-    found = findings(machine)
+    checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
+    if arguments.preset:
+        from so_tui.plan import make_plan
+
+        plan = make_plan(chosen_spec(arguments), machine)
+        checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
+    found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(msgspec.json.encode({"findings": found}))
     else:

@@ -46,6 +46,12 @@ def memory_left_bytes(tree: Tree) -> int | None:
     return min(left, default=None)
 
 
+def process_limit(tree: Tree) -> int | None:
+    """Most processes and threads, the smallest over the group and its ancestors."""
+    limits = [limit for folder in _folders(tree, "pids") if (limit := tree.integer(f"{folder}/pids.max")) is not None]
+    return min(limits, default=None)
+
+
 def _memory_left(tree: Tree, folder: str) -> int | None:
     for limit_name, usage_name, prefix in (
         ("memory.max", "memory.current", ""),

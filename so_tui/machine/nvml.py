@@ -33,6 +33,20 @@ class NvmlAnswer(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
+class GpuHealth(Struct, frozen=True, kw_only=True):
+    """What changes from minute to minute; None where the driver does not say."""
+
+    bus_id: str
+    pids: tuple[int, ...] = ()
+    """Processes that compute on it, as far as this container sees them."""
+    uncorrected_ecc_errors: int | None = None
+    """Since the driver was loaded."""
+    row_remap_pending: bool | None = None
+    row_remap_failed: bool | None = None
+    persistence: bool | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
 class Asker:
     """Calls NVML functions; an error reads as None, and an unexpected one leaves a note."""
 
@@ -71,6 +85,41 @@ def query_nvml() -> NvmlAnswer:
         return NvmlAnswer(answered=True, gpus=gpus, driver=driver, notes=tuple(dict.fromkeys(asker.notes)))
     finally:
         pynvml.nvmlShutdown()
+
+
+def query_health() -> tuple[GpuHealth, ...]:
+    """The state of every GPU the driver shows; empty where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        asker = Asker(pynvml)
+        count = asker.ask("nvmlDeviceGetCount", read=int) or 0
+        found = (_health(asker, pynvml, index) for index in range(count))
+        return tuple(health for health in found if health is not None)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _health(asker: Asker, nvml: Any, index: int) -> GpuHealth | None:
+    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+    bus_id = None if handle is None else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    if bus_id is None:
+        return None
+    remapped = asker.ask("nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3])))
+    errors = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    return GpuHealth(
+        bus_id=bus_id,
+        pids=asker.ask("nvmlDeviceGetComputeRunningProcesses", handle, read=lambda found: tuple(one.pid for one in found)) or (),
+        uncorrected_ecc_errors=asker.ask("nvmlDeviceGetTotalEccErrors", handle, *errors, read=int),
+        row_remap_pending=remapped[0] if remapped else None,
+        row_remap_failed=remapped[1] if remapped else None,
+        persistence=asker.ask("nvmlDeviceGetPersistenceMode", handle, read=bool),
+        compute_capability=asker.ask("nvmlDeviceGetCudaComputeCapability", handle, read=lambda found: (int(found[0]), int(found[1]))),
+    )
 
 
 def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:

@@ -123,6 +123,7 @@ def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
     yield "flash-attn", software.flash_attn
     yield "numactl", software.numactl and software.numactl + trial
     yield "NVIDIA driver", software.nvidia_driver
+    yield "CUDA toolkit", software.cuda_toolkit
     yield "compiler", software.compiler
     yield "ninja", software.ninja
 

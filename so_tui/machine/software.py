@@ -33,7 +33,9 @@ def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, .
         flash_attn=package_version("flash-attn"),
         numactl=_numactl_version(),
         numactl_works=numactl_trial(*trial_place(nodes, allowed)),
+        mempolicy_works=_mempolicy_works(),
         nvidia_driver=nvml_driver or _nvidia_driver(tree),
+        cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
         ninja=package_version("ninja") or _first_version("ninja", "--version"),
     )
@@ -86,6 +88,25 @@ def _numactl_version() -> str | None:
         return None
     asked = (("numactl", "--version"), ("dpkg-query", "-W", "-f", "${Version}", "numactl"), ("rpm", "-q", "numactl"))
     return next((version for command in asked if (version := _first_version(*command))), "installed")
+
+
+def _mempolicy_works() -> bool | None:
+    """Asks for the policy and changes none. get_mempolicy(2) has no wrapper in libc: its number is from asm/unistd_64.h."""
+    import ctypes
+
+    number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
+    if number is None:
+        return None
+    return bool(ctypes.CDLL(None).syscall(number, None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0)) == 0)
+
+
+@functools.cache
+def _cuda_toolkit() -> str | None:
+    """By CUDA_HOME or CUDA_PATH, else the nvcc on PATH, else the usual folder."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    match = re.search(r"release (\d+\.\d+)", _run(nvcc, "--version") or "")
+    return match.group(1) if match else None
 
 
 def _nvidia_driver(tree: Tree) -> str | None:

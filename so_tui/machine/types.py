@@ -67,7 +67,11 @@ class Software(Struct, frozen=True, kw_only=True):
     numactl: str | None = None
     numactl_works: bool | None = None
     """Whether a trial ``numactl -m NODE -C CPUS true`` succeeded here."""
+    mempolicy_works: bool | None = None
+    """Whether the kernel answers get_mempolicy(2): containers without CAP_SYS_NICE forbid it together with set_mempolicy(2)."""
     nvidia_driver: str | None = None
+    cuda_toolkit: str | None = None
+    """Version of nvcc, as torch's extension builder finds it."""
     compiler: str | None = None
     ninja: str | None = None
 

@@ -19,6 +19,7 @@ from sysroots import EIGHT_H100, ONE_GH200, ONE_GH200_CDMM, QUAD_GH200, Host, bu
 from so_tui.machine import Machine, Mpam, Software, inspect_machine
 from so_tui.machine.doctor import Finding, Look, findings, look_at
 from so_tui.machine.tree import Tree
+from so_tui.spec import find_preset, with_values
 
 GIB = 1 << 30
 INSTALLED = Software(
@@ -59,6 +60,13 @@ def found(machine: Machine, files: dict[str, str] | None = None, folder: Path | 
         listing = "\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in (files or {}).items())
         look["tree"] = Tree(build_sysroot(listing, folder))
     return look_at(Look(machine=machine, **look))
+
+
+def needs_of(mode: str = "superoffload", changes: dict[str, str] | None = None, **needs: Any) -> SimpleNamespace:
+    """What a plan tells doctor: a run that needs nothing, changed as told."""
+    spec = with_values(find_preset("tiny").spec, changes or {})
+    base = {"mode": mode, "spec": spec, "fits": True, "reasons": (), "host_bytes_per_node": {0: 0}, "shm_bytes": 0, "disk_bytes": 0}
+    return SimpleNamespace(**(base | {"disk_peak_bytes": 0, "step_s": None} | needs))
 
 
 def only(results: tuple[Finding, ...]) -> Finding:
@@ -103,9 +111,10 @@ CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
     ("software", {"deepspeed": None}, "blocks", "deepspeed not installed"),
     ("software", {"deepspeed": "0.18.0"}, "blocks", "not the tested one"),
     ("software", {"numactl": None, "numactl_works": False}, "note", "numactl is not installed"),
-    ("software", {"numactl_works": False}, "warning", "numactl is forbidden"),
-    ("software", {"ninja": None}, "blocks", "ninja missing"),
-    ("software", {"compiler": None}, "blocks", "C++ compiler missing"),
+    ("software", {"numactl_works": False}, "warning", "Memory cannot be bound"),
+    ("software", {"numactl": None, "numactl_works": False, "mempolicy_works": False}, "warning", "Memory cannot be bound"),
+    ("software", {"ninja": None}, "note", "ninja is missing"),
+    ("software", {"compiler": None}, "blocks", "No C++ compiler"),
     ("software", {"nvidia_driver": "570.12"}, "blocks", "driver is too old"),
     ("machine", {"mpam": Mpam(state="off", evidence="this kernel has no MPAM support")}, "note", "MPAM"),
     ("machine", {"memory_limit_bytes": 64 * GIB}, "note", "limits memory"),
@@ -147,13 +156,13 @@ def test_environment_that_does_no_harm(tmp_path: Path, name: str, value: str) ->
 
 @pytest.mark.parametrize(("needs", "severity"), [(250 * GIB, "blocks"), (190 * GIB, "warning"), (100 * GIB, None)])
 def test_shared_memory_against_what_the_run_needs(tmp_path: Path, needs: int, severity: str | None) -> None:
-    results = found(healthy(tmp_path), plan=SimpleNamespace(mode="superoffload", shm_bytes=needs))
+    results = found(healthy(tmp_path), plan=needs_of(shm_bytes=needs))
     assert [finding.severity for finding in results] == ([severity] if severity else [])
 
 
 def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:
     machine = with_software(healthy(tmp_path), compiler=None, ninja=None)
-    assert found(machine, plan=SimpleNamespace(mode="gpu", shm_bytes=0)) == ()
+    assert found(machine, plan=needs_of(mode="gpu")) == ()
 
 
 @pytest.mark.parametrize(
@@ -256,7 +265,7 @@ print(subprocess.Popen(sleep, env={**os.environ, "SO_TUI_RUN": "/runs/left-behin
 
 
 def test_the_worst_comes_first(tmp_path: Path) -> None:
-    machine = with_software(with_gpu(healthy(tmp_path), mig=True), ninja=None)
+    machine = with_software(with_gpu(healthy(tmp_path), mig=True), compiler=None)
     results = found(machine, environment={"OMP_NUM_THREADS": "1"})
     assert [finding.severity for finding in results] == ["blocks", "warning", "note"]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from so_tui.machine.nvml import GpuHealth
 from so_tui.machine.tree import Tree
 from so_tui.machine.types import Gpu, Machine
+from so_tui.spec.types import RunSpec
 
 Severity = Literal["blocks", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")
@@ -31,9 +35,23 @@ class Needs(Protocol):
     """The part of a plan that the checks read."""
 
     @property
+    def spec(self) -> RunSpec: ...
+    @property
     def mode(self) -> str: ...
     @property
+    def fits(self) -> bool: ...
+    @property
+    def reasons(self) -> tuple[str, ...]: ...
+    @property
+    def host_bytes_per_node(self) -> Mapping[int, int]: ...
+    @property
     def shm_bytes(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def disk_peak_bytes(self) -> int: ...
+    @property
+    def step_s(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,11 @@ class Look:
     plan: Needs | None = None
     tree: Tree | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    health: tuple[GpuHealth, ...] = ()
+    checkpoints: Path | None = None
+    """The folder that checkpoints go to, on this host."""
+    now: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
 
     @property
     def nvidia(self) -> tuple[Gpu, ...]:
@@ -52,6 +75,13 @@ class Look:
     @property
     def grace(self) -> bool:
         return self.machine.architecture == "aarch64" and "Grace" in self.machine.cpu_name
+
+    @property
+    def deepspeeds_adam(self) -> bool:
+        """Whether the plan steps with DeepSpeed's CPU Adam, which is compiled with ninja at first use; ours needs a compiler alone."""
+        return self.plan is not None and (
+            self.plan.mode == "zerooffload" or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
+        )
 
     def text(self, name: str) -> str:
         """A live file's text; empty where it is absent or the machine is elsewhere."""

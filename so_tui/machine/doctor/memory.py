@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from so_tui.machine.doctor.finding import GIB, Finding, Look, gib
+from so_tui.machine.doctor.finding import GIB, Finding, Look, Severity, gib
 
 _SMALL_SHM_BYTES = GIB
 _TIGHT_SHARE = 0.9
@@ -100,14 +100,19 @@ def huge_pages(look: Look) -> Iterator[Finding]:
 
 def memory_limit(look: Look) -> Iterator[Finding]:
     limit = look.machine.memory_limit_bytes
-    if limit is not None:
-        yield Finding(
-            severity="note",
-            title="A control group limits memory",
-            evidence=f"limit {gib(limit)}, host memory {gib(look.machine.host_memory_bytes)}",
-            cost="The kernel ends the run where it goes beyond the limit; /dev/shm counts too.",
-            remedy="Ask for more memory when starting the job or container, if the plan needs it.",
-        )
+    if limit is None:
+        return
+    needed = sum(look.plan.host_bytes_per_node.values()) if look.plan else 0
+    if look.plan and needed <= _TIGHT_SHARE * limit:
+        return
+    severity: Severity = "note" if look.plan is None else "blocks" if needed > limit else "warning"
+    yield Finding(
+        severity=severity,
+        title="A control group limits memory" + (" below what this run needs" if needed > limit else ""),
+        evidence=f"limit {gib(limit)}, host memory {gib(look.machine.host_memory_bytes)}" + (f"; needed {gib(needed)}" if needed else ""),
+        cost="The kernel ends the run where it goes beyond the limit; /dev/shm counts too.",
+        remedy="Ask for more memory when starting the job (`--mem=0` is all of the node's) or container, or offload less.",
+    )
 
 
 CHECKS = (shared_memory, locked_memory, swap, huge_pages, memory_limit)

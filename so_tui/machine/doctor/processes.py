@@ -7,12 +7,18 @@ import pwd
 import re
 from collections.abc import Iterator
 
-from so_tui.machine.doctor.finding import Finding, Look
+from so_tui.machine.doctor.finding import Finding, Look, gib
 from so_tui.machine.tree import Tree
 
 _TRAINER = "so_tui_trainer"
 _RUN_VARIABLE = "SO_TUI_RUN="
 """Set in the environment of every process of a run."""
+_SHELLS = ("bash", "sh", "dash", "zsh", "fish", "tmux: server", "slurmstepd")
+_SHM = "/dev/shm"
+_SEGMENT = re.compile(r"torch_\d+_|psm_|deepspeed_allreduce_buffer_|nccl-")
+"""What torch, Python, DeepSpeed and NCCL name theirs."""
+_LEFT_BYTES = 32 << 20
+"""Less is not worth a word."""
 _LOGIND_FOLDERS = ("/usr/lib/systemd", "/run/systemd", "/etc/systemd")
 """Later ones win, file by file."""
 _TRUE = ("yes", "true", "1", "on")
@@ -22,11 +28,22 @@ def orphans(look: Look) -> Iterator[Finding]:
     """Training processes of this user whose parent is gone. A run whose supervisor died looks the same, and is fine."""
     if not look.tree:
         return
-    pids = (int(name) for name in look.tree.names("/proc") if name.isdigit())
-    left = {pid: run for pid in sorted(pids) if (run := _orphaned_run(look.tree, pid)) is not None}
-    if left:
-        runs = ", ".join(sorted({run for run in left.values() if run})) or "unknown"
-        processes = " ".join(map(str, left))
+    ours: dict[int, str] = {}
+    others: list[int] = []
+    for pid in sorted(int(name) for name in look.tree.names("/proc") if name.isdigit()):
+        if not _is_orphan(look.tree, pid):
+            continue
+        arguments = _strings(look.tree, pid, "cmdline")
+        run = run_of(look.tree, pid)
+        # Adam workers are spawned by multiprocessing: only their environment tells what they belong to.
+        if run is not None or any(_TRAINER in argument for argument in arguments):
+            if "supervise" not in arguments:
+                ours[pid] = run or ""
+        elif _is_rank(look.tree, pid, arguments):
+            others.append(pid)
+    if ours:
+        runs = ", ".join(sorted({run for run in ours.values() if run})) or "unknown"
+        processes = " ".join(map(str, ours))
         yield Finding(
             severity="warning",
             title="Training processes without a supervisor",
@@ -34,31 +51,50 @@ def orphans(look: Look) -> Iterator[Finding]:
             cost="They hold cores, memory and GPUs.",
             remedy=f"`so-tui runs` tells whether the run is still alive, and watches over it again; if not: `kill {processes}`.",
         )
+    if others:
+        processes = " ".join(map(str, others))
+        yield Finding(
+            severity="warning",
+            title="Processes of another distributed run without a launcher",
+            evidence=f"process {processes}, parent gone: DeepSpeed's launcher leaves ranks and Adam workers behind when it is killed",
+            cost="They hold cores, memory and GPUs.",
+            remedy=f"`kill {processes}`, if that run is over.",
+        )
 
 
-def _orphaned_run(tree: Tree, pid: int) -> str | None:
-    """The run directory of an orphaned training process of this user, "" where it does not say; None for every other process."""
+def run_of(tree: Tree, pid: int) -> str | None:
+    """The run directory that a process of ours belongs to; None for every other process."""
+    return next(
+        (text.removeprefix(_RUN_VARIABLE) for text in _strings(tree, pid, "environ") if text.startswith(_RUN_VARIABLE)),
+        None,
+    )
+
+
+def _is_rank(tree: Tree, pid: int, arguments: list[str]) -> bool:
+    """A rank, what it spawned, or DeepSpeed's launcher: by the variables that every launcher of torch sets."""
+    names = {text.partition("=")[0] for text in _strings(tree, pid, "environ")}
+    return {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} <= names or any("deepspeed.launcher" in argument for argument in arguments)
+
+
+def _is_orphan(tree: Tree, pid: int) -> bool:
     try:
         if tree.path(f"/proc/{pid}").stat().st_uid != os.getuid():
-            return None
+            return False
     except OSError:
-        return None
+        return False
     # The name in parentheses may hold spaces and parentheses: state and parent follow the last one.
     state_and_parent = (tree.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()[:2]
-    if len(state_and_parent) < 2 or state_and_parent[0] == "Z" or not _is_init(tree, int(state_and_parent[1])):
-        return None
-    arguments = (tree.text(f"/proc/{pid}/cmdline") or "").split("\0")
-    variables = (tree.text(f"/proc/{pid}/environ") or "").split("\0")
-    run = next((variable.removeprefix(_RUN_VARIABLE) for variable in variables if variable.startswith(_RUN_VARIABLE)), None)
-    # Adam workers are spawned by multiprocessing: only their environment tells what they belong to.
-    if run is None and not any(_TRAINER in argument for argument in arguments):
-        return None
-    return None if "supervise" in arguments else run or ""
+    return len(state_and_parent) == 2 and state_and_parent[0] != "Z" and _is_init(tree, int(state_and_parent[1]))
+
+
+def _strings(tree: Tree, pid: int, name: str) -> list[str]:
+    return (tree.text(f"/proc/{pid}/{name}") or "").split("\0")
 
 
 def _is_init(tree: Tree, parent: int) -> bool:
-    """The first process, or a user's service manager: who inherits orphans."""
-    return parent == 1 or tree.text(f"/proc/{parent}/comm") == "systemd"
+    """The first process, or a user's service manager: who inherits orphans. In a container the first may be the shell one works in."""
+    name = tree.text(f"/proc/{parent}/comm")
+    return name not in _SHELLS if parent == 1 else name == "systemd"
 
 
 def killed_at_logout(look: Look) -> Iterator[Finding]:
@@ -94,4 +130,41 @@ def _logind_settings(tree: Tree) -> tuple[str, dict[str, str]]:
     return where, settings
 
 
-CHECKS = (orphans, killed_at_logout)
+def shared_memory_left(look: Look) -> Iterator[Finding]:
+    """Segments in /dev/shm that nobody has open any more: they are memory until somebody removes them."""
+    if not look.tree:
+        return
+    found = {name: size for name in look.tree.names(_SHM) if _SEGMENT.match(name) and (size := _own_size(look.tree, f"{_SHM}/{name}"))}
+    if found:
+        open_now = _open_segments(look.tree)
+        found = {name: size for name, size in found.items() if name not in open_now}
+    if sum(found.values()) < _LEFT_BYTES:
+        return
+    paths = [f"{_SHM}/{name}" for name in sorted(found, key=lambda name: -found[name])]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    total = look.machine.shm_total_bytes or 0
+    yield Finding(
+        severity="warning" if sum(found.values()) > total // 10 else "note",
+        title="Shared memory that ended processes left behind",
+        evidence=f"{gib(sum(found.values()))} in {_SHM}: {', '.join(name.rpartition('/')[2] for name in paths[:3])}{more}",
+        cost="It stays in memory until it is removed or the machine restarts.",
+        remedy=f"`rm {' '.join(paths[:8])}`" + (", then look again" if len(paths) > 8 else "") + ". No process of yours has them open.",
+    )
+
+
+def _own_size(tree: Tree, path: str) -> int:
+    """Bytes of a file of this user; 0 for others'."""
+    try:
+        stat = tree.path(path).stat()
+    except OSError:
+        return 0
+    return stat.st_size if stat.st_uid == os.getuid() else 0
+
+
+def _open_segments(tree: Tree) -> set[str]:
+    """Names in /dev/shm that a process has mapped, as far as this user may look."""
+    mapped = (tree.text(f"/proc/{name}/maps") or "" for name in tree.names("/proc") if name.isdigit())
+    return {name for maps in mapped for name in re.findall(rf"{_SHM}/(\S+)", maps)}
+
+
+CHECKS = (orphans, shared_memory_left, killed_at_logout)

@@ -51,31 +51,86 @@ def numactl(look: Look) -> Iterator[Finding]:
     installed = look.machine.software
     if not look.machine.live or installed.numactl_works is not False:
         return
-    several = len([node for node in look.machine.numa_nodes if node.memory_total_bytes > 0]) > 1
-    absent = installed.numactl is None
+    several = sum(node.memory_total_bytes > 0 for node in look.machine.numa_nodes) > 1
+    forbidden = installed.numactl is not None or installed.mempolicy_works is False
+    asked = "a trial `numactl -m NODE -C CPUS true` failed" if installed.numactl else "no numactl on PATH; get_mempolicy(2) is refused"
     yield Finding(
-        severity="warning" if several and not absent else "note",
-        title="numactl is not installed" if absent else "numactl is forbidden here",
-        evidence="no numactl on PATH" if absent else "a trial `numactl -m NODE -C CPUS true` failed (containers may forbid set_mempolicy)",
+        severity="warning" if several and forbidden else "note",
+        title="Memory cannot be bound to a node here" if forbidden else "numactl is not installed",
+        evidence=f"{asked} (containers without CAP_SYS_NICE forbid it)" if forbidden else "no numactl on PATH",
         cost="DeepSpeed's launcher is started without its core binding. Each rank binds itself"
-        + ("." if absent else ", but memory may come from any node."),
-        remedy="Nothing must be done; the package is called numactl." if absent else "Start the container with `--cap-add SYS_NICE`.",
+        + (", but memory may come from any node." if forbidden else "."),
+        remedy="Start the container with `--cap-add SYS_NICE`." if forbidden else "Nothing must be done; the package is called numactl.",
     )
 
 
 def build_tools(look: Look) -> Iterator[Finding]:
+    """A compiler for CPU Adam in every offload mode; ninja and, with GPUs, the CUDA toolkit for DeepSpeed's alone."""
     installed = look.machine.software
     if not look.machine.live or installed.deepspeed is None or (look.plan and look.plan.mode == "gpu"):
         return
-    missing = [name for name, version in (("a C++ compiler", installed.compiler), ("ninja", installed.ninja)) if version is None]
-    if missing:
+    if installed.compiler is None:
         yield Finding(
             severity="blocks",
-            title=f"{' and '.join(missing)} missing",
-            evidence="`c++ --version` (or $CXX) and `ninja --version` were tried",
-            cost="DeepSpeed compiles its CPU Adam at first use and cannot: the offload modes do not start.",
-            remedy="Install g++ (or load the site's compiler module) and `pip install ninja`; `so-tui doctor --fix` then builds it ahead.",
+            title="No C++ compiler",
+            evidence="`c++ --version` (or $CXX) was tried",
+            cost="CPU Adam is compiled at first use and cannot be: the offload modes do not start.",
+            remedy="Install g++ (or load the site's compiler module); `so-tui doctor --fix` then compiles it ahead.",
         )
+    if installed.ninja is None:
+        yield Finding(
+            severity="blocks" if look.deepspeeds_adam else "note",
+            title="ninja is missing",
+            evidence="no package ninja, and `ninja --version` was tried",
+            cost="DeepSpeed's CPU Adam (zerooffload, or offload.engine = deepspeed) cannot be compiled; so-tui's own needs no ninja.",
+            remedy="`pip install ninja`; `so-tui doctor --fix` then compiles it ahead.",
+        )
+    if look.deepspeeds_adam and look.tree and not _compiled(look):
+        yield Finding(
+            severity="note",
+            title="DeepSpeed's CPU Adam is not compiled yet",
+            evidence=f"no cpu_adam.so below {_extensions(look)}",
+            cost="The first run does it while all its ranks wait, for one to three minutes.",
+            remedy="`so-tui doctor --fix` does it now.",
+        )
+
+
+def toolkit(look: Look) -> Iterator[Finding]:
+    """DeepSpeed compares the CUDA toolkit with the one torch was built for before it compiles anything."""
+    installed = look.machine.software
+    if not look.machine.live or not look.nvidia or not look.deepspeeds_adam or installed.torch_cuda is None:
+        return
+    if "DS_SKIP_CUDA_CHECK" in look.environment or (look.tree and _compiled(look)):
+        return
+    torch_cuda = ".".join(installed.torch_cuda.split(".")[:2])
+    if installed.cuda_toolkit is None or not _toolkits_agree(installed.cuda_toolkit, torch_cuda):
+        has = f"nvcc {installed.cuda_toolkit}" if installed.cuda_toolkit else "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"
+        yield Finding(
+            severity="warning",
+            title="The CUDA toolkit is not the one torch was built for" if installed.cuda_toolkit else "No CUDA toolkit",
+            evidence=f"{has}; torch {installed.torch} for CUDA {installed.torch_cuda}",
+            cost="DeepSpeed may refuse to compile its CPU Adam (zerooffload, or offload.engine = deepspeed).",
+            remedy="Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; or load the matching CUDA module, "
+            "or set DS_SKIP_CUDA_CHECK=1.",
+        )
+
+
+def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
+    """Within CUDA 12 DeepSpeed 0.19.8 takes any minor version; else the versions must be the same."""
+    return toolkit_version == torch_cuda or (toolkit_version.startswith("12.") and torch_cuda.startswith("12."))
+
+
+def _extensions(look: Look) -> str:
+    home = look.environment.get("HOME", "~")
+    return look.environment.get("TORCH_EXTENSIONS_DIR") or f"{look.environment.get('XDG_CACHE_HOME') or home + '/.cache'}/torch_extensions"
+
+
+def _compiled(look: Look) -> bool:
+    """Whether torch's extension folder holds DeepSpeed's CPU Adam, in whichever subfolder this Python and CUDA have there."""
+    assert look.tree is not None
+    folder = _extensions(look)
+    places = (folder, *(f"{folder}/{name}" for name in look.tree.names(folder)))
+    return any(look.tree.exists(f"{place}/cpu_adam/cpu_adam.so") for place in places)
 
 
 def environment(look: Look) -> Iterator[Finding]:
@@ -107,4 +162,4 @@ def environment(look: Look) -> Iterator[Finding]:
         )
 
 
-CHECKS = (packages, torch_build, numactl, build_tools, environment)
+CHECKS = (packages, torch_build, numactl, build_tools, toolkit, environment)

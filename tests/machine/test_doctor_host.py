@@ -1,0 +1,183 @@
+"""Doctor on processors, schedulers, GPUs in use, and what ended processes left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, Host
+from test_doctor import GIB, INSTALLED, found, healthy, only
+
+from so_tui.machine import inspect_machine
+from so_tui.machine.doctor import findings
+from so_tui.machine.nvml import GpuHealth
+
+
+def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
+    """Sixteen cores, memory that grows, no swap, half of memory in /dev/shm: as such machines are lent."""
+    files = {
+        "/proc/swaps": "Filename Type Size Used Priority\n",
+        "/proc/sys/kernel/numa_balancing": "0\n",
+        "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "/proc/self/limits": "Max locked memory unlimited unlimited bytes\n",
+        "/proc/meminfo": "MemAvailable: 9000000 kB\n",
+    }
+    software = msgspec.structs.replace(INSTALLED, nvidia_driver="580.159", cuda_toolkit=None)
+    machine = healthy(
+        tmp_path / "m",
+        ONE_H200_GUEST,
+        software=software,
+        page_size_bytes=4096,
+        shm_total_bytes=62 * GIB,
+        shm_free_bytes=62 * GIB,
+        notes=("Memory of this virtual machine may start small and grow on demand; 9.2 GiB is what it has now.",),
+    )
+    health = (GpuHealth(bus_id="00000000:05:00.0", persistence=True, uncorrected_ecc_errors=0, compute_capability=(9, 0)),)
+    assert found(machine, files, tmp_path / "t", health=health) == ()
+
+
+def test_a_task_mask_away_from_the_gpu(tmp_path: Path) -> None:
+    quad = healthy(tmp_path)
+    machine = msgspec.structs.replace(quad, allowed_cpus=tuple(range(8)), gpus=quad.gpus[3:])
+    finding = only(found(machine))
+    assert "GPU 3 hangs off cores 216-287; we may use 0-7" in finding.evidence
+    one_node = msgspec.structs.replace(quad, allowed_cpus=tuple(range(216, 288)), gpus=quad.gpus[3:])
+    assert found(one_node) == ()
+
+
+def test_few_cores(tmp_path: Path) -> None:
+    machine = healthy(tmp_path, EIGHT_H200, allowed_cpus=tuple(range(16)))
+    assert "16 cores may be used, for 8 GPUs" in " ".join(finding.evidence for finding in found(machine))
+    assert found(healthy(tmp_path / "b", ONE_H200_GUEST)) == ()
+
+
+HOPPER_NODES = "/proc/sys/kernel/numa_balancing"
+FREQUENCY = "/sys/devices/system/cpu/cpu0/cpufreq"
+
+
+@pytest.mark.parametrize(
+    ("host", "files", "severity", "title"),
+    [
+        (QUAD_GH200, {HOPPER_NODES: "1\n"}, "warning", "NUMA balancing"),
+        (EIGHT_H200, {HOPPER_NODES: "1\n"}, "note", "NUMA balancing"),
+        (ONE_H200_GUEST, {HOPPER_NODES: "1\n"}, None, ""),
+        (
+            QUAD_GH200,
+            {f"{FREQUENCY}/scaling_governor": "powersave\n", f"{FREQUENCY}/scaling_driver": "cppc_cpufreq\n"},
+            "warning",
+            "governor",
+        ),
+        (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "powersave\n", f"{FREQUENCY}/scaling_driver": "intel_pstate\n"}, None, ""),
+        (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "performance\n"}, None, ""),
+        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "800000 100000\n"}, "warning", "CPU time"),
+        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "max 100000\n"}, None, ""),
+        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "256\n"}, "warning", "processes and threads"),
+        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "32768\n"}, None, ""),
+    ],
+)
+def test_what_the_kernel_does(tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, title: str) -> None:
+    results = found(healthy(tmp_path / "m", host), files, tmp_path / "t")
+    assert [finding.severity for finding in results] == ([severity] if severity else [])
+    assert all(title in finding.title for finding in results)
+
+
+def test_a_login_node(tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "sbatch"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    machine = healthy(tmp_path / "m")
+    assert "login node" in only(found(machine, environment={"PATH": str(command.parent)})).title
+    assert found(machine, environment={"PATH": str(command.parent), "SLURM_JOB_ID": "12"}) == ()
+
+
+def health_of(**changes: Any) -> GpuHealth:
+    return GpuHealth(**({"bus_id": "00000009:01:00.0", "persistence": True, "compute_capability": (9, 0)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("health", "environment", "severity", "title"),
+    [
+        (health_of(uncorrected_ecc_errors=2), {}, "warning", "GPU 0 had memory errors"),
+        (health_of(row_remap_pending=True), {}, "warning", "GPU 0 had memory errors"),
+        (health_of(row_remap_failed=True), {}, "blocks", "memory of GPU 0 is broken"),
+        (health_of(persistence=False), {}, "note", "Persistence mode"),
+        (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0"}, "warning", "leaves out this GPU"),
+        (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0+PTX"}, None, ""),
+        (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, None, ""),
+        (health_of(uncorrected_ecc_errors=0, row_remap_pending=False), {}, None, ""),
+        (health_of(bus_id="0000000A:01:00.0", row_remap_failed=True), {}, None, ""),
+    ],
+)
+def test_what_the_driver_tells(tmp_path: Path, health: GpuHealth, environment: dict[str, str], severity: str | None, title: str) -> None:
+    results = found(healthy(tmp_path), health=(health,), environment=environment)
+    assert [finding.severity for finding in results] == ([severity] if severity else [])
+    assert all(title in finding.title for finding in results)
+
+
+def test_a_torch_too_old_for_the_gpu(tmp_path: Path) -> None:
+    machine = healthy(tmp_path, software=msgspec.structs.replace(INSTALLED, torch_cuda="12.6"))
+    assert only(found(machine, health=(health_of(compute_capability=(10, 0)),))).severity == "blocks"
+    assert found(machine, health=(health_of(),)) == ()
+
+
+def test_gpus_in_use(tmp_path: Path) -> None:
+    files = {"/proc/71/comm": "python3\n", "/proc/72/comm": "pt_main\n", "/proc/72/environ": "A=1\0SO_TUI_RUN=/runs/qwen-1\0"}
+    machine = healthy(tmp_path / "m")
+    other = only(found(machine, files, tmp_path / "t", health=(health_of(pids=(71,)),)))
+    assert (other.severity, "71 (python3)" in other.evidence) == ("warning", True)
+    ours = only(found(machine, files, tmp_path / "t", health=(health_of(pids=(72,)),)))
+    assert (ours.severity, "qwen-1" in ours.evidence) == ("note", True)
+
+
+SEGMENTS = {"/dev/shm/torch_4711_99_1": "x" * (40 << 20), "/dev/shm/sem.mp-abc": "x", "/dev/shm/mine.bin": "x" * (40 << 20)}
+
+
+def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
+    machine = healthy(tmp_path / "m")
+    finding = only(found(machine, SEGMENTS, tmp_path / "t"))
+    assert "torch_4711_99_1" in finding.evidence
+    assert "rm /dev/shm/torch_4711_99_1`" in finding.remedy, "nothing but what nobody has open"
+    mapped = {"/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1\n"}
+    assert found(machine, {**SEGMENTS, **mapped}, tmp_path / "u") == ()
+
+
+def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int = 1) -> dict[str, str]:
+    return {f"/proc/{pid}/stat": f"{pid} (a b) S {parent} 1 1\n", f"/proc/{pid}/environ": environ, f"/proc/{pid}/cmdline": cmdline}
+
+
+@pytest.mark.parametrize(
+    ("files", "title"),
+    [
+        (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "another distributed run"),
+        (orphan(50, cmdline="python\0-u\0-m\0deepspeed.launcher.launch\0"), "another distributed run"),
+        (orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "without a supervisor"),
+        (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0", parent=49), None),
+        (orphan(50, cmdline="sshd\0"), None),
+        ({**orphan(50, cmdline="python\0-m\0deepspeed.launcher.launch\0"), "/proc/1/comm": "bash\n"}, None),
+    ],
+)
+def test_processes_left_behind(tmp_path: Path, files: dict[str, str], title: str | None) -> None:
+    results = found(healthy(tmp_path / "m"), files, tmp_path / "t")
+    assert [title in finding.title for finding in results if title] == ([True] if title else [])
+    assert bool(results) == bool(title)
+
+
+def test_findings_here_are_true() -> None:
+    """Whatever this machine is: what doctor says of it can be checked."""
+    machine = inspect_machine()
+    titles = {finding.title: finding for finding in findings(machine)}
+    assert ("No GPU" in titles) <= (machine.gpus == ())
+    assert ("Swap is on" in titles) <= (len(Path("/proc/swaps").read_text().splitlines()) > 1)
+    assert ("Few cores for CPU Adam" in titles) <= bool(machine.gpus)
+    if left := titles.get("Shared memory that ended processes left behind"):
+        for name in left.remedy.split("`")[1].split()[1:]:
+            assert Path(name).stat().st_uid == os.getuid()
+
+
+def test_every_check_is_silent_on_a_machine_elsewhere(tmp_path: Path) -> None:
+    assert findings(dataclasses.replace(QUAD_GH200).machine(tmp_path)) == ()
