@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("calibrate", "calibrate:calibrate", "measure this machine's rates, in under a minute; plans use them from then on", json_output)
     data = add("data", "data:data", "show what the model would see: rows, trained tokens, packing", json_output, changes)
     data.add_argument("preset", metavar="PRESET|FILE")
-    data.add_argument("--samples", type=int, default=3, metavar="N", help="rows to show (default 3)")
+    data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default 3)")
     fetch = add("fetch", "data:fetch", "download a preset's model, tokenizer and data with progress", changes)
     fetch.add_argument("preset", metavar="PRESET|FILE")
 

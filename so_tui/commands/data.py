@@ -13,7 +13,7 @@ def data(arguments: argparse.Namespace) -> int:
     """Counts of the data set and a few rows as the model sees them, trained tokens coloured."""
     from so_tui.launch.helpers import call_tool
 
-    answer = call_tool("data", {"spec": spec_tree(chosen_spec(arguments)), "samples": arguments.samples})
+    answer = call_tool("data", {"spec": spec_tree(chosen_spec(arguments)), "rows": arguments.rows})
     if arguments.json:
         print_json(answer)
         return 0

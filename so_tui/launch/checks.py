@@ -37,7 +37,7 @@ def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir:
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
     """Files and folders that the spec names and that are not on this machine; built-in ones that do not exist."""
     problems = list(missing_paths(spec))
-    sources = (spec.data.source,) if isinstance(spec.data.source, str) else tuple(part.source for part in spec.data.source)
+    sources = tuple(part.source for part in spec.data.sources)
     for text in (spec.model.id, spec.model.tokenizer, spec.data.evaluation, *sources):
         try:
             resolve_source(text)

@@ -146,6 +146,6 @@ def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator
 
 
 def _hub(spec: RunSpec) -> Iterator[Variable]:
-    sources = (spec.data.source,) if isinstance(spec.data.source, str) else tuple(part.source for part in spec.data.source)
+    sources = (part.source for part in spec.data.sources)
     if all(source.startswith("builtin:") for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")):
         yield Variable(name="HF_HUB_OFFLINE", value="1", reason="everything this run needs came with so-tui")

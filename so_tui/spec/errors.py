@@ -39,6 +39,10 @@ class InputError(SoTuiError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
+        """Comes whole from another process."""
+        return type(self), (self.problems,)
+
 
 class Refused(SoTuiError):  # noqa: N818 - the word of the contract
     """The run does not fit or cannot run here: exit code 3. ``forceable`` where that is not certain to fail."""

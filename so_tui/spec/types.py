@@ -14,6 +14,7 @@ from msgspec import Meta, Struct, field
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
 ActivationCheckpointing = Literal["auto", "full", "selective", "none"]
+LossOn = Literal["assistant", "last-turn", "all"]
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 TensorKind = Literal["linear", "expert", "embedding", "other"]
 
@@ -98,19 +99,36 @@ class ModelSpec(Spec, frozen=True):
 
 
 class DataSource(Spec, frozen=True):
+    """One source of a mixture; what it leaves out is that of the section."""
+
     source: Annotated[str, Meta(min_length=1, description="Hub id, file or folder.")]
-    weight: Annotated[float, Meta(gt=0, description="Relative share of this source in the mixture.")] = 1.0
+    weight: Annotated[float, Meta(gt=0, description="Relative share of this source's rows in the mixture.")] = 1.0
+    subset: str = ""
+    split: str = ""
+    format: DataFormat | None = None
 
 
 class DataSpec(Spec, frozen=True):
     source: Annotated[
         str | tuple[DataSource, ...],
-        Meta(description="Hub id, file (JSON, JSONL, Parquet, CSV) or folder; or a list of `{source, weight}`."),
+        Meta(
+            description="Hub id, file (JSON, JSONL, Parquet, CSV) or folder; or a mixture: a list of `{source, weight}`, each of which may "
+            "have its own `subset`, `split` and `format`. Weights are shares of the rows: an epoch meets every row of every source at "
+            "least once, and those of a source with a larger share several times."
+        ),
     ]
+    subset: Annotated[str, Meta(description="Subset (configuration) of a data set on the hub; empty means its only one.")] = ""
     split: Annotated[str, Meta(min_length=1, description="Split of the data set, with the slice syntax of `datasets` (`train[:10%]`).")] = (
         "train"
     )
     format: Annotated[DataFormat, Meta(description="Layout of a row; `auto` recognises it by its columns.")] = "auto"
+    loss: Annotated[
+        LossOn,
+        Meta(
+            description="Which tokens are trained: those of every answer of the `assistant`, of the `last-turn` only, or `all`. An "
+            "answer's stop token is always trained with it."
+        ),
+    ] = "assistant"
     sequence_length: Annotated[int, Meta(ge=16, le=1_048_576, description="Tokens in a training sequence.", extra={"unit": "tokens"})] = (
         4096
     )
@@ -127,6 +145,21 @@ class DataSpec(Spec, frozen=True):
         str, Meta(description="Split to evaluate on, of `evaluation` or of `source`; empty means that of `split`.")
     ] = ""
     packing: Annotated[bool, Meta(description="Fill each sequence with several rows that do not see each other.")] = True
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The sources with nothing left out; a single one has weight 1."""
+        given = (DataSource(source=self.source),) if isinstance(self.source, str) else self.source
+        return tuple(
+            DataSource(
+                source=part.source,
+                weight=part.weight,
+                subset=part.subset or self.subset,
+                split=part.split or self.split,
+                format=part.format or self.format,
+            )
+            for part in given
+        )
 
 
 class TrainSpec(Spec, frozen=True):

@@ -5,7 +5,7 @@ from launching import tiny
 
 from so_tui.spec import RunSpec
 from so_tui_trainer.batches import Batches
-from so_tui_trainer.tokens import Counts, Documents
+from so_tui_trainer.documents import Counts, Documents
 
 
 def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:

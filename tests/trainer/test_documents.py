@@ -1,39 +1,23 @@
+"""From files that people have to documents: layouts, sources, mixtures, what is lost and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from launching import tiny
 
 from so_tui.spec import InputError, RunSpec
-from so_tui_trainer import tokens
-from so_tui_trainer.rows import Message
-from so_tui_trainer.tokens import Documents, load_tokenizer, prepare, read, segments
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<|eos|>{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def _documents(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl", **changes: str) -> Documents:
-    return read(prepare(_spec(folder, rows, name, **changes), folder / "cache"))
-
-
-def _spec(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl", **changes: str) -> RunSpec:
-    path = folder / name
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return tiny(data__source=str(path), data__format="auto", **changes)
-
-
-def _texts(documents: Documents, index: int = 0) -> tuple[str, str]:
-    """A document's context and its trained text."""
-    tokenizer = load_tokenizer(tiny())
-    part = slice(documents.offsets[index], documents.offsets[index + 1])
-    ids, trained = documents.tokens[part], documents.trained[part]
-    return str(tokenizer.decode(ids[~trained])), str(tokenizer.decode(ids[trained]))
-
+from so_tui_trainer.batches import Batches
+from so_tui_trainer.cache import read
+from so_tui_trainer.documents import Documents
+from so_tui_trainer.tokens import load_tokenizer, prepare
 
 ROWS = {
     "alpaca": {"instruction": "Add the numbers.", "input": "2 and 3", "output": "They make 5."},
@@ -41,90 +25,217 @@ ROWS = {
     "messages": {"messages": [{"role": "user", "content": "Add 2 and 3."}, {"role": "assistant", "content": "They make 5."}]},
     "sharegpt": {"conversations": [{"from": "human", "value": "Add 2 and 3."}, {"from": "gpt", "value": "They make 5."}]},
 }
+VARIANTS = {
+    "null input": {"instruction": "Add.", "input": None, "output": "They make 5."},
+    "conversational prompt": {
+        "prompt": [{"role": "user", "content": "Add 2 and 3."}],
+        "completion": [{"role": "assistant", "content": "They make 5."}],
+    },
+    "text parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Add."}]}, {"role": "assistant", "content": "They make 5."}]
+    },
+    "OpenAI's keys in ShareGPT's column": {"conversations": ROWS["messages"]["messages"]},
+    "other roles": {"conversations": [{"from": "user", "value": "Add."}, {"from": "model", "value": "They make 5."}]},
+}
+
+
+def lines(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def spec_of(source: object, **changes: str) -> RunSpec:
+    return tiny(**({"data__source": str(source), "data__format": "auto"} | changes))
+
+
+def documents_of(folder: Path, source: object, **changes: str) -> Documents:
+    spec = spec_of(source, **changes)
+    return read(prepare(spec, folder / "cache"), spec.data)
+
+
+def texts(documents: Documents, index: int = 0) -> tuple[str, str]:
+    """A document's context and its trained text."""
+    tokenizer = load_tokenizer(tiny())
+    part = slice(documents.offsets[index], documents.offsets[index + 1])
+    ids, trained = documents.tokens[part], documents.trained[part]
+    return str(tokenizer.decode(ids[~trained])), str(tokenizer.decode(ids[trained]))
+
+
+def problem(source: object, folder: Path, **changes: str) -> str:
+    with pytest.raises(InputError) as error:
+        documents_of(folder, source, **changes)
+    (found,) = error.value.problems
+    assert found.remedy
+    return str(found)
 
 
 @pytest.mark.parametrize("layout", ROWS)
 def test_only_the_response_and_its_stop_token_are_trained(tmp_path: Path, layout: str) -> None:
-    context, trained = _texts(_documents(tmp_path, [ROWS[layout]]))
+    documents = documents_of(tmp_path, lines(tmp_path, [ROWS[layout]]))
+    context, trained = texts(documents)
     assert trained == "They make 5.<|eos|>"
     assert "### Instruction:" in context
     assert context.endswith("### Response:\n")
+    assert documents.parts[0].layout == layout
 
 
-def test_plain_text_is_trained_but_for_its_first_token(tmp_path: Path) -> None:
-    documents = _documents(tmp_path, [{"text": "A plain text about numbers."}])
-    assert documents.trained.tolist() == [False] + [True] * (len(documents.tokens) - 1)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_people_write_instead_is_read_as_well(tmp_path: Path, variant: str) -> None:
+    assert texts(documents_of(tmp_path, lines(tmp_path, [VARIANTS[variant]])))[1] == "They make 5.<|eos|>"
 
 
-def test_layouts_mix(tmp_path: Path) -> None:
-    first, second = _spec(tmp_path, [ROWS["alpaca"]] * 3, "a.jsonl"), _spec(tmp_path, [ROWS["messages"]] * 3, "b.jsonl")
-    mixture = f'[{{source = "{first.data.source}", weight = 1}}, {{source = "{second.data.source}", weight = 2}}]'
-    documents = read(prepare(tiny(data__source=mixture, data__format="auto"), tmp_path / "cache"))
-    assert documents.counts.rows >= 6
-    assert {_texts(documents, index)[1] for index in range(len(documents.lengths))} == {"They make 5.<|eos|>"}
+def test_the_layout_can_be_named(tmp_path: Path) -> None:
+    rows = lines(tmp_path, [ROWS["alpaca"] | {"text": "All of it."}])
+    assert texts(documents_of(tmp_path, rows, data__format="text"))[1].endswith("l of it.<|eos|>")
+    assert "prompt, completion" in problem(rows, tmp_path, data__format="prompt-completion")
 
 
-def test_rows_that_are_too_long_are_cut_and_counted_and_dropped_when_nothing_trained_is_left(tmp_path: Path) -> None:
-    long_answer = {"instruction": "Count.", "output": "1 2 3 4 5 6 7 8 9 " * 30}
-    long_question = {"instruction": "1 2 3 4 5 6 7 8 9 " * 30, "output": "Yes."}
-    documents = _documents(tmp_path, [ROWS["alpaca"] | {"input": ""}, long_answer, long_question], data__sequence_length="64")
-    assert (documents.counts.rows, documents.counts.truncated, documents.counts.dropped) == (3, 2, 1)
+def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longer_than_a_sequence(tmp_path: Path) -> None:
+    words = "one two three four five six seven " * 40
+    documents = documents_of(tmp_path, lines(tmp_path, [{"text": words}, {"text": "A plain text."}]), data__sequence_length="64")
+    tokenizer = load_tokenizer(tiny())
+    assert tokenizer.decode(documents.tokens) == f"{words}<|eos|>A plain text.<|eos|>"
+    assert documents.lengths.max() == 64
+    assert documents.trained_lengths.tolist() == (documents.lengths - 1).tolist()
+    assert (documents.counts.rows, documents.counts.cut, documents.counts.truncated, documents.counts.dropped) == (2, 1, 0, 0)
+    assert documents.rows is not None
+    assert documents.rows.tolist() == [1] * (len(documents.lengths) - 1) + [2]
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_gzip(path: Path, rows: list[dict[str, Any]]) -> None:
+    with gzip.open(path, "wt") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+
+
+WRITERS = {
+    "rows.jsonl": lambda path, rows: lines(path.parent, rows, path.name),
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
+    "rows.csv": write_csv,
+    "rows.jsonl.gz": write_gzip,
+    "folder": lambda path, rows: [path.mkdir(), lines(path, rows[:1], "train-1.jsonl"), lines(path, rows[1:], "train-2.jsonl")],
+    "saved": lambda path, rows: datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_and_folder_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    rows = [ROWS["alpaca"], ROWS["alpaca"] | {"output": "Five."}]
+    WRITERS[name](tmp_path / name, rows)
+    documents = documents_of(tmp_path, tmp_path / name)
+    assert [texts(documents, index)[1] for index in range(2)] == ["They make 5.<|eos|>", "Five.<|eos|>"]
+
+
+def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    (folder / "easy").mkdir(parents=True)
+    (folder / "hard").mkdir()
+    lines(folder / "easy", [ROWS["alpaca"]] * 4, "train.jsonl")
+    lines(folder / "hard", [ROWS["alpaca"] | {"output": "Five."}] * 6, "train.jsonl")
+    lines(folder / "hard", [ROWS["alpaca"] | {"output": "Held out."}], "test.jsonl")
+    subsets = [
+        {"config_name": name, "data_files": [{"split": split, "path": f"{name}/{split}.jsonl"} for split in splits]}
+        for name, splits in (("easy", ["train"]), ("hard", ["train", "test"]))
+    ]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(subsets)}\n---\n")
+    half = documents_of(tmp_path, folder, data__subset="hard", data__split="train[:50%]")
+    assert half.counts.rows == 3
+    assert texts(half)[1] == "Five.<|eos|>"
+    assert texts(documents_of(tmp_path, folder, data__subset="hard", data__split="test"))[1] == "Held out.<|eos|>"
+    assert "data.subset" in problem(folder, tmp_path)
+    assert "data.split" in problem(folder, tmp_path, data__subset="easy", data__split="validation")
+
+
+def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path) -> None:
+    many = lines(tmp_path, [ROWS["alpaca"] | {"output": f"Answer {n}."} for n in range(40)], "many.jsonl")
+    few = lines(tmp_path, [ROWS["messages"]] * 3, "few.jsonl")
+    mixture = f'[{{source = "{many}", weight = 3}}, {{source = "{few}", weight = 1, format = "messages"}}]'
+    documents = documents_of(tmp_path, mixture)
+    assert [(part.counts.rows, part.documents, part.layout) for part in documents.parts] == [(40, 40, "alpaca"), (3, 3, "messages")]
+    assert documents.counts.rows == 43
+    epoch = documents.epoch(seed=42)
+    assert set(epoch.tolist()) == set(range(43))
+    assert np.count_nonzero(epoch >= 40) == 13  # a quarter of 53
+    assert documents.epoch(seed=42).tolist() == epoch.tolist()
+    batches = Batches(documents, spec_of(mixture), 0)
+    assert sorted(batches.sequences.documents.tolist()) == sorted(epoch.tolist())
+
+
+def test_the_weights_of_a_mixture_do_not_make_it_tokenised_again(tmp_path: Path) -> None:
+    one, other = lines(tmp_path, [ROWS["alpaca"]], "a.jsonl"), lines(tmp_path, [ROWS["messages"]], "b.jsonl")
+    folders = {
+        prepare(spec_of(f'[{{source = "{one}", weight = {weight}}}, {{source = "{other}"}}]'), tmp_path / "cache") for weight in (1, 5)
+    }
+    assert len(folders) == 1
+
+
+def test_rows_that_are_too_long_lose_their_end_and_those_without_trained_tokens_are_dropped(tmp_path: Path) -> None:
+    digits = "1 2 3 4 5 6 7 8 9 " * 30
+    rows = [
+        {"instruction": "Add.", "output": "They make 5."},
+        {"instruction": "Count.", "output": digits},
+        {"instruction": digits, "output": "Yes."},
+        {"instruction": "Say nothing.", "output": ""},
+        {"instruction": "Say nothing.", "output": None},
+    ]
+    documents = documents_of(tmp_path, lines(tmp_path, rows), data__sequence_length="64")
+    counts = documents.counts
+    assert (counts.rows, counts.truncated, counts.dropped, counts.dropped_too_long) == (5, 1, 3, 1)
     assert documents.lengths.tolist()[1] == 64
     assert documents.trained_lengths.min() > 0
+    assert texts(documents, 1)[0].startswith("### Instruction:\nCount.")
+    assert not texts(documents, 1)[1].endswith("<|eos|>")
 
 
-def test_equal_data_is_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = _spec(tmp_path, [ROWS["alpaca"]])
-    folder = prepare(spec, tmp_path / "cache")
-    monkeypatch.setattr(tokens, "_tokenise", lambda *_: pytest.fail("tokenised again"))
-    assert prepare(spec, tmp_path / "cache") == folder
-    with pytest.raises(pytest.fail.Exception):
-        prepare(_spec(tmp_path, [ROWS["alpaca"] | {"output": "Other."}]), tmp_path / "cache")
+def test_a_source_without_anything_to_train_is_refused(tmp_path: Path) -> None:
+    told = problem(lines(tmp_path, [{"instruction": "1 2 3 4 5 6 7 8 9 " * 30, "output": "Yes."}]), tmp_path, data__sequence_length="64")
+    assert "none of its 1 rows" in told
+    assert "data.sequence_length" in told
+    assert "answers are empty" in problem(lines(tmp_path, [{"instruction": "a", "output": ""}]), tmp_path)
+
+
+GOOD = json.dumps(ROWS["alpaca"])
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "said"),
+    ("name", "content", "said"),
     [
-        ('{"question": "a", "answer": "b"}', "rows.jsonl", "question, answer"),
-        ('{"instruction": "a", "output": ""}', "rows.txt", ".txt"),
-        ("not json at all", "rows.json", "cannot be read"),
+        ("rows.jsonl", '{"question": "a", "answer": "b"}', ("data.source", "question, answer", "alpaca: instruction, output")),
+        ("rows.txt", "anything", (".txt", ".jsonl")),
+        ("rows.json", "not json at all", ("rows.json, row 1", "no JSON")),
+        ("rows.json", '[{"instruction": "a", "output": "b"},', ("rows.json", "cannot be read")),
+        ("rows.jsonl", "[1, 2]\n3", ("rows.jsonl", "cannot be read")),
+        ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', ("rows.jsonl, row 3", "no JSON")),
+        ("rows.jsonl", f'{GOOD}\n{{"instruction": "a", "output": ["b"]}}', ("row 2", "column output", "not text")),
+        ("rows.jsonl", '{"instruction": {"a": 1}, "output": "b"}', ("rows.jsonl, row 1", "column instruction", "not text")),
+        (
+            "rows.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"role": "narrator", "content": "b"}]}',
+            ("rows.jsonl, row 2", "column messages[0].role", "'narrator'", "assistant"),
+        ),
+        ("rows.jsonl", '{"messages": [{"speaker": "a", "words": "b"}]}', ("row 1", "column messages[0]", "speaker, words")),
+        ("rows.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', ("row 1", "not text")),
+        ("rows.jsonl", '{"messages": "a"}', ("row 1", "column messages", "not a list of turns")),
+        ("rows.csv", 'instruction,output\na,b\nc,d,e\n', ("rows.csv", "line 3")),
+        ("rows.parquet", "no parquet", ("rows.parquet", "cannot be read")),
     ],
-)
-def test_data_that_cannot_be_used_names_field_and_remedy(tmp_path: Path, content: str, name: str, said: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_used_is_named_with_its_row_and_column(tmp_path: Path, name: str, content: str, said: tuple[str, ...]) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(InputError) as error:
-        prepare(tiny(data__source=str(tmp_path / name), data__format="auto"), tmp_path / "cache")
-    (problem,) = error.value.problems
-    assert problem.field == "data.source"
-    assert said in str(problem)
-    assert problem.remedy
+    told = problem(tmp_path / name, tmp_path)
+    for words in said:
+        assert words in told
 
 
-def test_a_missing_file_is_a_problem_not_a_hub_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        prepare(tiny(data__source=str(tmp_path / "absent.jsonl")), tmp_path / "cache")
-
-
-def test_with_a_chat_template_each_assistant_turn_is_trained() -> None:
-    tokenizer = load_tokenizer(tiny())
-    tokenizer.chat_template = TEMPLATE
-    parts = segments(tokenizer, [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")])
-    assert [(part.text, part.trained) for part in parts] == [
-        ("<user>a\n<assistant>", False),
-        ("b<|eos|>\n", True),
-        ("<user>c\n<assistant>", False),
-        ("d<|eos|>\n", True),
-    ]
-    (ids, trained), *_ = tokens._encode(tokenizer, [parts])
-    assert np.count_nonzero(ids[trained] == tokenizer.eos_token_id) == 2
-
-
-def test_a_turn_that_the_template_renders_differently_later_is_context_only() -> None:
-    tokenizer = load_tokenizer(tiny())
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}(thinks){% endif %}"
-        "{{ m.content }}{{ '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    parts = segments(tokenizer, [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")])
-    assert [part.text for part in parts if part.trained] == ["(thinks)d\n"]
+def test_what_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
+    assert "no such file" in problem(tmp_path / "absent.jsonl", tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "empty" in problem(tmp_path / "empty", tmp_path)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from so_tui.spec import InputError, Problem, RunSpec
+from so_tui_trainer.documents import Documents
 from so_tui_trainer.packing import Sequences, one_each, pack
-from so_tui_trainer.tokens import Documents
 
 _PADDING_MULTIPLE = 8
 
@@ -115,7 +115,9 @@ class Batches:
         """``members``: the documents to train on, all by default."""
         self._documents = documents
         self._lengths = documents.lengths
-        self.sequences: Sequences = sequences_of(documents, np.arange(len(self._lengths)) if members is None else members, spec)
+        epoch = documents.epoch(spec.train.seed) if members is None else members
+        packed = pack(self._lengths[epoch], spec.data.sequence_length) if spec.data.packing else one_each(len(epoch))
+        self.sequences: Sequences = packed.holding(epoch)
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin

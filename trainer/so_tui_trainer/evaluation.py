@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.batches import Batch, assemble, sequences_of, width
+from so_tui_trainer.documents import Documents
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.feed import Feed
 from so_tui_trainer.ranks import Ranks
-from so_tui_trainer.tokens import Documents
 
 
 class Parts(NamedTuple):
@@ -56,7 +56,12 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
     data = spec.data
     if not data.evaluation and not data.evaluation_split:
         return None
-    return replace(spec, data=replace(data, source=data.evaluation or data.source, split=data.evaluation_split or data.split))
+    split = data.evaluation_split or data.split
+    if data.evaluation:
+        return replace(spec, data=replace(data, source=data.evaluation, subset="", split=split))
+    # The split of the section is for all sources then, also for those that train on one of their own.
+    sources = tuple(replace(part, split="") for part in data.source) if isinstance(data.source, tuple) else data.source
+    return replace(spec, data=replace(data, source=sources, split=split))
 
 
 class Evaluation:

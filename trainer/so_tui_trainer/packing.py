@@ -20,6 +20,10 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def holding(self, documents: npt.NDArray[np.int64]) -> Sequences:
+        """The same sequences, of ``documents[i]`` where these hold document ``i``."""
+        return Sequences(documents[self.documents], self.offsets)
+
     def of(self, index: int) -> npt.NDArray[np.int64]:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 

@@ -1,185 +1,184 @@
-"""Rows of a data set as conversations: where they come from, which layout they have, what is wrong with them.
+"""Rows of a data set as conversations: which layout they have, how each is read, what is wrong with one that cannot be.
 
-A conversation is a tuple of messages; plain text is one assistant message without a prompt, trained from its first token on.
-Imports ``datasets`` only when rows are opened.
+A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from its first token on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from so_tui.spec import DataSource, InputError, Problem
 
 Row = Mapping[str, Any]
+TEXT = "text"
+"""The role of plain text."""
 
 
 class Message(NamedTuple):
     role: str
     content: str
+    extra: tuple[tuple[str, Any], ...] = ()
+    """What else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name`` ..."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether there is something here for a model to learn to say."""
+        said = bool(self.content.strip()) or any(name == "tool_calls" for name, _ in self.extra)
+        return self.role in ("assistant", TEXT) and said and ("weight", 0) not in self.extra
+
+
+Conversation = tuple[Message, ...]
 
 
 class Layout(NamedTuple):
     """One layout of a row: its name in the spec, the columns it must have, and how a row becomes a conversation."""
 
     name: str
-    columns: frozenset[str]
-    read: Callable[[Row], tuple[Message, ...]]
+    columns: tuple[str, ...]
+    read: Callable[[Row], Conversation]
 
 
-def _alpaca(row: Row) -> tuple[Message, ...]:
-    instruction, context = _text(row["instruction"]), _text(row.get("input"))
+class RowError(Exception):
+    """A row that cannot be read: which column, and what is wrong with it."""
+
+    def __init__(self, column: str, message: str) -> None:
+        self.column, self.message = column, message
+        super().__init__(f"column {column}: {message}")
+
+
+def _alpaca(row: Row) -> Conversation:
+    instruction, context = _text(row, "instruction"), _text(row, "input")
     prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-    return Message("user", prompt), Message("assistant", _text(row["output"]))
+    return Message("user", prompt), Message("assistant", _text(row, "output"))
 
 
-def _prompt_completion(row: Row) -> tuple[Message, ...]:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        return Message("user", prompt), Message("assistant", _text(completion))
-    return (*_messages_of(prompt), *_messages_of(completion))
+def _prompt_completion(row: Row) -> Conversation:
+    sides: list[Message] = []
+    for column, role in (("prompt", "user"), ("completion", "assistant")):
+        sides += [Message(role, _text(row, column))] if isinstance(row[column], str | None) else _turns(row, column)
+    return tuple(sides)
 
 
-def _sharegpt(row: Row) -> tuple[Message, ...]:
-    roles = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
-    return tuple(Message(roles.get(turn["from"], turn["from"]), _text(turn["value"])) for turn in row["conversations"])
+def _plain(row: Row) -> Conversation:
+    return (Message(TEXT, _text(row, "text")),)
 
 
-def _messages_of(turns: Sequence[Row]) -> tuple[Message, ...]:
-    return tuple(Message(turn["role"], _text(turn["content"])) for turn in turns)
+def _messages(row: Row) -> Conversation:
+    return _turns(row, "messages")
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
+def _sharegpt(row: Row) -> Conversation:
+    return _turns(row, "conversations")
+
+
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+}
+_TURN_KEYS = (("role", "content"), ("from", "value"))
+
+
+def _turns(row: Row, column: str) -> Conversation:
+    """A list of turns, in OpenAI's keys (role, content) or ShareGPT's (from, value)."""
+    turns = row[column]
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise RowError(column, f"is {_shown(turns)}, not a list of turns")
+    return tuple(_turn(turn, f"{column}[{index}]") for index, turn in enumerate(turns))
+
+
+def _turn(turn: object, column: str) -> Message:
+    if not isinstance(turn, Mapping):
+        raise RowError(column, f"is {_shown(turn)}, not a turn with `role` and `content`")
+    for role_key, content_key in _TURN_KEYS:
+        if turn.get(role_key) is None:
+            continue
+        role = _ROLES.get(str(turn[role_key]).lower())
+        if role is None:
+            raise RowError(f"{column}.{role_key}", f"is {_shown(turn[role_key])}, which is none of {', '.join(_ROLES)}")
+        extra = tuple((name, value) for name, value in turn.items() if name not in (role_key, content_key) and value is not None)
+        return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
+    raise RowError(column, f"has the keys {', '.join(turn) or '(none)'}, and neither role and content nor from and value")
+
+
+def _content(value: object, column: str) -> str:
+    """A turn's text; OpenAI's lists of text parts are joined."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+        if not all(isinstance(part, str) for part in parts):
+            raise RowError(column, "has parts that are not text")
+        return "".join(str(part) for part in parts)
+    return _text({column: value}, column)
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        return str(value)
+    raise RowError(column, f"is {_shown(value)}, not text")
+
+
+def _shown(value: object) -> str:
+    text = "empty" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 LAYOUTS = (
-    Layout("messages", frozenset({"messages"}), lambda row: _messages_of(row["messages"])),
-    Layout("sharegpt", frozenset({"conversations"}), _sharegpt),
-    Layout("alpaca", frozenset({"instruction", "output"}), _alpaca),
-    Layout("prompt-completion", frozenset({"prompt", "completion"}), _prompt_completion),
-    Layout("text", frozenset({"text"}), lambda row: (Message("assistant", _text(row["text"])),)),
+    Layout("messages", ("messages",), _messages),
+    Layout("sharegpt", ("conversations",), _sharegpt),
+    Layout("alpaca", ("instruction", "output"), _alpaca),
+    Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
+    Layout("text", ("text",), _plain),
 )
-_READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def sources(spec: DataSpec) -> tuple[DataSource, ...]:
-    """The sources of a data section, a single one with weight 1."""
-    return (DataSource(source=spec.source),) if isinstance(spec.source, str) else spec.source
-
-
-def open_rows(spec: DataSpec, seed: int) -> Dataset:
-    """All rows of the mixture, every source in one column ``conversation``-ready layout (see ``conversations``).
-
-    Raises InputError: a source that cannot be read, or columns that fit no layout.
-    """
-    import datasets
-
-    parts = [(source, _open(source.source, spec)) for source in sources(spec)]
-    if len(parts) == 1:
-        return parts[0][1]
-    weights = [source.weight for source, _ in parts]
-    # Until every row of every source was met: the weights say how often, nothing is lost.
-    return datasets.interleave_datasets(
-        [_uniform(part, spec) for _, part in parts],
-        probabilities=[weight / sum(weights) for weight in weights],
-        seed=seed,
-        stopping_strategy="all_exhausted",
-    )
-
-
-def layout_of(columns: Sequence[str], spec: DataSpec) -> Layout:
-    """The layout that the columns have, or the one the spec demands. Raises InputError when they do not fit."""
-    candidates = [layout for layout in LAYOUTS if spec.format in ("auto", layout.name)]
+def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
+    """The layout that the columns have, or the one the source demands. Raises InputError when they do not fit."""
+    candidates = [layout for layout in LAYOUTS if source.format in ("auto", layout.name)]
     for layout in candidates:
-        if layout.columns <= set(columns):
+        if set(layout.columns) <= set(columns):
             return layout
-    known = "; ".join(f"{layout.name}: {', '.join(sorted(layout.columns))}" for layout in candidates)
-    raise InputError(
-        [
-            Problem(
-                field="data.format" if spec.format != "auto" else "data.source",
-                value=spec.format if spec.format != "auto" else ", ".join(source.source for source in sources(spec)),
-                message=f"the rows have the columns {', '.join(columns) or '(none)'}, which fit no known layout",
-                remedy=f"Rename the columns to those of a layout ({known}).",
-            )
-        ]
-    )
-
-
-def conversations(rows: Dataset, spec: DataSpec, batch: int = 1000) -> Iterator[list[tuple[Message, ...]]]:
-    """The rows in order, ``batch`` at a time. Raises InputError naming the first row that cannot be read."""
-    layout = layout_of(rows.column_names, spec)
-    for first in range(0, len(rows), batch):
-        part = rows[first : first + batch]
-        found = []
-        for index in range(len(next(iter(part.values())))):
-            row = {name: values[index] for name, values in part.items()}
-            try:
-                found.append(layout.read(row))
-            except (KeyError, TypeError, AttributeError) as error:
-                raise InputError([_bad_row(first + index, layout, error)]) from error
-        yield found
-
-
-def _bad_row(number: int, layout: Layout, error: Exception) -> Problem:
-    return Problem(
-        field="data.source",
-        value=f"row {number}",
-        message=f"cannot be read as {layout.name} ({type(error).__name__}: {error})",
-        remedy="Mend or remove the row, or name another `data.format`.",
-    )
-
-
-def _uniform(part: Dataset, spec: DataSpec) -> Dataset:
-    """A source in the ``messages`` layout, so that sources of different layouts mix."""
-    layout = layout_of(part.column_names, spec)
-    return part.map(
-        lambda row: {"messages": [message._asdict() for message in layout.read(row)]}, remove_columns=part.column_names, desc="reading rows"
-    )
-
-
-def _open(source: str, spec: DataSpec) -> Dataset:
-    import datasets
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
-
-    name = resolve_source(source)
-    path = Path(name).expanduser()
-    try:
-        if path.is_file():
-            return datasets.load_dataset(_reader(path, source), data_files=str(path), split=spec.split)
-        if not path.is_dir() and _looks_like_path(name):
-            raise FileNotFoundError(2, "no such file or folder")
-        return datasets.load_dataset(str(path) if path.is_dir() else name, split=spec.split)
-    except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
-        raise InputError([_unreadable(source, spec, error)]) from error
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or Path(name).suffix in _READERS or name.count("/") > 1
-
-
-def _reader(path: Path, source: str) -> str:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        message, remedy = f"files ending in {path.suffix or 'nothing'} are not known", f"Use one of {', '.join(_READERS)}."
-        raise InputError([Problem(field="data.source", value=source, message=message, remedy=remedy)])
-    return reader
-
-
-def _unreadable(source: str, spec: DataSpec, error: Exception) -> Problem:
-    text = str(error).strip().splitlines()
-    reason = text[0] if text else type(error).__name__
-    if "split" in reason.lower():
-        return Problem(field="data.split", value=spec.split, message=reason, remedy=f"Name a split that {source} has.")
-    if "gated" in reason.lower() or "401" in reason or "403" in reason:
-        remedy = "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-    elif _looks_like_path(source):
-        remedy = "Give the path of a JSON, JSONL, Parquet or CSV file, or of a folder of them."
+    has = f"its rows have the columns {', '.join(columns) or '(none)'}"
+    if source.format == "auto":
+        known = "; ".join(f"{layout.name}: {', '.join(layout.columns)}" for layout in candidates)
+        problem = Problem(
+            field="data.source",
+            value=source.source,
+            message=f"{has}, which fit no known layout",
+            remedy=f"Rename the columns to those of a layout ({known}).",
+        )
     else:
-        remedy = "Check the name on the hub and the network, or fetch it first with `so-tui fetch`."
-    return Problem(field="data.source", value=source, message=f"cannot be read ({reason})", remedy=remedy)
+        problem = Problem(
+            field="data.format",
+            value=f"{source.format} for {source.source}",
+            message=f"{has}, and this layout needs {', '.join(candidates[0].columns)}",
+            remedy="Rename the columns, or leave `data.format` at auto.",
+        )
+    raise InputError([problem])
+
+
+def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
+    """Row ``number`` (from 1) of a source. Raises InputError naming the row and the column."""
+    try:
+        return layout.read(row)
+    except RowError as error:
+        raise bad_row(source, number, f"{error} (read as {layout.name})") from error
+
+
+def bad_row(source: str, number: int, message: str) -> InputError:
+    """What to raise for a row that cannot be used."""
+    remedy = "Mend or remove the row, or name another `data.format`."
+    return InputError([Problem(field="data.source", value=f"{source}, row {number}", message=message, remedy=remedy)])

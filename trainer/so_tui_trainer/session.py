@@ -33,9 +33,10 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer import binding, checkpoint, failures, offload, tokens
+from so_tui_trainer import binding, cache, checkpoint, failures, offload, tokens
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer.documents import Documents
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
@@ -169,14 +170,21 @@ class Session:
         pin = ranks.device.type == "cuda"
         return TrainingData(
             documents=documents,
-            batches=Batches(documents, self.spec, self.rank, members=training, pin=pin),
+            batches=Batches(documents, self.spec, self.rank, members=documents.epoch(self.spec.train.seed, training), pin=pin),
             fingerprint=training_data(documents.fingerprint, self.spec),
             evaluation=Evaluation(evaluated, members, self.spec, self.rank, pin=pin) if len(members) else None,
         )
 
-    def _documents(self, spec: RunSpec, ranks: Ranks) -> tokens.Documents:
+    def _documents(self, spec: RunSpec, ranks: Ranks) -> Documents:
         """Tokenised by rank 0, read by all."""
-        return tokens.read(ranks.from_first(tokens.prepare(spec) if ranks.first else None))
+        folder = ranks.from_first(tokens.prepare(spec, tell=self._tell_tokenised) if ranks.first else None)
+        documents = cache.read(folder, spec.data)
+        for warning in documents.warnings:
+            self._warn(warning, "")
+        return documents
+
+    def _tell_tokenised(self, rows: int, total: int) -> None:
+        self._phase("loading", f"tokenising the data, {rows:,} of {total:,} rows")
 
     def _loop(self, ranks: Ranks, data: TrainingData, control: Control) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
@@ -215,7 +223,7 @@ class Session:
         checkpoint.load(self.engine, found.path, found.manifest, ranks)
         loop.resume(str(found.path), found.manifest)
 
-    def _check_sizes(self, config: Any, documents: tokens.Documents) -> None:
+    def _check_sizes(self, config: Any, documents: Documents) -> None:
         largest = int(documents.tokens.max())
         if largest >= config.vocab_size:
             message = f"the tokenizer gives ids up to {largest}, and the model's vocabulary has {config.vocab_size}"

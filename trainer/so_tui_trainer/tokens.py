@@ -1,66 +1,46 @@
-"""Conversations -> documents: token ids, and for each token whether the loss counts it. Tokenised once, cached by content.
+"""Conversations -> documents: token ids, and for each token whether the loss counts it. Tokenised once, by one process and its helpers.
 
-The loss is on the assistant's tokens and their stop token; the first token of a document is never a target, padding does not exist here.
+The first token of a document is never a target, and padding does not exist here. A row that is longer than a sequence loses its end; plain
+text is cut into several documents instead.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
 from so_tui.spec import InputError, Problem, RunSpec, resolve_source
-from so_tui_trainer.rows import Message, conversations, open_rows
+from so_tui.spec.types import LossOn
+from so_tui_trainer import cache
+from so_tui_trainer.binding import die_with_parent
+from so_tui_trainer.chat import Chat, Segment, TemplateError, chat_of, segments
+from so_tui_trainer.documents import Counts
+from so_tui_trainer.rows import TEXT, bad_row
+from so_tui_trainer.sources import Opened, open_sources
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-_CACHE_VERSION = 1
+_BATCH_ROWS = 1000
+_TASK_ROWS = 10_000
+_ROWS_PER_PROCESS = 4_000
+"""Fewer rows are tokenised before another process has imported what it needs."""
+_MOST_PROCESSES = 32
 
-
-class Segment(NamedTuple):
-    text: str
-    trained: bool
-
-
-class Counts(Struct, frozen=True):
-    """What became of the rows; ``truncated`` ones lost their end, ``dropped`` ones had no trained token left."""
-
-    rows: int
-    truncated: int
-    dropped: int
-
-
-class Documents(NamedTuple):
-    """Tokenised rows, end to end: document ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``."""
-
-    tokens: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
-    """Per token: whether predicting it counts in the loss."""
-    offsets: npt.NDArray[np.int64]
-    counts: Counts
-    fingerprint: str
-    """Hash of the rows, the tokenizer and the options: equal data has an equal fingerprint."""
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        return np.diff(self.offsets)
-
-    @property
-    def trained_lengths(self) -> npt.NDArray[np.int64]:
-        """Trained tokens of each document."""
-        totals = np.concatenate(([0], np.cumsum(self.trained, dtype=np.int64)))
-        return np.diff(totals[self.offsets])
+Progress = tuple[int, int]
+"""How many rows of how many are tokenised."""
+Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""Ids, and for each whether it is trained."""
 
 
 def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
@@ -77,157 +57,242 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
         raise InputError([Problem(field=field, value=name, message=f"no tokenizer ({reason})", remedy=remedy)]) from error
 
 
-def prepare(spec: RunSpec, cache_dir: Path | None = None) -> Path:
-    """Folder with the documents of the spec's data (``read`` it); tokenised now unless the same rows were tokenised the same way before.
+def prepare(spec: RunSpec, cache_dir: Path | None = None, tell: Callable[[int, int], None] | None = None) -> Path:
+    """``preparing`` to its end; ``tell`` is told its progress."""
+    steps = preparing(spec, cache_dir)
+    while True:
+        try:
+            rows = next(steps)
+        except StopIteration as end:
+            folder: Path = end.value
+            return folder
+        if tell is not None:
+            tell(*rows)
 
-    Raises InputError: data or tokenizer cannot be read, or no row has a trained token.
+
+def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progress, None, Path]:
+    """Folder with the documents of the spec's data (``cache.read`` it), tokenised now unless that was done before.
+
+    Raises InputError: data or tokenizer cannot be read, a row is malformed, or a source has no trained token.
     """
     tokenizer = load_tokenizer(spec)
-    rows = open_rows(spec.data, spec.train.seed)
-    fingerprint = _fingerprint(rows, tokenizer, spec)
-    folder = (cache_dir or default_cache_dir()) / fingerprint
-    if not folder.is_dir():
-        _write(folder, _tokenise(rows, tokenizer, spec, fingerprint))
+    sources = open_sources(spec.data)
+    folder = (cache_dir or cache.default_folder()) / cache.fingerprint(sources, tokenizer, spec)
+    if not cache.intact(folder):
+        yield from _tokenise(sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder)
     return folder
 
 
-def default_cache_dir() -> Path:
-    """Folder of tokenised data, by the XDG rules."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if cache.startswith("/") else Path.home() / ".cache") / "so-tui" / "data"
+@dataclass(frozen=True)
+class Encoder:
+    """Turns conversations into documents; goes to other processes whole."""
+
+    chat: Chat
+    loss: LossOn
+    sequence_length: int
+
+    def encode(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        """Ids and trained flags of each conversation.
+
+        Segments are encoded apart, as the prompt is when the model is asked: no token spans the border of what is trained. Tokenizers
+        that put a space before every text they are given get it whole instead, and the token at the border counts as what it ends in.
+        """
+        return self._apart(batch) if joins(self.chat.tokenizer) else self._whole(batch)
+
+    def _apart(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        texts = [segment.text for parts in batch for segment in parts]
+        encoded = iter(self.chat.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        found = []
+        for parts in batch:
+            pieces = list(islice(encoded, len(parts)))
+            flags = np.repeat([part.trained for part in parts], [len(piece) for piece in pieces])
+            found.append((np.array([token for piece in pieces for token in piece], dtype=np.int32), flags.astype(np.bool_)))
+        return found
+
+    def _whole(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        texts = ["".join(segment.text for segment in parts) for parts in batch]
+        encoded = self.chat.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        found = []
+        for parts, ids, places in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            ends = np.cumsum([len(part.text) for part in parts])
+            trained = np.array([part.trained for part in parts])
+            last = np.array([end - 1 for _, end in places])
+            segment = np.minimum(np.searchsorted(ends, last, side="right"), len(parts) - 1)
+            empty = np.array([start == end for start, end in places], dtype=np.bool_)
+            found.append((np.array(ids, dtype=np.int32), trained[segment] & ~empty))
+        return found
+
+    def documents(self, opened: Opened, first: int, last: int) -> Iterator[Encoded]:
+        """Rows ``first`` to ``last`` of a source, each as the documents it became: none when it was dropped. Raises InputError."""
+        rows = opened.conversations(first, last)
+        leading = leading_ids(self.chat.tokenizer)
+        number = first
+        while batch := list(islice(rows, _BATCH_ROWS)):
+            parts = []
+            for conversation in batch:
+                number += 1
+                try:
+                    parts.append(segments(self.chat, conversation, self.loss))
+                except TemplateError as error:
+                    raise bad_row(opened.source.source, number, f"the chat template refuses it: {error}") from error
+            for index, (conversation, tokens) in enumerate(zip(batch, self.encode(parts), strict=True), number - len(batch) + 1):
+                bare = conversation[0].role == TEXT
+                yield self._fitted(index, leading if bare or not self.chat.templated else [], tokens, bare=bare)
+
+    def _fitted(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
+        """What of a row lies within a sequence; nothing behind the last trained token, which no other token learns from."""
+        limit = self.sequence_length
+        ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
+        trained = np.concatenate((np.zeros(len(leading), dtype=np.bool_), tokens[1]))
+        ids, trained = ids[: _end(trained)], trained[: _end(trained)]
+        pieces = [(ids[at : at + limit], trained[at : at + limit].copy()) for at in range(0, len(ids), limit)]
+        kept = []
+        for piece, flags in pieces if bare else pieces[:1]:
+            if len(flags):
+                flags[0] = False
+            if end := _end(flags):
+                kept.append((piece[:end], flags[:end]))
+        longer = len(ids) > limit
+        return Encoded(row, kept, truncated=longer and not bare and bool(kept), too_long=longer and not kept, cut=len(kept) > 1)
 
 
-def read(folder: Path) -> Documents:
-    """Documents that ``prepare`` cached, memory-mapped: ranks of one host share the pages."""
-    info = json.loads((folder / "info.json").read_text())
-    tokens, trained, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "trained", "offsets"))
-    return Documents(tokens, trained, offsets, Counts(**info), folder.name)
+class Encoded(NamedTuple):
+    """The documents of one row."""
+
+    row: int
+    documents: list[Tokens]
+    truncated: bool
+    too_long: bool
+    cut: bool
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(1, int(self.truncated), int(not self.documents), int(self.too_long), int(self.cut))
 
 
-def segments(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message]) -> list[Segment]:
-    """A conversation as text, cut where training starts and stops: by the chat template, or in the Alpaca layout without one."""
-    if len(conversation) == 1 and conversation[0].role == "assistant":
-        return [Segment(conversation[0].content, True)]
-    if tokenizer.chat_template:
-        return _templated(tokenizer, conversation)
-    parts = []
-    for message in conversation:
-        if message.role == "assistant":
-            parts += [Segment("### Response:\n", False), Segment(message.content, True)]
-        elif message.role == "system":
-            parts.append(Segment(f"{message.content}\n\n", False))
-        else:
-            parts.append(Segment(f"### Instruction:\n{message.content}\n\n", False))
-    return parts
+def _end(flags: npt.NDArray[np.bool_]) -> int:
+    """One past the last true flag; 0 without one."""
+    found = np.flatnonzero(flags)
+    return int(found[-1]) + 1 if len(found) else 0
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message]) -> list[Segment]:
-    """Each assistant turn is what the template adds to the prompt that asks for it.
-
-    Templates may render an earlier turn differently once later ones follow (they drop its reasoning, say); where the prompt of a turn is
-    not a prefix of the whole text, that turn is context only.
-    """
-    messages = [message._asdict() for message in conversation]
-
-    def render(count: int, *, ask: bool) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask))
-
-    whole = render(len(messages), ask=False)
-    parts, position = [], 0
-    for index, message in enumerate(conversation):
-        if message.role != "assistant":
-            continue
-        last = index == len(conversation) - 1
-        until = render(index + 1, ask=False) if not last else whole
-        prompt = render(index, ask=True)
-        start, end = _common_prefix(prompt, whole), len(until)
-        if not whole.startswith(until) or start < position or (start < len(prompt) and not last):
-            continue
-        parts += [Segment(whole[position:start], False), Segment(whole[start:end], True)]
-        position = end
-    return [*parts, Segment(whole[position:], False)] if position < len(whole) else parts
+def joins(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether texts that are encoded apart are, end to end, the text encoded whole, as far as words go."""
+    one, other, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb"))
+    return bool([*one, *other] == both) or not tokenizer.is_fast
 
 
-def _common_prefix(first: str, second: str) -> int:
-    """Characters that two texts have in common at their start."""
-    return next(
-        (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second))
-    )
-
-
-def _tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, spec: RunSpec, fingerprint: str) -> Documents:
-    limit, total, truncated, dropped = spec.data.sequence_length, 0, 0, 0
-    ids: list[npt.NDArray[np.int32]] = []
-    flags: list[npt.NDArray[np.bool_]] = []
-    for batch in conversations(rows, spec.data):
-        total += len(batch)
-        for document, trained in _encode(tokenizer, [segments(tokenizer, conversation) for conversation in batch]):
-            truncated += len(document) > limit
-            if not trained[1:limit].any():
-                dropped += 1
-                continue
-            ids.append(document[:limit])
-            flags.append(trained[:limit])
-            flags[-1][0] = False
-    if not ids:
-        message = f"none of its {total} rows has a trained token within {limit} tokens"
-        remedy = "Check the columns, or raise `data.sequence_length`."
-        raise InputError([Problem(field="data.source", value=str(spec.data.source), message=message, remedy=remedy)])
-    offsets = np.concatenate(([0], np.cumsum([len(document) for document in ids], dtype=np.int64)))
-    return Documents(np.concatenate(ids), np.concatenate(flags), offsets, Counts(total, truncated, dropped), fingerprint)
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, batch: Sequence[Sequence[Segment]]
-) -> Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
-    """Token ids and trained flags of each conversation.
-
-    Segments are encoded apart, as the prompt is when the model is asked: no token spans the border of what is trained.
-    """
-    texts = [segment.text for parts in batch for segment in parts]
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-    bos = _leading_ids(tokenizer)
-    stop = tokenizer.eos_token_id
-    for parts in batch:
-        ids, flags = ([], []) if tokenizer.chat_template and len(parts) > 1 else (list(bos), [False] * len(bos))
-        for segment in parts:
-            piece = next(encoded)
-            if segment.trained and stop is not None and stop not in piece[-3:]:
-                piece = [*piece, stop]
-            ids += piece
-            flags += [segment.trained] * len(piece)
-        yield np.array(ids, dtype=np.int32), np.array(flags, dtype=np.bool_)
-
-
-def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer itself puts before a text (a BOS token, or nothing)."""
     first = tokenizer("a")["input_ids"][:1]
     return first if first and first[0] == tokenizer.bos_token_id else []
 
 
-def _fingerprint(rows: Dataset, tokenizer: PreTrainedTokenizerBase, spec: RunSpec) -> str:
-    digest = hashlib.sha256()
-    for batch in rows.with_format("arrow").iter(batch_size=10_000):
-        for part in batch.to_batches():
-            digest.update(part.serialize())
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-    digest.update(rules.encode())
-    options: list[Any] = [_CACHE_VERSION, tokenizer.chat_template, tokenizer.eos_token_id, spec.data.format, spec.data.sequence_length]
-    digest.update(json.dumps(options, sort_keys=True).encode())
-    return digest.hexdigest()[:32]
+# The work, shared among processes.
 
 
-def _write(folder: Path, documents: Documents) -> None:
-    """Write to a neighbour, then rename: a cache entry is whole or absent, whoever else writes the same one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        for name in ("tokens", "trained", "offsets"):
-            np.save(partial / f"{name}.npy", getattr(documents, name))
-        counts = {name: int(getattr(documents.counts, name)) for name in Counts.__struct_fields__}
-        (partial / "info.json").write_text(json.dumps(counts))
-        partial.rename(folder)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not folder.is_dir():  # not just another run that was quicker
-            raise
+class _Task(NamedTuple):
+    source: int
+    first: int
+    last: int
+
+
+class _Done(NamedTuple):
+    task: _Task
+    stem: Path
+    """Of its files: ``.tokens`` and ``.trained``, raw."""
+    lengths: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    counts: Counts
+
+
+def processes_for(rows: int) -> int:
+    """How many processes share the work: of the cores this process may use, as many as pay for their start."""
+    return max(1, min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS, _MOST_PROCESSES))
+
+
+def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iterator[Progress]:
+    """Write the entry. Raises InputError."""
+    total = sum(len(opened.rows) for opened in sources)
+    tasks = [
+        _Task(index, first, min(first + _TASK_ROWS, len(opened.rows)))
+        for index, opened in enumerate(sources)
+        for first in range(0, len(opened.rows), _TASK_ROWS)
+    ]
+    counts = [Counts(0, 0, 0)] * len(sources)
+    documents = [0] * len(sources)
+    with cache.Writer(folder) as writer, ExitStack() as stack:
+        worker = _Worker(encoder, tuple(sources), writer.partial)
+        position = rows = 0
+        writer.append("offsets", np.zeros(1, dtype=np.int64))
+        for done in _shared(worker, tasks, processes_for(total), stack):
+            ends = position + np.cumsum(done.lengths)
+            position = int(ends[-1]) if len(ends) else position
+            writer.take("tokens", done.stem.with_suffix(".tokens"))
+            writer.take("trained", done.stem.with_suffix(".trained"))
+            writer.append("offsets", ends)
+            writer.append("rows", done.rows)
+            counts[done.task.source] += done.counts
+            documents[done.task.source] += len(done.lengths)
+            rows += done.counts.rows
+            yield rows, total
+        for opened, count, found in zip(sources, counts, documents, strict=True):
+            if not found:
+                raise _nothing_trained(opened, count, encoder.sequence_length)
+        tallies = tuple(cache.Tally(o.layout.name, n, c) for o, n, c in zip(sources, documents, counts, strict=True))
+        writer.close(tallies, encoder.chat.warnings)
+
+
+class _Worker(NamedTuple):
+    encoder: Encoder
+    sources: tuple[Opened, ...]
+    folder: Path
+
+    def work(self, task: _Task) -> _Done:
+        """Tokenise a task's rows into files of its own. Memory: a batch of rows."""
+        stem = self.folder / f"{task.source}-{task.first}"
+        lengths, rows, counts = [], [], Counts(0, 0, 0)
+        with stem.with_suffix(".tokens").open("wb") as tokens, stem.with_suffix(".trained").open("wb") as trained:
+            for encoded in self.encoder.documents(self.sources[task.source], task.first, task.last):
+                counts += encoded.counts
+                for ids, flags in encoded.documents:
+                    tokens.write(ids.data)
+                    trained.write(flags.data)
+                    lengths.append(len(ids))
+                    rows.append(encoded.row)
+        return _Done(task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts)
+
+
+def _shared(worker: _Worker, tasks: Sequence[_Task], processes: int, stack: ExitStack) -> Iterator[_Done]:
+    """The tasks' results, in order; ``stack`` ends the processes. Raises InputError."""
+    if processes == 1:
+        yield from map(worker.work, tasks)
+        return
+    # Not by fork: this process may have threads, and a CUDA context.
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start, initargs=(worker,))
+    stack.callback(pool.shutdown, cancel_futures=True)
+    yield from pool.map(_work, tasks)
+
+
+_own: dict[str, Any] = {}
+"""What this process was started for, where it is one of a pool."""
+
+
+def _start(worker: _Worker) -> None:
+    die_with_parent()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _own["worker"] = worker
+
+
+def _work(task: _Task) -> _Done:
+    done: _Done = _own["worker"].work(task)
+    return done
+
+
+def _nothing_trained(opened: Opened, counts: Counts, limit: int) -> InputError:
+    message = f"none of its {counts.rows} rows has a trained token within {limit} tokens"
+    if counts.dropped_too_long:
+        remedy = f"The prompt alone of {counts.dropped_too_long} rows is longer: raise `data.sequence_length`."
+    else:
+        remedy = "Check the columns: the answers are empty."
+    return InputError([Problem(field="data.source", value=opened.source.source, message=message, remedy=remedy)])

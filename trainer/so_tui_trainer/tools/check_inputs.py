@@ -8,14 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from so_tui.spec import InputError, Problem, RunSpec, disk_size, resolve_source
 from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files, stay_offline_when_cut_off
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _ROWS_LOOKED_AT = 100
 
@@ -63,14 +59,16 @@ def _weights(spec: RunSpec) -> list[str]:
 
 
 def _data(spec: RunSpec) -> list[str]:
-    from so_tui_trainer.rows import conversations, layout_of, open_rows
+    """Opens every source, reads its first rows and lets the chat template write them."""
+    from so_tui_trainer.chat import chat_of
+    from so_tui_trainer.sources import open_sources
+    from so_tui_trainer.tokens import Encoder, load_tokenizer
 
-    rows: Dataset = open_rows(spec.data, spec.train.seed)
-    layout_of(rows.column_names, spec.data)
-    if len(rows) == 0:
-        raise InputError([Problem(field="data.source", value=str(spec.data.source), message="has no rows", remedy="Choose another split.")])
-    next(conversations(rows.select(range(min(_ROWS_LOOKED_AT, len(rows)))), spec.data))
-    return []
+    encoder = Encoder(chat_of(load_tokenizer(spec)), spec.data.loss, spec.data.sequence_length)
+    for opened in open_sources(spec.data):
+        for _ in encoder.documents(opened, 0, _ROWS_LOOKED_AT):
+            pass
+    return list(encoder.chat.warnings)
 
 
 def _evaluation(spec: RunSpec) -> list[str]:

@@ -1,52 +1,158 @@
-"""What a model will see of its data: ``{"spec": tree, "samples": n}`` in, counts and the first rows with their trained tokens out."""
+"""What a model will see of its data: ``{"spec": tree, "rows": n}`` in; lines of progress, then counts and the first rows out.
+
+{"message": text, "done_rows": n, "total_rows": n} ... {"rows": n, "trained_tokens": n, ..., "samples": [...], "done": true}
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Generator, Iterator
+from itertools import chain, groupby, islice, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from so_tui.spec import RunSpec
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.tokens import Documents
+    from so_tui_trainer.batches import Batches
+    from so_tui_trainer.documents import Documents
+
+_BINS = 11
+_USUAL = 0.98
+"""Share of the documents that the bins of equal width hold at least."""
 
 
 def preview(request: Answer) -> Iterator[Answer]:
     """Raises InputError when data or tokenizer cannot be read."""
+    yield {"message": "loading the tokenizer and opening the data"}
     from so_tui_trainer.batches import Batches
-    from so_tui_trainer.tokens import load_tokenizer, prepare, read
+    from so_tui_trainer.cache import read
+    from so_tui_trainer.chat import chat_of
+    from so_tui_trainer.tokens import load_tokenizer
 
     spec = requested_spec(request)
-    documents = read(prepare(spec))
+    folder = yield from _prepared(spec)
+    documents, tokenizer = read(folder, spec.data), load_tokenizer(spec)
     batches = Batches(documents, spec, rank=0)
-    tokenizer = load_tokenizer(spec)
     lengths = documents.lengths
-    count = min(int(request.get("samples", 3)), len(lengths))
+    shown = islice(_in_turn(documents), max(0, int(request.get("rows", 3))))
     yield {
-        "rows": documents.counts.rows,
+        **msgspec.to_builtins(documents.counts),
         "documents": len(lengths),
         "tokens": len(documents.tokens),
         "trained_tokens": int(documents.trained.sum()),
-        "truncated": documents.counts.truncated,
-        "dropped": documents.counts.dropped,
-        "sequences": len(batches.sequences),
-        "packing_efficiency": batches.packing_efficiency,
         "longest": int(lengths.max()),
         "mean_length": float(lengths.mean()),
-        "samples": [{"pieces": _pieces(documents, tokenizer, index)} for index in range(count)],
+        "sequence_length": spec.data.sequence_length,
+        "packing": spec.data.packing,
+        "sequences": len(batches.sequences),
+        "packing_efficiency": batches.packing_efficiency,
+        "layout": chat_of(tokenizer).name,
+        "loss": spec.data.loss,
+        "histogram": histogram(lengths),
+        "sources": _sources(documents, spec),
+        "sequence": _sequence(documents, batches),
+        "samples": [_sample(documents, tokenizer, index) for index in shown],
+        "warnings": list(documents.warnings),
         "done": True,
     }
 
 
-def _pieces(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> list[tuple[str, bool]]:
+def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
+    """Progress of the tokenising; returns the folder of the result."""
+    from so_tui_trainer.tokens import preparing
+
+    steps = preparing(spec)
+    while True:
+        try:
+            rows, total = next(steps)
+        except StopIteration as end:
+            folder: Path = end.value
+            return folder
+        yield {"message": f"tokenised {rows:,} of {total:,} rows", "done_rows": rows, "total_rows": total}
+
+
+def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
+    """How many documents have which length, and how many tokens these hold: bins of equal width, and a last one for the few far longer."""
+    longest = int(lengths.max())
+    usual = min(longest, int(np.quantile(lengths, _USUAL)) + 1)
+    width = max(1, -(-usual // _BINS))
+    bins = np.minimum((lengths - 1) // width, _BINS)
+    counts, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
+    return [
+        {"from": at * width + 1, "to": longest if at == _BINS else min((at + 1) * width, longest), "documents": int(n), "tokens": int(held)}
+        for at, (n, held) in enumerate(zip(counts, tokens, strict=True))
+    ]
+
+
+def _sources(documents: Documents, spec: RunSpec) -> list[Answer]:
+    """What became of each source, and its share of what an epoch trains on."""
+    firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
+    epoch = documents.epoch(spec.train.seed)
+    met = np.bincount(np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts))
+    lengths, trained = documents.lengths, documents.trained_lengths
+    answers = []
+    for index, part in enumerate(documents.parts):
+        here = slice(firsts[index], firsts[index + 1])
+        answers.append(
+            {
+                **msgspec.to_builtins(part.counts),
+                "source": part.source,
+                "format": part.layout,
+                "weight": part.weight,
+                "documents": part.documents,
+                "tokens": int(lengths[here].sum()),
+                "trained_tokens": int(trained[here].sum()),
+                "share": float(met[index] / len(epoch)),
+                "times_an_epoch": float(met[index] / part.documents),
+            }
+        )
+    return answers
+
+
+def _sequence(documents: Documents, batches: Batches) -> Answer:
+    """A sequence as most are (of median many documents): what lies in it, in order. What is left of it is padding."""
+    order = np.argsort(np.diff(batches.sequences.offsets), kind="stable")
+    held = batches.sequences.of(int(order[len(order) // 2]))
+    return {
+        "documents": [{**_place(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
+        "tokens": int(documents.lengths[held].sum()),
+    }
+
+
+def _in_turn(documents: Documents) -> Iterator[int]:
+    """Documents, one of each source in turn."""
+    firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
+    turns = zip_longest(*(range(first, last) for first, last in pairwise(firsts)))
+    return (index for index in chain.from_iterable(turns) if index is not None)
+
+
+def _place(documents: Documents, index: int) -> Answer:
+    """Where a document comes from."""
+    firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
+    part = int(np.searchsorted(firsts, index, side="right")) - 1
+    return {"source": documents.parts[part].source, "row": documents.row_of(index)}
+
+
+def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> Answer:
     """A document as runs of text, each with whether it is trained. The model sees exactly these tokens, special ones included."""
     start, stop = int(documents.offsets[index]), int(documents.offsets[index + 1])
     tokens = zip(documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True)
-    return [(str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in groupby(tokens, key=lambda item: item[1])]
+    pieces = [(str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in groupby(tokens, key=lambda item: item[1])]
+    return {
+        **_place(documents, index),
+        "tokens": stop - start,
+        "trained_tokens": int(documents.trained[start:stop].sum()),
+        "pieces": pieces,
+    }
 
 
 if __name__ == "__main__":

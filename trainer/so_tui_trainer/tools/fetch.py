@@ -16,7 +16,7 @@ from so_tui_trainer.tools.hub import missing_files, remote_files
 
 def fetch(request: Answer) -> Iterator[Answer]:
     """Raises InputError for what cannot be had; what is here already is not downloaded again."""
-    from so_tui_trainer.rows import open_rows
+    from so_tui_trainer.sources import open_sources
     from so_tui_trainer.tokens import load_tokenizer
 
     spec = requested_spec(request)
@@ -27,8 +27,8 @@ def fetch(request: Answer) -> Iterator[Answer]:
             yield answer
     load_tokenizer(spec)
     yield {"message": f"tokenizer of {spec.model.tokenizer or spec.model.id}: ready"}
-    rows = open_rows(spec.data, spec.train.seed)
-    yield {"message": f"data: {len(rows):,} rows ready"}
+    for opened in open_sources(spec.data):
+        yield {"message": f"data: {len(opened.rows):,} rows of {opened.source.source} ready"}
     yield {"message": f"everything of {spec.name} is here", "bytes": total, "done": True}
 
 

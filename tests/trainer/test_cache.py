@@ -1,0 +1,159 @@
+"""Tokenised once: by whom, into what, and what happens when it is disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import tiny
+
+from so_tui.spec import InputError, RunSpec
+from so_tui_trainer import tokens
+from so_tui_trainer.cache import intact, read
+from so_tui_trainer.tokens import load_tokenizer, prepare
+
+
+def spec_of(path: Path, **changes: str) -> RunSpec:
+    return tiny(**({"data__source": str(path), "data__format": "auto"} | changes))
+
+
+def rows_file(folder: Path, count: int = 3, name: str = "rows.jsonl", output: str = "Answer") -> Path:
+    path = folder / name
+    path.write_text("\n".join(json.dumps({"instruction": f"Ask {n}.", "output": f"{output} {n}."}) for n in range(count)))
+    return path
+
+
+def test_equal_content_is_tokenised_once_whatever_it_is_called(tmp_path: Path) -> None:
+    folder = prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
+    written = folder.stat().st_mtime_ns
+    assert prepare(spec_of(rows_file(tmp_path, name="again.jsonl")), tmp_path / "cache") == folder
+    assert folder.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    "change", [{"data__loss": "all"}, {"data__sequence_length": "64"}, {"data__split": "train[:2]"}, {"rows": "Other"}]
+)
+def test_other_data_and_other_options_are_another_entry(tmp_path: Path, change: dict[str, str]) -> None:
+    folder = prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
+    path = rows_file(tmp_path, output=change.pop("rows", "Answer"))
+    assert prepare(spec_of(path, **change), tmp_path / "cache") != folder
+
+
+def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny())
+    folders = set()
+    for number, template in enumerate(("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / str(number))
+        folders.add(prepare(spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / str(number))), tmp_path / "cache"))
+    assert len(folders) == 2
+
+
+def cut_off(folder: Path) -> None:
+    with (folder / "tokens.bin").open("r+b") as file:
+        file.truncate(5)
+
+
+def flip(folder: Path) -> None:
+    with (folder / "trained.bin").open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut off": cut_off,
+    "changed": flip,
+    "file gone": lambda folder: (folder / "offsets.bin").unlink(),
+    "no info": lambda folder: (folder / "info.json").unlink(),
+    "half an info": lambda folder: (folder / "info.json").write_text('{"tallies": ['),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str) -> None:
+    spec = spec_of(rows_file(tmp_path))
+    folder = prepare(spec, tmp_path / "cache")
+    before = np.array(read(folder, spec.data).tokens)
+    DAMAGES[damage](folder)
+    assert not intact(folder)
+    assert prepare(spec, tmp_path / "cache") == folder
+    assert intact(folder)
+    assert read(folder, spec.data).tokens.tolist() == before.tolist()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, 500)
+    code = (
+        "import sys; from pathlib import Path; from so_tui.spec import find_preset, with_values; from so_tui_trainer.tokens import prepare;"
+        "spec = with_values(find_preset('tiny').spec, {'data.source': sys.argv[1]});"
+        "sys.stdin.readline(); print(prepare(spec, Path(sys.argv[2])))"
+    )
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(path), str(tmp_path / "cache")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "HF_HOME": str(tmp_path / "hub")},
+        )
+        for _ in range(2)
+    ]
+    answers = {run.communicate(b"go\n")[0] for run in runs}
+    assert [run.returncode for run in runs] == [0, 0]
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert answers == {f"{folder}\n".encode()}
+    assert intact(folder)
+
+
+def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(rows_file(tmp_path, 500))
+    alone = prepare(spec, tmp_path / "alone")
+    monkeypatch.setattr(tokens, "_TASK_ROWS", 70)
+    monkeypatch.setattr(tokens, "processes_for", lambda rows: 2)
+    told: list[tuple[int, int]] = []
+    shared = prepare(spec, tmp_path / "shared", lambda rows, total: told.append((rows, total)))
+    for name in ("tokens", "trained", "offsets", "rows"):
+        assert (alone / f"{name}.bin").read_bytes() == (shared / f"{name}.bin").read_bytes()
+    assert told[0] == (70, 500)
+    assert told[-1] == (500, 500)
+
+
+def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    good, bad = ({"messages": [{"role": role, "content": "a"}]} for role in ("assistant", "narrator"))
+    path.write_text("\n".join(json.dumps(row) for row in [*[good] * 25, bad]))
+    monkeypatch.setattr(tokens, "_TASK_ROWS", 10)
+    monkeypatch.setattr(tokens, "processes_for", lambda rows: 2)
+    with pytest.raises(InputError, match=r"rows.jsonl, row 26: column messages\[0\].role"):
+        prepare(spec_of(path), tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_processes_are_as_many_as_the_cores_that_may_be_used_and_the_rows_pay_for() -> None:
+    allowed = len(os.sched_getaffinity(0))
+    assert tokens.processes_for(100) == 1
+    assert tokens.processes_for(10_000_000) == min(allowed, 32)
+
+
+def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    old, new = tmp_path / "cache" / "abc.partial-1", tmp_path / "cache" / "abc.partial-2"
+    old.mkdir(parents=True)
+    new.mkdir()
+    os.utime(old, (time.time() - 100_000,) * 2)
+    prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
+    assert new.is_dir()
+    assert not old.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="XDG_CACHE_HOME"):
+        prepare(spec_of(rows_file(tmp_path)), tmp_path / "file")

@@ -1,0 +1,166 @@
+"""Where training starts and stops in what a chat template writes: templates that do what those of the presets' models do, and worse."""
+
+from __future__ import annotations
+
+import pytest
+from launching import tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from so_tui.spec import InputError
+from so_tui.spec.types import LossOn
+from so_tui_trainer.chat import TemplateError, chat_of, segments
+from so_tui_trainer.rows import Message
+from so_tui_trainer.tokens import Encoder, joins, load_tokenizer
+
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + ASK
+# Keeps the thought of the newest answer only, and puts an empty one before an answer that has none; as Qwen3 does.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' %}"
+    "{% if loop.last %}{{ '<think>\n' + thought + '\n</think>\n\n' + said }}{% else %}{{ said }}{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + ASK
+)
+# Asks with an opened thought that the turns themselves do not show.
+OPENED = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+# A BOS token, headers of their own, trimmed contents; as Llama 3 does.
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>\n\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\n\n' }}{% endif %}"
+)
+# Nothing asks for an answer, roles must alternate, and no system message; as Mistral's and Gemma's do.
+BRACKETS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+# Another end for the newest answer than for earlier ones, and a channel before each; as gpt-oss does.
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"]
+TALK = (Message("user", "Add 2 and 3."), Message("assistant", "It is 5."), Message("user", "And 1?"), Message("assistant", "Then 6."))
+
+
+def tokenizer_with(template: str, **tokens: str) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(tiny())
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS, **tokens})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trained(tokenizer: PreTrainedTokenizerBase, talk: tuple[Message, ...] = TALK, loss: LossOn = "assistant") -> list[str]:
+    """The stretches that are trained, decoded from the tokens that a model gets."""
+    encoder = Encoder(chat_of(tokenizer), loss, 512)
+    ((ids, flags),) = encoder.encode([segments(encoder.chat, talk, loss)])
+    stretches, open_stretch = [], False
+    for token, flag in zip(ids.tolist(), flags.tolist(), strict=True):
+        if flag:
+            stretches = [*stretches[:-1], [*stretches[-1], token]] if open_stretch else [*stretches, [token]]
+        open_stretch = flag
+    return [str(tokenizer.decode(stretch)) for stretch in stretches]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("", ["It is 5.<|eos|>", "Then 6.<|eos|>"]),
+        (CHATML, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
+        (THINKING, ["It is 5.<|im_end|>", "<think>\n\n</think>\n\nThen 6.<|im_end|>"]),
+        (OPENED, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
+        (HEADERS, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
+        (BRACKETS, [" It is 5.<|eos|>", " Then 6.<|eos|>"]),
+        (CHANNELS, ["<|channel|>final<|message|>It is 5.", "<|channel|>final<|message|>Then 6.<|return|>"]),
+    ],
+    ids=["none", "chatml", "thinking", "opened", "headers", "brackets", "channels"],
+)
+def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_token(template: str, expected: list[str]) -> None:
+    tokenizer = tokenizer_with(template)
+    assert trained(tokenizer) == expected
+    assert trained(tokenizer, loss="last-turn") == expected[-1:]
+    if template:
+        assert trained(tokenizer, loss="all") == [tokenizer.apply_chat_template([m._asdict() for m in TALK], tokenize=False)]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, HEADERS, BRACKETS, CHANNELS])
+def test_the_text_is_what_the_template_writes(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    parts = segments(chat_of(tokenizer), TALK)
+    assert "".join(part.text for part in parts) == tokenizer.apply_chat_template([m._asdict() for m in TALK], tokenize=False)
+
+
+def test_a_thought_that_the_template_drops_from_earlier_turns_does_not_move_the_mask() -> None:
+    thinks = tuple(m._replace(content=f"<think>\nhm\n</think>\n\n{m.content}") if m.role == "assistant" else m for m in TALK)
+    assert trained(tokenizer_with(THINKING), thinks) == ["It is 5.<|im_end|>", "<think>\nhm\n</think>\n\nThen 6.<|im_end|>"]
+
+
+def test_contents_that_look_like_the_template_or_like_each_other_do_not_move_the_mask() -> None:
+    talk = (
+        Message("user", "Then 6."),
+        Message("assistant", "  Then 6.\n"),
+        Message("user", "assistant\n"),
+        Message("assistant", "Then 6."),
+    )
+    assert trained(tokenizer_with(HEADERS), talk) == ["Then 6.<|im_end|>", "Then 6.<|im_end|>"]
+    assert trained(tokenizer_with(CHATML), talk) == ["  Then 6.\n<|im_end|>", "Then 6.<|im_end|>"]
+
+
+def test_what_is_not_an_answer_is_not_trained() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    assert trained(tokenizer, (*TALK, Message("user", "Thanks."))) == ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]
+    assert trained(tokenizer, (*TALK[:3], Message("assistant", " \n"))) == ["It is 5.<|im_end|>"]
+    assert trained(tokenizer, (TALK[0], TALK[1]._replace(extra=(("weight", 0),)), *TALK[2:])) == ["Then 6.<|im_end|>"]
+    assert trained(tokenizer, TALK[:1]) == []
+    assert trained(tokenizer, (Message("assistant", "Hello."), *TALK)) == ["Hello.<|im_end|>", "It is 5.<|im_end|>", "Then 6.<|im_end|>"]
+
+
+def test_tool_calls_are_answers_too() -> None:
+    template = CHATML.replace("m.content +", "m.content + (m.tool_calls | string if m.tool_calls else '') +")
+    talk = (*TALK[:1], Message("assistant", "", (("tool_calls", ["add"]),)), Message("tool", "5"), TALK[1])
+    assert trained(tokenizer_with(template), talk) == ["['add']<|im_end|>", "It is 5.<|im_end|>"]
+
+
+def test_a_stop_token_that_is_none_is_told_and_the_end_of_text_is_trained_instead() -> None:
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|over|>"))
+    assert trained(tokenizer) == ["It is 5.<|eos|>", "Then 6.<|eos|>"]
+    (warning,) = chat_of(tokenizer).warnings
+    assert "<|over|>" in warning
+    assert "no special token" in warning
+
+
+def test_another_stop_token_than_the_end_of_text_is_told() -> None:
+    (warning,) = chat_of(tokenizer_with(CHATML)).warnings
+    assert "<|im_end|>" in warning
+    assert "<|eos|>" in warning
+    assert not chat_of(tokenizer_with(CHATML, eos_token="<|im_end|>")).warnings
+
+
+def test_without_anything_that_ends_an_answer_there_is_no_training() -> None:
+    for template in ("", CHATML.replace("<|im_end|>", "")):
+        tokenizer = tokenizer_with(template)
+        tokenizer.eos_token = None
+        with pytest.raises(InputError) as error:
+            chat_of(tokenizer)
+        assert error.value.problems[0].field == "model.tokenizer"
+
+
+def test_a_conversation_that_the_template_refuses_says_why() -> None:
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        segments(chat_of(tokenizer_with(BRACKETS)), (Message("system", "Be kind."), *TALK))
+
+
+def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
+    words = {word: index for index, word in enumerate(["<unk>", "</s>", "▁It", "▁is", "▁5.", "▁[INST]", "▁Add", "▁[/INST]", "▁And"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS)
+    assert not joins(tokenizer)
+    assert joins(load_tokenizer(tiny()))
+    talk = (Message("user", "Add"), Message("assistant", "It is 5."), Message("user", "And"), Message("assistant", "5. is"))
+    encoder = Encoder(chat_of(tokenizer), "assistant", 64)
+    ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
+    assert ids.tolist() == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == ["▁It", "▁is", "▁5.", "</s>", "▁5.", "▁is", "</s>"]

@@ -1,0 +1,172 @@
+"""Tokenised data on disk, named by its content: whole or absent, checked before it is used, shared by ranks, runs and hosts.
+
+An entry is a folder of raw arrays and ``info.json`` with their sizes and checksums. It is written beside its place and renamed into it,
+so that two runs that start at once at most do the same work twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from so_tui.spec import DataSpec, InputError, Problem, RunSpec
+from so_tui_trainer.documents import Counts, Documents, Part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from so_tui_trainer.sources import Opened
+
+_VERSION = 2
+_ARRAYS: dict[str, Any] = {"tokens": np.int32, "trained": np.bool_, "offsets": np.int64, "rows": np.int64}
+_BLOCK_BYTES = 1 << 22
+_STALE_S = 86_400.0
+"""A partial entry that nobody wrote to for so long belongs to a process that was killed."""
+
+
+class Tally(Struct, frozen=True):
+    """What became of a source, however it is called and weighted."""
+
+    layout: str
+    documents: int
+    counts: Counts
+
+
+class _Info(Struct, frozen=True):
+    tallies: tuple[Tally, ...]
+    warnings: tuple[str, ...]
+    files: dict[str, tuple[int, int]]
+    """Of each array: bytes and CRC-32."""
+
+
+def default_folder() -> Path:
+    """Where tokenised data lies, by the XDG rules."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "so-tui" / "data"
+
+
+def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec) -> str:
+    """Hash of the rows, the tokenizer with its chat template, and every option that decides what becomes of them."""
+    digest = hashlib.sha256()
+    for opened in sources:
+        digest.update(f"{opened.layout.name} {len(opened.rows)} ".encode())
+        for batch in opened.rows.with_format("arrow").iter(batch_size=10_000):
+            for part in batch.to_batches():
+                digest.update(part.serialize())
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    digest.update(rules.encode())
+    options = [_VERSION, tokenizer.chat_template, tokenizer.special_tokens_map, spec.data.loss, spec.data.sequence_length]
+    digest.update(json.dumps(options, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:32]
+
+
+def read(folder: Path, data: DataSpec) -> Documents:
+    """Documents of the entry that was made for ``data``, memory-mapped: ranks of one host share the pages."""
+    info = _info(folder)
+    tokens, trained, offsets, rows = (np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items())
+    parts = tuple(
+        Part(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        for source, tally in zip(data.sources, info.tallies, strict=True)
+    )
+    counts = sum((part.counts for part in parts), Counts(0, 0, 0))
+    return Documents(tokens, trained, offsets, counts, folder.name, parts, rows, info.warnings)
+
+
+def intact(folder: Path) -> bool:
+    """Whether an entry is there, whole and unchanged since it was written."""
+    try:
+        files = _info(folder).files
+        return set(files) == set(_ARRAYS) and all(_checksum(folder / f"{name}.bin") == found for name, found in files.items())
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+class Writer:
+    """Appends to a new entry; ``close`` puts it in its place, leaving the block without that leaves nothing behind."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError when nothing can be written there."""
+        self._folder = folder
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(folder.parent)
+            self.partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def append(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Add to an array. Raises InputError when the disk is full."""
+        try:
+            with (self.partial / f"{name}.bin").open("ab") as file:
+                file.write(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+
+    def take(self, name: str, source: Path) -> None:
+        """Move the content of a raw file to the end of an array. Raises InputError when the disk is full."""
+        try:
+            with (self.partial / f"{name}.bin").open("ab") as file, source.open("rb") as piece:
+                shutil.copyfileobj(piece, file, _BLOCK_BYTES)
+            source.unlink()
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+
+    def close(self, tallies: tuple[Tally, ...], warnings: tuple[str, ...]) -> None:
+        """Put the entry in its place; where another run was quicker, its entry stays."""
+        try:
+            files = {name: _checksum(self.partial / f"{name}.bin") for name in _ARRAYS}
+            (self.partial / "info.json").write_bytes(msgspec.json.encode(_Info(tallies, warnings, files)))
+            if self._folder.exists() and not intact(self._folder):
+                with contextlib.suppress(OSError):  # another run may be replacing it as well
+                    self._folder.rename(self.partial / "damaged")
+            self.partial.rename(self._folder)
+            shutil.rmtree(self._folder / "damaged", ignore_errors=True)
+        except OSError as error:
+            if not intact(self._folder):
+                raise _unwritable(self._folder, error) from error
+
+
+def _info(folder: Path) -> _Info:
+    return msgspec.json.decode((folder / "info.json").read_bytes(), type=_Info)
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def _remove_stale(folder: Path) -> None:
+    for path in folder.glob("*.partial-*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or gone
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    remedy = "Free space there, or set XDG_CACHE_HOME to a folder that has some."
+    return InputError(
+        [Problem(field="XDG_CACHE_HOME", value=str(folder.parent), message=f"cannot be written ({error.strerror})", remedy=remedy)]
+    )

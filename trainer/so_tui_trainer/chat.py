@@ -1,0 +1,227 @@
+"""Conversations as text, cut where training starts and stops, by the tokenizer's chat template or in the Alpaca layout without one.
+
+Where the answers lie in what a template writes is found by rendering the conversation a second time with placeholders for them: no
+template has to be prepared for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from so_tui.spec import InputError, Problem
+from so_tui.spec.types import LossOn
+from so_tui_trainer.rows import TEXT, Conversation, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+
+
+class Segment(NamedTuple):
+    text: str
+    trained: bool
+
+
+class TemplateError(Exception):
+    """A chat template that does not take a conversation."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a tokenizer writes conversations; make it with ``chat_of``."""
+
+    tokenizer: PreTrainedTokenizerBase
+    templated: bool
+    stop: str
+    """The special token that ends an answer; empty where the template closes it with none, so that the text's own end is put there."""
+    end: str
+    """The tokenizer's end-of-text token."""
+    asking: str
+    """What the template adds to ask for an answer."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "the tokenizer's chat template" if self.templated else "the Alpaca layout (the tokenizer has no chat template)"
+
+    def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
+        """What the template writes. Raises TemplateError."""
+        from jinja2.exceptions import TemplateError as JinjaError
+
+        turns = [{**dict(message.extra), "role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask))
+        except (JinjaError, TypeError, ValueError, KeyError) as error:
+            raise TemplateError(str(error) or type(error).__name__) from error
+
+
+def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """How this tokenizer writes conversations. Raises InputError when nothing could ever tell a model to stop."""
+    end = str(tokenizer.eos_token or "")
+    plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")
+    if not plain.templated:
+        if not end:
+            raise InputError([_endless("has no end-of-text token", tokenizer)])
+        return plain
+    question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
+    try:
+        closing = plain.render([question, answer]).partition(answer.content)[2]
+        asked, asking = plain.render([question]), plain.render([question], ask=True)
+    except TemplateError as error:
+        raise InputError([_endless(f"has a chat template that takes no conversation ({error})", tokenizer)]) from error
+    asking = asking.removeprefix(asked) if asking.startswith(asked) else ""
+    stop = _special_at_start(tokenizer, closing)
+    if stop == "" and not end:
+        raise InputError([_endless("has no end-of-text token, and its chat template ends an answer with no special token", tokenizer)])
+    return Chat(tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing)))
+
+
+def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[Segment]:
+    """A conversation cut where training starts and stops; each answer ends with its stop token. Raises TemplateError."""
+    answers = [index for index, message in enumerate(conversation) if message.answers]
+    if loss == "last-turn":
+        answers = answers[-1:]
+    if conversation[0].role == TEXT:
+        return [Segment(conversation[0].content + chat.end, bool(answers))]
+    if not chat.templated:
+        parts = _alpaca(chat, conversation, frozenset(answers))
+    elif answers:
+        parts = _templated(chat, conversation, answers)
+    else:
+        parts = [Segment(chat.render(conversation), False)]
+    return [Segment("".join(part.text for part in parts), bool(answers))] if loss == "all" else parts
+
+
+def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[Segment]:
+    parts = []
+    for index, message in enumerate(conversation):
+        if message.role == "assistant":
+            parts += [Segment("### Response:\n", False), Segment(message.content + chat.end, index in answers)]
+            if index + 1 < len(conversation):
+                parts.append(Segment("\n\n", False))
+        elif message.role in ("system", "developer"):
+            parts.append(Segment(f"{message.content}\n\n", False))
+        else:
+            parts.append(Segment(f"### Instruction:\n{message.content}\n\n", False))
+    return parts
+
+
+def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> list[Segment]:
+    """From the end of what asks for the answer to the end of its stop token."""
+    whole = chat.render(conversation)
+    contents = _contents(chat, conversation, whole)
+    parts, position = [], 0
+    for index in answers:
+        start, stop = contents[index]
+        following = [contents[later][0] for later in sorted(contents) if later > index]
+        end, closed = _closed(chat, whole, stop, following[0] if following else len(whole), bool(conversation[index].extra))
+        start = _begin(chat, conversation[:index], whole, position, start)
+        parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), True)]
+        position = end
+    return [*parts, Segment(whole[position:], False)]
+
+
+def _contents(chat: Chat, conversation: Conversation, whole: str) -> dict[int, Span]:
+    """Of each message of the assistant, where its content lies in the rendered text. Raises TemplateError where that cannot be told."""
+    said = [index for index, message in enumerate(conversation) if message.role == "assistant"]
+    marked = chat.render([_marked(message, index) if index in said else message for index, message in enumerate(conversation)])
+    around = re.split("|".join(re.escape(_placeholder(index)) for index in said), marked)
+    found: dict[int, Span] = {}
+    position = len(around[0])
+    if len(around) == len(said) + 1 and whole.startswith(around[0]):
+        for index, after in zip(said, around[1:], strict=True):
+            content = conversation[index].content
+            last = index == said[-1]
+            for text in (content, content.strip(), content.lstrip(), content.rstrip()):
+                rest = whole[position + len(text) :]
+                if whole.startswith(text, position) and (rest == after if last else rest.startswith(after)):
+                    found[index] = (position, position + len(text))
+                    position += len(text) + len(after)
+                    break
+            else:
+                break
+    return found if len(found) == len(said) else {index: _differing(chat, conversation, whole, index) for index in said}
+
+
+def _differing(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
+    """Where the text changes when one message changes: for templates that rewrite what a message says (split off its reasoning, say)."""
+    other = chat.render([_marked(message, index) if place == index else message for place, message in enumerate(conversation)])
+    start = _common(whole, other)
+    same = min(_common(whole[::-1], other[::-1]), len(whole) - start)
+    if _placeholder(index) not in other:
+        raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
+    return start, len(whole) - same
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts have in common at their start."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _begin(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
+    """Where the model takes over: behind what asks for the answer. The template may write more before the content, which is learnt too."""
+    if chat.asking:
+        for length in range(len(chat.asking), 0, -1):  # a template may ask with more than it keeps (an opened thought, say)
+            at = whole.rfind(chat.asking[:length], position, content)
+            if at >= 0:
+                return at + length if length == len(chat.asking) else _header_end(whole, at + length, content)
+        return content
+    if before:
+        prompt = chat.render(before, ask=True)
+        if whole.startswith(prompt) and position <= len(prompt) <= content:
+            return len(prompt)
+    return content
+
+
+def _header_end(whole: str, at: int, content: int) -> int:
+    """Only white space may lie between a header that was not asked for in full and the content."""
+    return at if not whole[at:content].strip() else content
+
+
+def _closed(chat: Chat, whole: str, content: int, limit: int, more: bool) -> tuple[int, bool]:
+    """Where an answer's stop token ends, and whether it has one there. ``more``: tool calls may stand between content and stop token.
+
+    Templates may close earlier turns with another token than the last one; what does not stop the model is not learnt.
+    """
+    if chat.stop:
+        at = whole.find(chat.stop, content, limit)
+        if at >= 0 and (more or not whole[content:at].strip()):
+            return at + len(chat.stop), True
+    return content, bool(chat.stop)
+
+
+def _placeholder(index: int) -> str:
+    return f"\ue000{index}\ue001"
+
+
+def _marked(message: Message, index: int) -> Message:
+    return message._replace(content=_placeholder(index))
+
+
+def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The special token that a text starts with, white space aside; empty where it starts with none."""
+    text = text.lstrip()
+    specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return max((token for token in specials if text.startswith(token)), key=len, default="")
+
+
+def _stop_warnings(tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str) -> list[str]:
+    if stop and end and stop != end:
+        number = tokenizer.convert_tokens_to_ids(stop)
+        return [f"an answer ends with {stop}, and the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"]
+    if not stop and closing.strip():
+        pieces = len(tokenizer(closing.strip(), add_special_tokens=False)["input_ids"])
+        shown = closing.strip().split("\n")[0][:40]
+        return [
+            f"the chat template ends an answer with {shown!r}, which is no special token here but {pieces} tokens; {end} is put before it"
+        ]
+    return []
+
+
+def _endless(message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
+    remedy = "Use the tokenizer of an instruction-tuned model, or set eos_token in its tokenizer_config.json."
+    return Problem(field="model.tokenizer", value=str(tokenizer.name_or_path), message=message, remedy=remedy)
