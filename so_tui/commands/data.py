@@ -3,45 +3,136 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import sys
+from typing import TYPE_CHECKING
 
-from so_tui.commands.common import chosen_spec, print_json, print_rich
+from so_tui.commands.common import chosen_spec, print_json
 from so_tui.spec import spec_tree
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from so_tui.launch.data_preview import DataPreview, Sample
+
+_BAR = 40
+_SHADES = "█▒"
+"""Documents beside each other in a sequence: they differ without colour as well."""
 
 
 def data(arguments: argparse.Namespace) -> int:
-    """Counts of the data set and a few rows as the model sees them, trained tokens coloured."""
-    from so_tui.launch.helpers import call_tool
+    """Counts of the data set and a few rows as the model sees them, trained tokens marked."""
+    from rich.console import Console
 
-    answer = call_tool("data", {"spec": spec_tree(chosen_spec(arguments)), "rows": arguments.rows})
-    if arguments.json:
-        print_json(answer)
-        return 0
-    from rich.table import Table
-    from rich.text import Text
+    from so_tui.launch.data_preview import Progress, look_at
 
-    counts = Table(box=None, show_header=False, pad_edge=False)
-    for name in ("rows", "tokens", "trained_tokens", "truncated", "dropped", "sequences"):
-        if name in answer:
-            counts.add_row(name.replace("_", " "), f"{answer[name]:,}")
-    counts.add_row("packing efficiency", f"{100 * answer['packing_efficiency']:.1f} %")
-    print_rich(
-        counts,
-        "",
-        Text("rows as the model sees them: ").append("trained tokens", style="bold green").append(" and ").append("context", style="dim"),
-    )
-    for number, sample in enumerate(answer["samples"], start=1):
-        print_rich(Text(f"── row {number} ", style="dim"), _coloured(sample))
+    spec = chosen_spec(arguments)
+    tells = sys.stderr.isatty() and not arguments.json
+    for event in look_at(spec, arguments.rows):
+        if isinstance(event, Progress):
+            if tells:
+                print(f"\r\033[K{event.message} …", end="", file=sys.stderr, flush=True)
+            continue
+        if tells:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        preview, answer = event
+        if arguments.json:
+            print_json(answer)
+        else:
+            # What is printed comes from elsewhere: its brackets are no markup, its colons no emoji.
+            _print(Console(highlight=False, markup=False, emoji=False), preview)
     return 0
 
 
-def _coloured(sample: dict[str, Any]) -> Any:
-    """One row as rich text; ``pieces`` is a list of [text, trained]."""
+def _print(console: Console, preview: DataPreview) -> None:
+    from rich.text import Text
+
+    for part in (
+        Text(preview.how, style="bold"),
+        "",
+        _facts(preview),
+        *(("", _sources(preview)) if len(preview.sources) > 1 else ()),
+        "",
+        Text("documents by length in tokens", style="bold"),
+        _histogram(preview),
+        *(("", *_sequence(preview, console.width)) if preview.packing else ()),
+        *(Text(f"! {warning}", style="yellow") for warning in preview.warnings),
+    ):
+        console.print(part)
+    plain = console.no_color or not console.is_terminal
+    if preview.samples:
+        trained = Text("«trained tokens»" if plain else "trained tokens", style="bold green")
+        console.print("", Text.assemble(("rows as the model sees them: ", "bold"), trained, " and ", ("context", "dim")), sep="\n")
+    for sample in preview.samples:
+        console.rule(Text(_heading(sample, len(preview.sources) > 1), style="dim"), align="left", style="dim")
+        console.print(_coloured(sample, plain))
+
+
+def _facts(preview: DataPreview) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, figure, meaning in preview.facts():
+        bad = name in ("truncated", "dropped") and figure != "0"
+        table.add_row(name, Text(figure, style="bold yellow" if bad else "bold"), meaning)
+    return table
+
+
+def _sources(preview: DataPreview) -> RenderableType:
+    from rich.table import Table
+
+    from so_tui.launch.data_preview import grouped
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("source", "layout", "rows", "tokens", "trained", "truncated", "dropped", "share", "an epoch meets each"):
+        table.add_column(name, justify="left" if name in ("source", "layout") else "right", overflow="fold")
+    for source in preview.sources:
+        counts = (source.rows, source.tokens, source.trained_tokens, source.truncated, source.dropped)
+        share, times = f"{100 * source.share:.0f} %", f"{source.times_an_epoch:.1f} x"
+        table.add_row(source.source, source.format, *map(grouped, counts), share, times)
+    return table
+
+
+def _histogram(preview: DataPreview) -> RenderableType:
+    from rich.table import Table
+
+    from so_tui.launch.data_preview import grouped
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right")
+    table.add_column(style="cyan")
+    for entry, cells in zip(preview.histogram, preview.histogram_cells(_BAR), strict=True):
+        table.add_row(entry.label, f"{'▇' * cells} {grouped(entry.documents) if entry.documents else ''}")
+    return table
+
+
+def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
+    """One packed sequence as a bar: where one document ends and the next, which does not see it, begins."""
+    from rich.text import Text
+
+    *documents, padding = preview.sequence_cells(min(width, 2 * _BAR))
+    bar = Text()
+    for index, cells in enumerate(documents):
+        bar.append(_SHADES[index % 2] * cells, style="cyan" if index % 2 == 0 else "blue")
+    bar.append("·" * padding, style="dim")
+    return Text(preview.sequence_words(), style="bold"), bar, Text(preview.sequence_sum(), style="dim")
+
+
+def _heading(sample: Sample, named: bool) -> str:
+    where = f"row {sample.row} of {sample.source}" if named else f"row {sample.row}"
+    return f"{where}   {sample.tokens} tokens, {sample.trained_tokens} trained"
+
+
+def _coloured(sample: Sample, plain: bool) -> RenderableType:
+    """One row; ``plain``: trained text in « », since there is no colour to tell it by."""
     from rich.text import Text
 
     text = Text()
-    for piece, trained in sample["pieces"]:
-        text.append(piece, style="bold green" if trained else "dim")
+    for piece, trained in sample.pieces:
+        text.append(f"«{piece}»" if trained and plain else piece, style="bold green" if trained else "dim")
     return text
 
 

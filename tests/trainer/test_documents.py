@@ -165,6 +165,9 @@ def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path
     assert set(epoch.tolist()) == set(range(43))
     assert np.count_nonzero(epoch >= 40) == 13  # a quarter of 53
     assert documents.epoch(seed=42).tolist() == epoch.tolist()
+    training = np.arange(1, 43)  # the first is held out
+    assert set(documents.epoch(42, training).tolist()) == set(training.tolist())
+    assert np.count_nonzero(documents.epoch(42, training) >= 40) == 13
     batches = Batches(documents, spec_of(mixture), 0)
     assert sorted(batches.sequences.documents.tolist()) == sorted(epoch.tolist())
 

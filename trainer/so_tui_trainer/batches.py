@@ -19,7 +19,7 @@ from torch import Tensor
 
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.documents import Documents
-from so_tui_trainer.packing import Sequences, one_each, pack
+from so_tui_trainer.packing import Sequences, fill
 
 _PADDING_MULTIPLE = 8
 
@@ -93,12 +93,6 @@ class Portion(NamedTuple):
         return Portion(self.work, self.batch.to(device))
 
 
-def sequences_of(documents: Documents, members: npt.NDArray[np.int64], spec: RunSpec) -> Sequences:
-    """Training sequences of some of the documents, packed where the spec says so."""
-    found = pack(documents.lengths[members], spec.data.sequence_length) if spec.data.packing else one_each(len(members))
-    return Sequences(members[found.documents], found.offsets)
-
-
 class Batches:
     """The sequences of a data set, cut into steps. Shuffled anew every epoch; a step may span two epochs."""
 
@@ -112,22 +106,16 @@ class Batches:
         padding_id: int = 0,
         pin: bool = False,
     ) -> None:
-        """``members``: the documents to train on, all by default."""
+        """``members``: what an epoch meets, by default all that ``documents`` says."""
         self._documents = documents
         self._lengths = documents.lengths
         epoch = documents.epoch(spec.train.seed) if members is None else members
-        packed = pack(self._lengths[epoch], spec.data.sequence_length) if spec.data.packing else one_each(len(epoch))
-        self.sequences: Sequences = packed.holding(epoch)
+        self.sequences = fill(self._lengths, epoch, spec.data)
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
         self.sequences_per_step = spec.train.micro_batch * spec.micro_steps * spec.ranks
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
-
-    @property
-    def packing_efficiency(self) -> float:
-        """Share of useful tokens among the positions of all sequences."""
-        return float(self._useful.sum()) / (len(self.sequences) * self._spec.data.sequence_length)
 
     def total_steps(self) -> int:
         """Optimizer steps of the run, from whichever of steps, epochs and tokens the spec gives; at least one."""

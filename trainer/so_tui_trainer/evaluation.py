@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer.batches import Batch, assemble, sequences_of, width
+from so_tui_trainer.batches import Batch, assemble, width
 from so_tui_trainer.documents import Documents
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.feed import Feed
+from so_tui_trainer.packing import fill
 from so_tui_trainer.ranks import Ranks
 
 
@@ -69,7 +70,7 @@ class Evaluation:
 
     def __init__(self, documents: Documents, members: npt.NDArray[np.int64], spec: RunSpec, rank: int, *, pin: bool = False) -> None:
         self._documents, self._spec, self._rank, self._pin = documents, spec, rank, pin
-        self._sequences = sequences_of(documents, members, spec)
+        self._sequences = fill(documents.lengths, members, spec.data)
         self._lengths = self._sequences.sums(documents.lengths)
         self.documents = len(members)
         self.tokens = int(documents.trained_lengths[members].sum())

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from so_tui.spec import DataSpec
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -27,10 +29,20 @@ class Sequences:
     def of(self, index: int) -> npt.NDArray[np.int64]:
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
+    def efficiency(self, lengths: npt.NDArray[np.int64], capacity: int) -> float:
+        """Share of useful tokens among the positions of all sequences."""
+        return float(lengths[self.documents].sum()) / (len(self) * capacity)
+
     def sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Per sequence, the sum of a value of its documents."""
         totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
         return np.diff(totals[self.offsets])
+
+
+def fill(lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], spec: DataSpec) -> Sequences:
+    """The sequences of an epoch that meets the documents ``chosen``, packed or not, as the data section wants it."""
+    packed = pack(lengths[chosen], spec.sequence_length) if spec.packing else one_each(len(chosen))
+    return packed.holding(chosen)
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:

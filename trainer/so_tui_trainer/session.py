@@ -62,7 +62,7 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
 
 
 class TrainingData(NamedTuple):
-    documents: tokens.Documents
+    documents: Documents
     batches: Batches
     fingerprint: str
     """Changes when a step would train on other documents."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.batches import Batches
     from so_tui_trainer.documents import Documents
+    from so_tui_trainer.packing import Sequences
 
 _BINS = 11
 _USUAL = 0.98
@@ -33,16 +33,16 @@ _USUAL = 0.98
 def preview(request: Answer) -> Iterator[Answer]:
     """Raises InputError when data or tokenizer cannot be read."""
     yield {"message": "loading the tokenizer and opening the data"}
-    from so_tui_trainer.batches import Batches
     from so_tui_trainer.cache import read
     from so_tui_trainer.chat import chat_of
+    from so_tui_trainer.packing import fill
     from so_tui_trainer.tokens import load_tokenizer
 
     spec = requested_spec(request)
     folder = yield from _prepared(spec)
     documents, tokenizer = read(folder, spec.data), load_tokenizer(spec)
-    batches = Batches(documents, spec, rank=0)
     lengths = documents.lengths
+    sequences = fill(lengths, documents.epoch(spec.train.seed), spec.data)
     shown = islice(_in_turn(documents), max(0, int(request.get("rows", 3))))
     yield {
         **msgspec.to_builtins(documents.counts),
@@ -53,13 +53,13 @@ def preview(request: Answer) -> Iterator[Answer]:
         "mean_length": float(lengths.mean()),
         "sequence_length": spec.data.sequence_length,
         "packing": spec.data.packing,
-        "sequences": len(batches.sequences),
-        "packing_efficiency": batches.packing_efficiency,
+        "sequences": len(sequences),
+        "packing_efficiency": sequences.efficiency(lengths, spec.data.sequence_length),
         "layout": chat_of(tokenizer).name,
         "loss": spec.data.loss,
         "histogram": histogram(lengths),
         "sources": _sources(documents, spec),
-        "sequence": _sequence(documents, batches),
+        "sequence": _sequence(documents, sequences),
         "samples": [_sample(documents, tokenizer, index) for index in shown],
         "warnings": list(documents.warnings),
         "done": True,
@@ -90,6 +90,7 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
     return [
         {"from": at * width + 1, "to": longest if at == _BINS else min((at + 1) * width, longest), "documents": int(n), "tokens": int(held)}
         for at, (n, held) in enumerate(zip(counts, tokens, strict=True))
+        if at >= np.flatnonzero(counts)[0]
     ]
 
 
@@ -118,10 +119,10 @@ def _sources(documents: Documents, spec: RunSpec) -> list[Answer]:
     return answers
 
 
-def _sequence(documents: Documents, batches: Batches) -> Answer:
+def _sequence(documents: Documents, sequences: Sequences) -> Answer:
     """A sequence as most are (of median many documents): what lies in it, in order. What is left of it is padding."""
-    order = np.argsort(np.diff(batches.sequences.offsets), kind="stable")
-    held = batches.sequences.of(int(order[len(order) // 2]))
+    order = np.argsort(np.diff(sequences.offsets), kind="stable")
+    held = sequences.of(int(order[len(order) // 2]))
     return {
         "documents": [{**_place(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
         "tokens": int(documents.lengths[held].sum()),

@@ -1,0 +1,169 @@
+"""What a model will see of its data, asked from a helper process: typed, for whoever shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from so_tui.launch.helpers import stream_tool
+from so_tui.launch.sources import with_absolute_paths
+from so_tui.spec import RunSpec, spec_tree
+
+LOSS_WORDS = {
+    "assistant": "every answer of the assistant is trained",
+    "last-turn": "the last answer of each row is trained",
+    "all": "every token is trained, prompts too",
+}
+
+
+class Progress(Struct, frozen=True):
+    """How far the helper is; ``total_rows`` is 0 before it has counted them."""
+
+    message: str
+    done_rows: int = 0
+    total_rows: int = 0
+
+
+class Sample(Struct, frozen=True):
+    """A document as runs of text, each with whether it is trained."""
+
+    source: str
+    row: int
+    tokens: int
+    trained_tokens: int
+    pieces: tuple[tuple[str, bool], ...]
+
+
+class Bin(Struct, frozen=True):
+    """Documents of ``first`` to ``last`` tokens, and the tokens they hold together."""
+
+    first: int = field(name="from")
+    last: int = field(name="to")
+    documents: int
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
+
+
+class Tally(Struct, frozen=True, kw_only=True):
+    """What became of rows: of a source, or of all."""
+
+    rows: int
+    documents: int
+    tokens: int
+    trained_tokens: int
+    truncated: int
+    dropped: int
+    dropped_too_long: int
+    cut: int
+
+
+class SourceView(Tally, frozen=True, kw_only=True):
+    """A source of the mixture; ``share`` of what an epoch meets, each of its documents ``times_an_epoch``."""
+
+    source: str
+    format: str
+    weight: float
+    share: float
+    times_an_epoch: float
+
+
+class Held(Struct, frozen=True):
+    """A document in a packed sequence."""
+
+    source: str
+    row: int
+    tokens: int
+
+
+class PackedSequence(Struct, frozen=True):
+    documents: tuple[Held, ...]
+    tokens: int
+
+
+class DataPreview(Tally, frozen=True, kw_only=True):
+    longest: int
+    mean_length: float
+    sequence_length: int
+    packing: bool
+    sequences: int
+    packing_efficiency: float
+    layout: str
+    loss: str
+    histogram: tuple[Bin, ...]
+    sources: tuple[SourceView, ...]
+    sequence: PackedSequence
+    samples: tuple[Sample, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def how(self) -> str:
+        """How rows become text, and what of it is trained."""
+        return f"{self.layout}; {LOSS_WORDS[self.loss]}"
+
+    def facts(self) -> list[tuple[str, str, str]]:
+        """What to know before training: name, figure, and what it means."""
+        share = self.trained_tokens / self.tokens
+        kept = self.rows - self.dropped
+        too_long = f", {grouped(self.dropped_too_long)} of them because the prompt alone fills a sequence" if self.dropped_too_long else ""
+        each = f"{self.documents / self.sequences:.1f} documents each" if len(self.sources) < 2 else "of an epoch"
+        packing = f"{each}, {100 * self.packing_efficiency:.1f} % full" if self.packing else "no packing: one document each"
+        return [
+            ("rows", grouped(self.rows), f"{grouped(kept)} are trained on"),
+            ("tokens", grouped(self.tokens), f"{grouped(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
+            ("lengths", grouped(round(self.mean_length)), f"tokens on average, {grouped(self.longest)} the longest"),
+            ("sequences", grouped(self.sequences), f"of {grouped(self.sequence_length)} tokens: {packing}"),
+            ("truncated", grouped(self.truncated), "rows that are longer than a sequence and lose their end"),
+            ("dropped", grouped(self.dropped), f"rows without a trained token{too_long}"),
+            *([("cut", grouped(self.cut), "rows of plain text that became several documents")] if self.cut else []),
+        ]
+
+    @property
+    def padding(self) -> int:
+        """Tokens of the shown sequence that are padding."""
+        return self.sequence_length - self.sequence.tokens
+
+    def sequence_cells(self, width: int) -> list[int]:
+        """Cells of each document of the shown sequence, and of its padding, in a bar of ``width``."""
+        ends = list(accumulate(document.tokens for document in self.sequence.documents))
+        edges = [0, *(round(end * width / self.sequence_length) for end in ends), width]
+        return [stop - start for start, stop in pairwise(edges)]
+
+    def sequence_words(self) -> str:
+        """``a packed sequence: 3 documents that do not see each other``."""
+        count = len(self.sequence.documents)
+        return "a packed sequence: 1 document" if count == 1 else f"a packed sequence: {count} documents that do not see each other"
+
+    def sequence_sum(self) -> str:
+        """``44 + 36 + 12 padding = 92 tokens``."""
+        parts = [grouped(document.tokens) for document in self.sequence.documents]
+        return " + ".join([*parts, *([f"{self.padding} padding"] if self.padding else [])]) + f" = {grouped(self.sequence_length)} tokens"
+
+    def histogram_cells(self, width: int) -> list[int]:
+        """Cells of each bin's bar; the fullest has ``width``, and one that is not empty has one at least."""
+        most = max(entry.documents for entry in self.histogram)
+        return [max(1, round(width * entry.documents / most)) if entry.documents else 0 for entry in self.histogram]
+
+
+def grouped(value: int) -> str:
+    """``131072`` -> ``131 072``."""
+    return f"{value:,}".replace(",", " ")
+
+
+def look_at(spec: RunSpec, rows: int) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:
+    """Progress, then the preview with ``rows`` sample rows and the answer it was read from. Closing the iterator ends the helper.
+
+    Raises InputError, Refused or ToolError (see ``helpers``).
+    """
+    for answer in stream_tool("data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}):
+        if answer.get("done"):
+            if "problems" not in answer:  # else the helper's end says what is wrong
+                yield msgspec.convert(answer, DataPreview), answer
+        else:
+            yield msgspec.convert(answer, Progress)

@@ -1,0 +1,92 @@
+"""What people are shown of their data before anything starts: the helper's answer, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import tiny
+
+from so_tui.cli import main
+from so_tui.launch.data_preview import DataPreview, Progress, look_at
+from so_tui.spec import InputError
+from so_tui_trainer.tools.data import histogram
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def mixture(folder: Path) -> str:
+    many = [{"instruction": f"Ask {n}.", "output": "An answer. " * (n + 1)} for n in range(30)]
+    few = [{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": text}]} for text in ("Hello.", "")]
+    for name, rows in (("many", many), ("few", few)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f'[{{source = "{folder}/many.jsonl", weight = 3}}, {{source = "{folder}/few.jsonl"}}]'
+
+
+def look(**changes: str) -> tuple[DataPreview, dict[str, Any], list[Progress]]:
+    *progress, last = look_at(tiny(**changes), 4)
+    assert isinstance(last, tuple)
+    return last[0], last[1], [event for event in progress if isinstance(event, Progress)]
+
+
+def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) -> None:
+    preview, answer, progress = look(data__source=mixture(tmp_path), data__format="auto", data__sequence_length="64")
+    assert progress[-1].done_rows == progress[-1].total_rows == 32
+    assert (preview.rows, preview.documents, preview.dropped) == (32, 31, 1)
+    many, few = preview.sources
+    assert (many.format, few.format) == ("alpaca", "messages")
+    assert (few.rows, few.dropped, few.documents) == (2, 1, 1)
+    assert many.truncated == preview.truncated > 0
+    assert few.share == pytest.approx(0.25, abs=0.02)
+    assert few.times_an_epoch == 10
+    assert [(Path(sample.source).stem, sample.row) for sample in preview.samples] == [("many", 1), ("few", 1), ("many", 2), ("many", 3)]
+    assert [piece for piece in preview.samples[1].pieces if piece[1]] == [("Hello.<|eos|>", True)]
+    assert sum(document.tokens for document in preview.sequence.documents) == preview.sequence.tokens
+    assert sum(entry.documents for entry in preview.histogram) == preview.documents
+    assert sum(entry.tokens for entry in preview.histogram) == preview.tokens
+    assert {"rows", "trained_tokens", "truncated", "dropped", "packing_efficiency", "samples"} <= answer.keys()
+    cells = preview.sequence_cells(80)
+    assert len(cells) == len(preview.sequence.documents) + 1
+    assert sum(cells) == 80
+
+
+def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a"}')
+    with pytest.raises(InputError, match="fit no known layout"):
+        look(data__source=str(tmp_path / "rows.jsonl"), data__format="auto")
+
+
+@pytest.mark.parametrize("lengths", [[5], [7, 7, 7], list(range(1, 500)), [*[50] * 500, 4000]])
+def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(lengths: list[int]) -> None:
+    bins = histogram(np.array(lengths))
+    assert sum(entry["documents"] for entry in bins) == len(lengths)
+    assert sum(entry["tokens"] for entry in bins) == sum(lengths)
+    for entry in bins:
+        inside = sum(entry["from"] <= length <= entry["to"] for length in lengths)
+        assert inside == entry["documents"]
+    assert len(bins) <= 12
+    if max(lengths) == 4000:
+        assert bins[0]["to"] < 60
+        assert bins[-1]["documents"] == 1
+
+
+def test_the_command_prints_marks_that_need_no_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "tiny", "--rows", "1", "--set", "data.loss=all"]) == 0
+    told = capsys.readouterr().out
+    for words in ("355 are trained on", "every token is trained", "% full", "do not see each other", "truncated", "dropped", "row 1 "):
+        assert words in told
+    assert "<|eos|>»" in told
+    assert "\033[" not in told
+
+
+def test_the_command_answers_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "tiny", "--rows", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["rows"] == 355
+    assert len(answer["samples"]) == 2
