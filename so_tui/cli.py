@@ -66,6 +66,15 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--fix", action="store_true", help="mend what can be mended: compile the CPU Adam kernel ahead of time")
     plan = add("plan", "plan:plan", "show what fits here and how fast; with a preset, the arithmetic", json_output, machine_file, changes)
     plan.add_argument("preset", nargs="?", metavar="PRESET|FILE")
+    plan.add_argument(
+        "--probe",
+        nargs="?",
+        choices=("random", "spec"),
+        const="random",
+        metavar="DATA",
+        help="train a few real steps of it here and correct predictions by them: on random weights and embedded rows (`random`, which "
+        "downloads nothing), or on the preset's own model and data (`spec`)",
+    )
     plan.add_argument("--as-given", action="store_true", help="keep the preset's offload settings instead of recommending better ones")
     presets = add(
         "presets", "presets:presets", "list the presets; with a name, print that one; `add MODEL` makes a new one", json_output, changes

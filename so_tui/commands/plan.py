@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
-from so_tui.spec import load_catalog
+from so_tui.machine.types import Machine
+from so_tui.plan.types import Plan
+from so_tui.spec import InputError, Problem, Refused, load_catalog
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -14,9 +17,15 @@ def plan(arguments: argparse.Namespace) -> int:
     from so_tui.plan.show import render_plan, render_table
 
     machine = chosen_machine(arguments)
+    if arguments.probe and (arguments.machine or not arguments.preset):
+        message = "a probe trains on this machine" if arguments.machine else "a probe needs a preset"
+        remedy = "Leave --machine out" if arguments.machine else "Name one: so-tui plan PRESET --probe"
+        raise InputError([Problem(field="--probe", value=arguments.probe, message=message, remedy=remedy)])
     if arguments.preset:
         spec = chosen_spec(arguments)
         chosen = make_plan(spec, machine) if arguments.as_given or arguments.set else recommend(spec, machine)
+        if arguments.probe:
+            return _probe(arguments, chosen, machine)
         if arguments.json:
             print_json(plans_json([chosen]))
         else:
@@ -29,3 +38,37 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         print_rich(render_table(rows, machine), *(str(problem) for problem in catalog.problems))
     return 0
+
+
+def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:
+    """Train a few steps of the plan, remember how far it was off, and show it beside the corrected plan."""
+    import msgspec
+
+    from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
+    from so_tui.plan import make_plan, plans_json
+    from so_tui.plan.calibration import store
+    from so_tui.plan.show import render_comparison, render_plan
+    from so_tui.runs import delete_run
+    from so_tui.runs.records import PhaseRecord, StepRecord
+    from so_tui.spec.folders import state_home
+
+    if not chosen.fits:
+        raise Refused(chosen.reasons)
+
+    def tell(record: object) -> None:
+        if isinstance(record, StepRecord):
+            print(f"step {record.step}: {record.step_s:.3f} s", file=sys.stderr, flush=True)
+        elif isinstance(record, PhaseRecord):
+            print(record.detail or record.phase, file=sys.stderr, flush=True)
+
+    spec = probe_spec(chosen.spec, arguments.probe)
+    run = run_to_end(spec, machine, state_home() / "probes", tell)
+    probe = probe_of(run, make_plan(spec, machine), machine)
+    path = store(machine, probe=probe)
+    delete_run(run)
+    corrected = make_plan(chosen.spec, machine)
+    if arguments.json:
+        print_json(plans_json([corrected]) | {"probe": msgspec.to_builtins(probe), "path": str(path)})
+    else:
+        print_rich(render_comparison(probe.settings, list(compared(probe))), "", render_plan(corrected, machine))
+    return 0 if corrected.fits else 3

@@ -28,13 +28,16 @@ from so_tui.plan.verdict import alike, gib
 from so_tui.spec.types import Preset, RunSpec
 
 
-def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None) -> Plan:
+def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:
     """The spec as given. What it leaves open is decided: mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else
     ``superoffload`` at the spec's ratio; recomputing ``auto`` becomes the fastest that fits.
 
-    ``workload``: what is known of the data; else a probe's of this model, else full sequences.
+    ``workload``: what is known of the data; else a probe's of this model, else full sequences. ``probed``: whether probes of this model on
+    this machine correct the prediction.
     """
     site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    if not probed:
+        site = replace(site, probes=())
     found, choices = _decided(spec, site)
     if workload is not None:
         found = assess(found.spec, site, workload=workload)

@@ -85,6 +85,17 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     return Group(*parts)
 
 
+def render_comparison(settings: str, rows: Sequence[tuple[str, float, float, float | None]]) -> RenderableType:
+    """What a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, title=f"probe: {settings}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right")
+    for name, predicted, measured, error in rows:
+        table.add_row(name, f"{predicted:.3g}" if predicted else _NONE, f"{measured:.3g}", _NONE if error is None else f"{error:+.1%}")
+    return table
+
+
 def _headline(plan: Plan) -> Text:
     sign, style = _SIGNS[plan.verdict]
     how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"

@@ -1,0 +1,208 @@
+"""A few real steps of a plan's settings, and what they were beside what was predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.launch.lifecycle import ensure_supervised, start
+from so_tui.machine.types import Machine
+from so_tui.plan import make_plan
+from so_tui.plan.calibration import Figures, Probe, model_key
+from so_tui.plan.flops import flops_of
+from so_tui.plan.memory import NOT_STEADY
+from so_tui.plan.types import Plan, Workload
+from so_tui.runs import RunDirectory, RunReader, read_state
+from so_tui.runs.records import FINAL_STATES, MetricRecord, Sample, StepRecord
+from so_tui.spec import RunSpec, SoTuiError
+
+WARMUP_STEPS = 2
+MEASURED_STEPS = 4
+_POLL_S = 0.5
+
+Data = Literal["random", "spec"]
+"""What a probe trains on: random weights and the embedded rows, so that nothing is downloaded; or what the spec says."""
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """What a short run was."""
+
+    figures: Figures
+    workload: Workload
+    load_peak_bytes: int
+    """The most host memory that the run's processes had before the first step."""
+    steps: int
+
+
+def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEPS) -> RunSpec:
+    """The same settings as a short run that keeps nothing: no checkpoints, no evaluation, a record of every step."""
+    model, source = spec.model, replace(spec.data, evaluation="")
+    if data == "random":
+        model = replace(model, weights="random", tokenizer="builtin:tiny")
+        source = replace(source, source="builtin:tiny/rows.jsonl", split="train", format="alpaca", packing=True)
+    return replace(
+        spec,
+        name="probe",
+        model=model,
+        data=source,
+        train=replace(spec.train, log_interval=1, evaluate_every_steps=0, warmup_ratio=0.0),
+        checkpoint=replace(spec.checkpoint, every_steps=0, at_end=False, export=False),
+        benchmark=replace(spec.benchmark, warmup_steps=WARMUP_STEPS, measured_steps=measured_steps),
+    )
+
+
+def run_to_end(
+    spec: RunSpec, machine: Machine, runs_dir: Path, tell: Callable[[MetricRecord], None], *, limit_s: float = 1800.0
+) -> RunDirectory:
+    """Train a spec through the whole program and wait for its end. Raises Refused as ``start``, SoTuiError when the run fails or takes
+    longer than ``limit_s``; it is asked to stop then.
+    """
+    from so_tui.runs import control
+
+    run = start(spec, machine, runs_dir=runs_dir)
+    reader, begun = RunReader(run), time.monotonic()
+    try:
+        while True:
+            update = reader.poll()
+            for record in update.records:
+                tell(record)
+            if update.state is not None and update.state.state in FINAL_STATES and not update.records:
+                break
+            if time.monotonic() - begun > limit_s:
+                raise SoTuiError(f"{run.name} took longer than {limit_s:.0f} s; `so-tui logs {run.path}` shows what it did")
+            ensure_supervised(run)
+            time.sleep(_POLL_S)
+    except BaseException:
+        control.request(run, "stop")
+        raise
+    state = read_state(run)
+    if state.state != "finished":
+        raise SoTuiError(f"{run.name} {state.state}: {state.reason}. `so-tui logs {run.path}` shows what its processes wrote")
+    return run
+
+
+def measured_of(run: RunDirectory, plan: Plan) -> Measured:
+    """What a finished run measured of its steps after the warm-up. Raises SoTuiError when it logged none."""
+    records, samples = _everything(run)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    counted = [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
+    if not counted:
+        raise SoTuiError(f"{run.name} logged no step")
+    used = {rank.gpu for rank in plan.binding}
+    device = [gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used]
+    reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
+    before = [sample.run_memory_bytes or 0 for sample in samples if sample.time < steps[0].time - steps[0].step_s]
+    return Measured(
+        figures=Figures(
+            step_s=median(step.step_s for step in counted),
+            forward_s=median(step.forward_s for step in counted),
+            backward_s=median(step.backward_s for step in counted),
+            exposed_optimizer_s=median(step.exposed_optimizer_s for step in counted),
+            gpu_reserved_bytes=reserved,
+            gpu_device_bytes=max(device, default=0) if reserved else 0,
+            host_bytes=max(step.host_memory_bytes or 0 for step in steps),
+        ),
+        workload=workload_of(counted, plan),
+        load_peak_bytes=max(before, default=0),
+        steps=len(counted),
+    )
+
+
+def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
+    """What the data of these steps was, from their counts and from the attention in their FLOPs."""
+    positions = len(steps) * plan.tokens_per_step
+    useful = sum(step.useful_tokens for step in steps)
+    executed = sum(step.model_tflops_per_gpu * 1e12 * step.step_s for step in steps) * plan.gpus
+    flops = flops_of(plan.spec.model)
+    attention = (executed - 6.0 * flops.active_parameters * useful) / 3.0
+
+    shortest, longest = 1, plan.spec.data.sequence_length
+    while shortest < longest:
+        middle = (shortest + longest) // 2
+        if flops.attention_forward([middle]) * useful / middle < attention:
+            shortest = middle + 1
+        else:
+            longest = middle
+    return Workload(
+        attended_tokens=float(shortest),
+        trained_share=sum(step.trained_tokens for step in steps) / positions,
+        useful_share=useful / positions,
+    )
+
+
+def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[Plan, Figures]:
+    """The plan of a spec for such data, as it is without any probe, and its figures in a probe's terms."""
+    plan = make_plan(spec, machine, workload=workload, probed=False)
+    step = plan.step
+    node = sum(term.bytes for term in plan.breakdown if term.place == "node" and term.name not in NOT_STEADY)
+    return plan, Figures(
+        step_s=step.total_s if step else 0.0,
+        forward_s=step.forward_s if step else 0.0,
+        backward_s=step.backward_s if step else 0.0,
+        exposed_optimizer_s=step.exposed_optimizer_s if step else 0.0,
+        gpu_reserved_bytes=plan.gpu_reserved_bytes,
+        gpu_device_bytes=plan.gpu_bytes,
+        host_bytes=node * plan.gpus,
+    )
+
+
+def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
+    """The record of a finished probe: measured, and predicted for the same data."""
+    found = measured_of(run, plan)
+    _, predicted = predicted_of(plan.spec, machine, found.workload)
+    return Probe(
+        measured=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=model_key(plan.spec.model),
+        mode=plan.mode,
+        ranks=plan.gpus,
+        settings=settings_of(plan),
+        workload=found.workload,
+        predicted=predicted,
+        actual=found.figures,
+    )
+
+
+def settings_of(plan: Plan) -> str:
+    """``superoffload 0.90, micro-batch 4 x 4096, full``."""
+    spec = plan.spec
+    place = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
+    steps = "" if spec.micro_steps == 1 else f" x {spec.micro_steps}"
+    policy = spec.model.activation_checkpointing
+    return f"{place}, micro-batch {spec.train.micro_batch} x {spec.data.sequence_length}{steps}, {policy}"
+
+
+def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
+    """(name, predicted, measured, error) of every figure that was both; the error is predicted over measured, less 1."""
+    names: dict[str, Any] = {
+        "step_s": 1.0,
+        "forward_s": 1.0,
+        "backward_s": 1.0,
+        "exposed_optimizer_s": 1.0,
+        "gpu_reserved_bytes": 2.0**30,
+        "gpu_device_bytes": 2.0**30,
+        "host_bytes": 2.0**30,
+    }
+    for name, unit in names.items():
+        predicted, actual = getattr(probe.predicted, name) / unit, getattr(probe.actual, name) / unit
+        if actual:
+            yield name.replace("_bytes", "_gib"), predicted, actual, predicted / actual - 1 if predicted else None
+
+
+def _everything(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:
+    reader = RunReader(run)
+    records: list[MetricRecord] = []
+    samples: list[Sample] = []
+    while True:
+        update = reader.poll(limit_s=10.0)
+        found = [sample for new in update.samples.values() for sample in new]
+        if not update.records and not found:
+            return records, samples
+        records += update.records
+        samples += found

@@ -1,0 +1,115 @@
+"""A few real steps beside what was predicted for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.cli import main
+from so_tui.launch.probe import compared, predicted_of, probe_spec, settings_of, workload_of
+from so_tui.machine.types import Gpu, Machine
+from so_tui.plan import make_plan
+from so_tui.plan.calibration import Figures, Probe
+from so_tui.plan.flops import flops_of, model_flops
+from so_tui.plan.types import Workload
+from so_tui.runs.records import StepRecord
+from so_tui.spec import find_preset, with_values
+
+from .plans import cpu_machine
+
+SPEC = with_values(find_preset("qwen3-4b-random").spec, {"offload.mode": "gpu", "model.activation_checkpointing": "full"})
+
+
+def h200() -> Machine:
+    host = cpu_machine()
+    gpu = Gpu(
+        index=0, name="NVIDIA H200", pci_bus_id="0000:01:00.0", numa_node=0, cpus=host.allowed_cpus, memory_total_bytes=150_754_820_096
+    )
+    return replace(host, gpus=(gpu,))
+
+
+def test_the_data_is_read_back_from_what_its_steps_did() -> None:
+    plan = make_plan(SPEC, h200())
+    useful, lengths = 16_000, [160] * 100
+    flops = model_flops(flops_of(SPEC.model), useful, lengths)
+    step = StepRecord(
+        attempt=1,
+        time=0.0,
+        step=3,
+        loss=1.0,
+        learning_rate=1e-5,
+        gradient_norm=None,
+        useful_tokens=useful,
+        trained_tokens=8_192,
+        useful_tokens_per_s_total=useful / 2.0,
+        model_tflops_per_gpu=flops / 2.0 / 1e12,
+        hw_tflops_per_gpu=0.0,
+        seed_tflops_total=0.0,
+        mfu=None,
+        step_s=2.0,
+        data_s=0.0,
+        forward_s=0.5,
+        backward_s=1.4,
+        exposed_optimizer_s=0.1,
+        other_s=0.0,
+        gpu_memory_peak_bytes=1,
+        host_memory_bytes=1,
+        slowest_rank=0,
+    )
+    found = workload_of([step], plan)
+    assert found.attended_tokens == pytest.approx(160, abs=1)
+    assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
+
+
+def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
+    plan = make_plan(with_values(SPEC, {"checkpoint.every_steps": "5", "checkpoint.export": "true"}), h200())
+    short = probe_spec(plan.spec, "random")
+    assert (short.offload, short.train.micro_batch, short.data.sequence_length) == (plan.spec.offload, 4, 4096)
+    assert (short.checkpoint.every_steps, short.checkpoint.at_end, short.checkpoint.export) == (0, False, False)
+    assert (short.model.weights, short.data.source) == ("random", "builtin:tiny/rows.jsonl")
+    own = probe_spec(with_values(plan.spec, {"model.weights": "pretrained"}), "spec")
+    assert (own.model.weights, own.data.source) == ("pretrained", plan.spec.data.source)
+
+
+def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
+    workload = Workload(attended_tokens=160, trained_share=0.5, useful_share=0.97)
+    plan, predicted = predicted_of(SPEC, h200(), workload)
+    actual = Figures(
+        step_s=2 * predicted.step_s,
+        forward_s=predicted.forward_s,
+        backward_s=predicted.backward_s,
+        exposed_optimizer_s=0.0,
+        gpu_reserved_bytes=predicted.gpu_reserved_bytes // 2,
+        gpu_device_bytes=0,
+        host_bytes=predicted.host_bytes,
+    )
+    probe = Probe(
+        measured="", model="", mode="gpu", ranks=1, settings=settings_of(plan), workload=workload, predicted=predicted, actual=actual
+    )
+    errors = {name: error for name, _, _, error in compared(probe)}
+    assert probe.settings == "gpu, micro-batch 4 x 4096, full"
+    assert errors["step_s"] == pytest.approx(-0.5)
+    assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
+    assert "gpu_device_gib" not in errors
+
+
+def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--probe", "--machine", str(tmp_path / "node.json")]) == 2
+    assert "--machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    actual = answer["probe"]["actual"]
+    parts = actual["forward_s"] + actual["backward_s"] + actual["exposed_optimizer_s"]
+    assert 0 < parts < 1.05 * actual["step_s"]
+    assert actual["host_bytes"] > 100e6
+    assert 1 < answer["probe"]["workload"]["attended_tokens"] <= 256
+    assert Path(answer["path"]).is_file()
+    assert not list((tmp_path / "so-tui" / "probes").glob("probe*"))
