@@ -31,6 +31,7 @@ from benchmarks.comparison import figures, ground, original, ours, processes  # 
 from benchmarks.comparison.ground import Ground  # noqa: E402
 from benchmarks.comparison.parts import BY_NAME, DEFAULT, SHAPES, Part, Shape  # noqa: E402
 from benchmarks.comparison.processes import Ended  # noqa: E402
+from so_tui.machine import inspect_machine  # noqa: E402
 
 _SHORTEST_S = 45.0
 """No part is begun with less: it would not reach its first step."""
@@ -90,7 +91,8 @@ def _arguments() -> argparse.Namespace:
 
 def _row(part: Part, laid: Ground, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     begin = time.monotonic()
-    known = {"part": part.name, "shape": arguments.shape, "warmup": part.warmup, "data": laid.facts, "versions": _versions()}
+    known = {"part": part.name, "shape": arguments.shape, "warmup": part.warmup, "begun": time.time(), "machine": _machine()}
+    known |= {"data": laid.facts, "versions": _versions()}
     row = _measured(part, SHAPES[arguments.shape], laid, arguments, limit_s)
     row |= {"wall_s": round(time.monotonic() - begin, 1)}
     if "steps" in row:
@@ -146,6 +148,16 @@ def _environment(shape: Shape) -> dict[str, str]:
     if not shape.cuda:
         environment["DS_ACCELERATOR"] = "cpu"
     return environment
+
+
+def _machine() -> dict[str, Any]:
+    machine = inspect_machine()
+    return {
+        "host": machine.hostname,
+        "cpu": machine.cpu_name,
+        "cores": len(machine.allowed_cpus),
+        "gpus": [gpu.name for gpu in machine.gpus],
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -129,6 +129,25 @@ def test_useful_tokens_of_the_original_follow_the_order_of_deepspeeds_loader(tmp
     assert len(set(seen)) > 1
 
 
+def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> None:
+    import torch
+
+    from benchmarks.comparison.packed import labels
+    from so_tui_trainer import tokens
+    from so_tui_trainer.batches import Batches
+
+    laid = _laid(tmp_path)
+    changes = spec_changes(BY_NAME["original-packed"], TINY, laid.rows, laid.tokenizer) | {"train.micro_batch": "2"}
+    spec = with_values(find_preset(TINY.preset).spec, changes)
+    batches = Batches(tokens.read(tokens.prepare(spec, tmp_path / "cache")), spec, rank=0)
+    (batch,) = batches.micro_batches(1)
+    wanted = labels(batch)
+    trained = wanted != -100
+    assert int(trained.sum()) == batches.work(1).trained_tokens > 0
+    assert torch.equal(wanted[trained], batch.input_ids[trained])
+    assert not trained[batch.position_ids == 0].any()  # the loss shifts by one: a document's first token must not be a target
+
+
 def _laid(folder: Path) -> ground.Ground:
     source = folder / "rows.json"
     source.write_text(json.dumps(ROWS))
