@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from so_tui.launch import locks
@@ -51,6 +52,7 @@ def quick_checks(
 ) -> tuple[str, ...]:
     """The checks that take no time and need no training software. Raises InputError or Refused; returns warnings."""
     _refuse_missing_software(machine)
+    _refuse_missing_tracker(plan.spec)
     _refuse_missing_inputs(plan.spec)
     _refuse_taken_gpus(plan, machine)
     if not force:
@@ -84,6 +86,11 @@ def _refuse_missing_software(machine: Machine) -> None:
         )
     if reasons:
         raise Refused(reasons)
+
+
+def _refuse_missing_tracker(spec: RunSpec) -> None:
+    if spec.tracking.wandb and find_spec("wandb") is None:
+        raise Refused(["tracking.wandb needs the wandb package. pip install 'so-tui[wandb]', or set tracking.wandb to false"])
 
 
 def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:

@@ -95,6 +95,8 @@ class StepRecord(Record, frozen=True, kw_only=True):
     host_memory_bytes: int | None
     slowest_rank: int
     adam_busy_s: float | None = None
+    router_loss: float | None = None
+    """Load-balancing loss of mixture-of-experts models, without its coefficient; ``loss`` does not contain it."""
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):

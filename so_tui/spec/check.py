@@ -157,6 +157,14 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             message='weights = "random" needs the shape of the model',
             remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
         )
+    shape = _section(model, "config")
+    if train.get("router_loss_coefficient") and shape and not {"num_experts", "num_local_experts"} & shape.keys():
+        yield Problem(
+            field="train.router_loss_coefficient",
+            value=shown(train["router_loss_coefficient"]),
+            message="the model has no experts",
+            remedy="Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
+        )
     if offload.get("parameters") == "cpu":
         yield Problem(
             field="offload.parameters",

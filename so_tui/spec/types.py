@@ -207,6 +207,15 @@ class TrainSpec(Spec, frozen=True):
     gradient_clipping: Annotated[
         float, Meta(ge=0, description="Largest global gradient norm; 0 turns clipping off. Always written into the DeepSpeed config.")
     ] = 1.0
+    router_loss_coefficient: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Weight of the load-balancing loss in mixture-of-experts models (models are pre-trained with about 0.001); "
+            "0 leaves the routers to the data.",
+        ),
+    ] = 0.0
     log_interval: Annotated[
         int,
         Meta(ge=1, description="Steps between metric records; each record costs one wait for the GPU.", extra={"unit": "optimizer steps"}),
@@ -250,6 +259,14 @@ class CheckpointSpec(Spec, frozen=True):
     export: Annotated[bool, Meta(description="Also write a Hugging Face folder at the end.")] = False
 
 
+class TrackingSpec(Spec, frozen=True):
+    tensorboard: Annotated[bool, Meta(description="Also write TensorBoard event files, into `tensorboard/` in the run directory.")] = False
+    wandb: Annotated[
+        bool, Meta(description="Also report to Weights & Biases; account and server come from `wandb login` or `WANDB_*` variables.")
+    ] = False
+    project: Annotated[str, Meta(min_length=1, description="Project on Weights & Biases.")] = "so-tui"
+
+
 class BenchmarkSpec(Spec, frozen=True):
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps left out of the summary.", extra={"unit": "optimizer steps"})] = 0
     measured_steps: Annotated[
@@ -271,6 +288,7 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     train: TrainSpec = TrainSpec()
     offload: OffloadSpec = OffloadSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    tracking: TrackingSpec = TrackingSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from so_tui.launch.sources import with_absolute_paths
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec
+from so_tui.spec.types import TrackingSpec
 from tests.launch.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
 
 
@@ -54,6 +56,13 @@ def test_missing_software(missing: str) -> None:
     with pytest.raises(Refused, match=f"{missing} is not installed") as caught:
         quick_checks(plan_of(embedded()), machine, force=True)
     assert not caught.value.forceable
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here")
+def test_a_tracker_whose_package_is_missing() -> None:
+    with pytest.raises(Refused, match=r"pip install 'so-tui\[wandb\]'"):
+        quick_checks(plan_of(embedded(tracking=TrackingSpec(wandb=True))), cpu_machine(), force=True)
+    quick_checks(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), cpu_machine(), force=True)
 
 
 def test_torch_without_cuda_on_a_gpu_machine() -> None:

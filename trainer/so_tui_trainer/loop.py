@@ -100,22 +100,26 @@ class Loop:
         """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
         rate = learning_rate(number, self.total_steps, self.spec.train)
         offload.set_learning_rate(self.engine, rate)
-        loss = torch.zeros((), device=self.ranks.device)
+        loss, router_loss = torch.zeros((), device=self.ranks.device), None
         self.clock.lap("other")
         for _ in range(self.spec.micro_steps):
             work, batch = next(feed)
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean
             # over all trained tokens of the step.
-            part = self.engine(batch, self.ranks.size / work.trained_tokens)
+            part = self.engine(batch, self.ranks.size / work.trained_tokens, self.ranks.size / work.useful_tokens)
             self.clock.lap("forward")
             self.engine.backward(part, scale_wrt_gas=False)
             self.clock.lap("backward")
             self.engine.step()
             self.clock.lap("optimizer")
             loss += part.detach()
+            if (balance := self.engine.module.last_router_loss) is not None:
+                router_loss = balance if router_loss is None else router_loss + balance
         self._count(number, work)
-        return Step(number, work, rate, loss, self.clock.end_step())
+        if router_loss is not None:
+            loss -= self.spec.train.router_loss_coefficient * router_loss
+        return Step(number, work, rate, loss, self.clock.end_step(), router_loss)
 
     def log(self, step: Step) -> None:
         """Write the step's record. Raises NonFiniteError; TrainingError when random weights start where they cannot."""

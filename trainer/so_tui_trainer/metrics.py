@@ -20,31 +20,52 @@ from so_tui.plan.architecture import Architecture, architecture
 from so_tui.plan.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.plan.loss import recomputed_logits
 from so_tui.runs import MetricsWriter
-from so_tui.runs.records import MetricRecord, StepRecord
+from so_tui.runs.records import MetricRecord, StepRecord, WarningRecord
 from so_tui.spec import RunSpec
 from so_tui_trainer.batches import Work
 from so_tui_trainer.clocks import Laps, StepTimes
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
+from so_tui_trainer.trackers import Sidecars, Tracker
 
 _MEMORY_INTERVAL_S = 20.0
 """Summing up the proportional memory of a process tree walks all its pages: milliseconds per gigabyte."""
 
 
 class Recorder:
-    """Writes records on rank 0; elsewhere it does nothing."""
+    """Writes records on rank 0, for the run itself and for its trackers; elsewhere it does nothing."""
 
-    def __init__(self, writer: MetricsWriter | None, attempt: int) -> None:
+    def __init__(self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()) -> None:
         self._writer = writer
+        self._sidecars = Sidecars(trackers)
         self.attempt = attempt
+
+    @property
+    def hanging(self) -> bool:
+        """Whether a tracker did not end."""
+        return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
         if self._writer is not None:
             self._writer.append(record)
+            self._sidecars.offer(record)
+            self._tell()
+
+    def end_tracking(self) -> None:
+        """Let the trackers send what they have; what they could not do is a warning."""
+        self._sidecars.close()
+        self._tell()
 
     def close(self) -> None:
+        """After the last record."""
         if self._writer is not None:
             self._writer.close()
+
+    def _tell(self) -> None:
+        for trouble in self._sidecars.troubles():
+            if self._writer is not None:
+                message, suggestion = f"{trouble}; nothing more is sent there", "The run's own records are whole; nothing else is lost"
+                self._writer.append(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
 
 
 class Step(NamedTuple):
@@ -56,6 +77,8 @@ class Step(NamedTuple):
     loss: Tensor
     """This rank's share of the step's loss; the sum over ranks is the token-weighted mean times the number of ranks."""
     laps: Laps
+    router_loss: Tensor | None = None
+    """As ``loss``: this rank's share of the load-balancing loss."""
 
 
 class Gauges(NamedTuple):
@@ -75,6 +98,7 @@ class Everyone(NamedTuple):
     host_memory_bytes: int
     slowest_rank: int
     adam_busy_s: float
+    router_loss: float | None
 
 
 class Metrics:
@@ -109,9 +133,17 @@ class Metrics:
         alone = times.data + times.optimizer + times.other
         peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
         table = self._ranks.table(
-            [float(self._first_bad_step), float(step.loss), alone, peak, float(self._host_memory()), gauges.adam_busy_s]
+            [
+                float(self._first_bad_step),
+                float(step.loss),
+                alone,
+                peak,
+                float(self._host_memory()),
+                gauges.adam_busy_s,
+                0.0 if step.router_loss is None else float(step.router_loss),
+            ]
         )
-        bad, losses, alone_s, peaks, memory, busy = zip(*table, strict=True)
+        bad, losses, alone_s, peaks, memory, busy, router = zip(*table, strict=True)
         self._raise_if_bad(bad)
         if gauges.gradient_norm is not None and not math.isfinite(gauges.gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
@@ -122,6 +154,7 @@ class Metrics:
             # In forward and backward the ranks wait for each other; who is late shows in what each does alone.
             slowest_rank=alone_s.index(max(alone_s)),
             adam_busy_s=max(busy),
+            router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
         )
         record = self._record(step, times, gauges.gradient_norm, everyone)
         self._recorder.write(record)
@@ -167,6 +200,7 @@ class Metrics:
             host_memory_bytes=everyone.host_memory_bytes,
             slowest_rank=everyone.slowest_rank,
             adam_busy_s=everyone.adam_busy_s or None,
+            router_loss=everyone.router_loss,
             **rates,
         )
 

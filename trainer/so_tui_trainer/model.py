@@ -16,6 +16,7 @@ from so_tui_trainer.batches import Batch
 from so_tui_trainer.loss import HeadLoss
 from so_tui_trainer.matching import meta_model
 from so_tui_trainer.pretrained import weights_folder
+from so_tui_trainer.router import RouterLoss
 from so_tui_trainer.stored import read_index
 
 if TYPE_CHECKING:
@@ -30,14 +31,29 @@ _LOGIT_SCALES = ("logits_scaling", "logit_scale")
 class TrainedModel(nn.Module):
     """The Hugging Face model, and the loss in place of its output projection."""
 
-    def __init__(self, causal: PreTrainedModel, implementation: str) -> None:
+    def __init__(self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None) -> None:
         super().__init__()
         self.causal = causal
         self.attention = implementation
         self.loss = HeadLoss(_head(causal))
+        self.router = router
+        self.last_router_loss: Tensor | None = None
+        """What the last forward made of ``router_scale``, without the coefficient; detached."""
 
-    def forward(self, batch: Batch, scale: float) -> Tensor:
-        """``scale`` times the summed loss of the batch's trained tokens."""
+    def forward(self, batch: Batch, scale: float, router_scale: float = 0.0) -> Tensor:
+        """``scale`` times the summed loss of the batch's trained tokens.
+
+        Where there is a router loss, plus ``router_scale`` times the batch's real tokens times that loss, times its coefficient.
+        """
+        if self.router is None or not router_scale:
+            return self._language_loss(batch, scale)
+        with self.router.watching() as logits:
+            loss = self._language_loss(batch, scale)
+        balance = router_scale * self.router(logits, batch.real)
+        self.last_router_loss = balance.detach()
+        return loss + self.router.coefficient * balance
+
+    def _language_loss(self, batch: Batch, scale: float) -> Tensor:
         hidden = self.causal.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -89,7 +105,8 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
     if spec.model.leaf_modules:
         _gather_whole(causal, spec.model)
     causal.train()
-    return TrainedModel(causal, implementation)
+    coefficient = spec.train.router_loss_coefficient
+    return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
 
 
 def without_dropout(config: PretrainedConfig) -> None:

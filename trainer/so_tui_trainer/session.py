@@ -43,6 +43,7 @@ from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
 from so_tui_trainer.model import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
+from so_tui_trainer.trackers import trackers_of
 
 
 def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> int:
@@ -58,6 +59,8 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
         sys.stderr.flush()
         # Not by return: on the way out NCCL's and CUDA's destructors may wait for a rank that is gone. Workers die with this process.
         os._exit(1)
+    if session.recorder.hanging:
+        os._exit(0)  # not by return either: what a tracker has registered to run at exit would wait for its server
     return 0
 
 
@@ -76,7 +79,8 @@ class Session:
         self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
         self.spec: RunSpec = plan.spec
         self.rank = report.rank
-        self.recorder = Recorder(MetricsWriter(run, attempt) if self.rank == 0 else None, attempt)
+        first = self.rank == 0
+        self.recorder = Recorder(MetricsWriter(run, attempt) if first else None, attempt, trackers_of(run, plan.spec) if first else ())
         self.engine: Any = None
         self.loop: Loop | None = None
 
@@ -107,6 +111,7 @@ class Session:
         """Close everything, then say how it ended: the record is the last thing that is written."""
         self._phase("saving", "giving the memory back and ending the processes")
         self._close()
+        self.recorder.end_tracking()
         trained = self.loop is not None
         reason = "" if outcome.state == "finished" else "stopped on request" if trained else "stopped on request while it was loading"
         self.recorder.write(

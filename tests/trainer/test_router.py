@@ -1,0 +1,130 @@
+"""The load-balancing loss: transformers' own on plain data, blind to packing and padding, and exact through ZeRO-3."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import log, records, tiny, train
+from msgspec.structs import replace
+from test_batches import documents, spec
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from so_tui.runs.records import StepRecord
+from so_tui.spec import InputError, RunSpec, load_catalog
+from so_tui_trainer import recompute
+from so_tui_trainer.batches import Batches
+from so_tui_trainer.model import TrainedModel, load_config
+from so_tui_trainer.router import RouterLoss
+from so_tui_trainer.tools.presets import parameter_table
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+    "vocab_size": 2000,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def mixture(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    full = load_catalog().presets[name].spec.model
+    shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
+    shape.pop("layer_types", None)
+    config = load_config(type(full)(id=full.id, weights="random", config=shape))
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for parameter in causal.parameters():  # routers that choose
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return causal  # type: ignore[no-any-return]
+
+
+def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in causal.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(name: str, policy: recompute.Policy) -> None:
+    causal = mixture(name)
+    docs = documents(30)
+    batch = next(Batches(docs, spec(data__sequence_length="100"), 0).micro_batches(1))
+    assert not batch.real.all()  # padding
+    indices = Batches(docs, spec(data__sequence_length="100"), 0)._indices(0, 2)
+    sequences = Batches(docs, spec(data__sequence_length="100"), 0).sequences
+    alone: list[list[torch.Tensor]] = []
+    for document in (document for index in indices for document in sequences.of(int(index))):
+        ids = torch.tensor(docs.tokens[docs.offsets[document] : docs.offsets[document + 1]], dtype=torch.int64)[None]
+        alone.append(list(causal.model(input_ids=ids, output_router_logits=True).router_logits))
+    by_layer = tuple(torch.cat([logits[layer].reshape(-1, 4) for logits in alone]) for layer in range(3))
+    expected = load_balancing_loss_func(by_layer, 4, 2)
+    assert isinstance(expected, torch.Tensor)
+    expected.backward()  # type: ignore[no-untyped-call]
+    wanted = gradients_of(causal)
+    causal.zero_grad()
+
+    recompute.install(causal, policy)
+    causal.train()
+    model = TrainedModel(causal, "eager", RouterLoss(causal, 0.5))
+    tokens = int(batch.real.sum())
+    plain = model(batch, 1 / len(batch.targets))
+    plain.backward()
+    language = gradients_of(causal)
+    causal.zero_grad()
+    total = model(batch, 1 / len(batch.targets), 1 / tokens)
+    assert model.last_router_loss is not None
+    torch.testing.assert_close(model.last_router_loss, expected.detach())
+    torch.testing.assert_close(total, plain + 0.5 * expected)
+    total.backward()
+    for key, gradient in gradients_of(causal).items():
+        torch.testing.assert_close(gradient, language[key] + 0.5 * wanted.get(key, 0.0), rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(InputError, match="no experts"):
+        tiny(train__router_loss_coefficient="0.001")
+    causal = AutoModelForCausalLM.from_config(load_config(tiny().model))
+    with pytest.raises(InputError, match="no routers"):
+        RouterLoss(causal, 0.001)
+
+
+def small_mixture(**changes: str) -> RunSpec:
+    shape = {"model__config": "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in _config().items()) + "}"}
+    spec = tiny(**shape, model__leaf_modules='["Qwen3MoeSparseMoeBlock"]', **changes)
+    return replace(spec, model=replace(spec.model, parameters=parameter_table(spec.model)))
+
+
+def _config() -> dict[str, Any]:
+    names = ("sliding_window", "num_local_experts", "pad_token_id", "bos_token_id", "eos_token_id")
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True} | {key: value for key, value in SMALL.items() if key not in names}
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_with_it_through_zero3_with_and_without_recompute(tmp_path: Path) -> None:
+    found = {}
+    for policy in ("full", "none"):
+        settings = {"train__steps": "4", "train__router_loss_coefficient": "0.1", "checkpoint__at_end": "false"}
+        run, code = train(small_mixture(model__activation_checkpointing=policy, **settings), tmp_path / policy)
+        assert code == 0, log(run)
+        found[policy] = [record for record in records(run) if isinstance(record, StepRecord)]
+    for one, other in zip(found["full"], found["none"], strict=True):
+        assert one.router_loss == pytest.approx(other.router_loss, rel=1e-3)
+        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=2e-2)
+        assert one.router_loss is not None
+        assert 1.9 < one.router_loss < 4

@@ -1,0 +1,213 @@
+"""Trackers beside a run: real event files, and trackers that fail or hang without anyone noticing but in a warning."""
+
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launching import log, records, start, tiny
+
+from so_tui.runs import MetricsWriter, RunDirectory, create_run
+from so_tui.runs.records import EndRecord, EvaluationRecord, MetricRecord, ResumedRecord, StepRecord, WarningRecord
+from so_tui_trainer import trackers
+from so_tui_trainer.metrics import Recorder
+from so_tui_trainer.tensorboard import EventFile, crc32c
+from so_tui_trainer.trackers import Sidecars, TensorBoard, figures, trackers_of
+
+Event = tuple[int, dict[str, float], bool]
+"""Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is not older is taken back."""
+
+
+def step(number: int, loss: float = 2.0) -> StepRecord:
+    return StepRecord(
+        attempt=1, time=1e9 + number, step=number, loss=loss, learning_rate=1e-5, gradient_norm=None, useful_tokens=10, trained_tokens=5,
+        useful_tokens_per_s_total=1.0, model_tflops_per_gpu=1.0, hw_tflops_per_gpu=1.0, seed_tflops_total=1.0, mfu=None, step_s=1.0,
+        data_s=0.1, forward_s=0.3, backward_s=0.4, exposed_optimizer_s=0.1, other_s=0.1, gpu_memory_peak_bytes=None, host_memory_bytes=7,
+        slowest_rank=0,
+    )  # fmt: skip
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 0x80:
+            return value, at
+
+
+def fields(message: bytes) -> list[tuple[int, int | bytes]]:
+    """The fields of a protocol buffer message, by number."""
+    found: list[tuple[int, int | bytes]] = []
+    at = 0
+    while at < len(message):
+        key, at = varint(message, at)
+        if key & 7 == 0:
+            value, at = varint(message, at)
+            found.append((key >> 3, value))
+            continue
+        size, at = {1: (8, at), 5: (4, at)}.get(key & 7) or varint(message, at)
+        found.append((key >> 3, message[at : at + size]))
+        at += size
+    return found
+
+
+def events(path: Path) -> list[Event]:
+    """The events of a file; every checksum is checked."""
+    data, at, found = path.read_bytes(), 0, []
+
+    def checked(size: int) -> bytes:
+        nonlocal at
+        content, expected = data[at : at + size], struct.unpack("<I", data[at + size : at + size + 4])[0]
+        rotated = (expected - 0xA282EAD8) & 0xFFFFFFFF
+        assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == crc32c(content)
+        at += size + 4
+        return content
+
+    while at < len(data):
+        message = dict(fields(checked(struct.unpack("<Q", checked(8))[0])))
+        values = [dict(fields(value)) for _, value in fields(message.get(5, b""))]  # type: ignore[arg-type]
+        scalars = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}  # type: ignore[union-attr,arg-type]
+        found.append((int(message.get(2, 0)), scalars, message.get(7) == b"\x08\x01"))  # type: ignore[arg-type]
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
+def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    file = EventFile(tmp_path)
+    file.scalars({"train/loss": 2.5, "train/learning_rate": 1e-5}, 300, 1.7e9)
+    file.close()
+    (path,) = files_of(tmp_path)
+    # The length of the first event (time and "brain.Event:2") and its checksum: how every event file begins.
+    assert path.read_bytes()[:12] == bytes.fromhex("1800000000000000a37f4b22")
+    assert [event[0] for event in events(path)] == [0, 300]
+    assert events(path)[1][1] == {"train/loss": 2.5, "train/learning_rate": pytest.approx(1e-5)}
+
+
+def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Path) -> None:
+    tracker = TensorBoard(tmp_path)
+    tracker.start()
+    for record in (ResumedRecord(attempt=1, time=0.0, step=5), step(6), EvaluationRecord(attempt=1, time=0.0, step=6, loss=1.5, tokens=9)):
+        tracker.write(record)
+    tracker.close()
+    (path,) = files_of(tmp_path)
+    _, session, trained, evaluated = events(path)
+    assert (session[0], session[2]) == (6, True)
+    assert trained[1]["train/loss"] == 2.0
+    assert evaluated[1] == {"evaluation/loss": 1.5, "evaluation/tokens": 9.0, "evaluation/seconds": 0.0}
+
+
+def test_figures_are_what_is_known_of_a_step() -> None:
+    found = figures(step(3))
+    assert found["train/loss"] == 2.0
+    assert not {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"} & found.keys()
+
+
+class Fickle:
+    """A tracker that fails or hangs at one of its parts, and counts what it got."""
+
+    name = "Fickle"
+
+    def __init__(self, fails: str = "", hangs: str = "") -> None:
+        self.fails, self.hangs, self.release = fails, hangs, threading.Event()
+        self.got: list[MetricRecord] = []
+
+    def _part(self, part: str) -> None:
+        if part == self.hangs:
+            self.release.wait(60)
+        if part == self.fails:
+            raise ConnectionError(f"no {part}\nand more")
+
+    def start(self) -> None:
+        self._part("start")
+
+    def write(self, record: MetricRecord) -> None:
+        self._part("write")
+        self.got.append(record)
+
+    def close(self) -> None:
+        self._part("close")
+
+
+def recorded(run: RunDirectory, tracker: Fickle, count: int) -> tuple[Recorder, list[MetricRecord], float]:
+    recorder = Recorder(MetricsWriter(run, 1), 1, (tracker,))
+    began = time.monotonic()
+    for number in range(1, count + 1):
+        recorder.write(step(number))
+    seconds = time.monotonic() - began
+    time.sleep(0.1)
+    recorder.end_tracking()
+    recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=count))
+    recorder.close()
+    return recorder, records(run), seconds
+
+
+@pytest.mark.parametrize("part", ["start", "write", "close"])
+def test_a_tracker_that_fails_is_one_warning_and_no_more(tmp_path: Path, part: str) -> None:
+    recorder, found, _ = recorded(RunDirectory(tmp_path), Fickle(fails=part), 20)
+    warnings = [record for record in found if isinstance(record, WarningRecord)]
+    assert [warning.message for warning in warnings] == [f"Fickle ConnectionError: no {part}; nothing more is sent there"]
+    assert [record.step for record in found if isinstance(record, StepRecord)] == list(range(1, 21))
+    assert isinstance(found[-1], EndRecord)
+    assert not recorder.hanging
+
+
+@pytest.mark.parametrize("part", ["start", "write", "close"])
+def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(trackers, "QUEUE_RECORDS", 10)
+    monkeypatch.setattr(Sidecars.close, "__defaults__", (0.2,))
+    tracker = Fickle(hangs=part)
+    recorder, found, seconds = recorded(RunDirectory(tmp_path), tracker, 9 if part == "close" else 50)
+    warnings = [record for record in found if isinstance(record, WarningRecord)]
+    assert len(warnings) == 1
+    assert ("did not finish" if part == "close" else "has not answered") in warnings[0].message
+    assert recorder.hanging
+    assert seconds < 5
+    tracker.release.set()
+
+
+def test_a_tracker_gets_every_record_in_order(tmp_path: Path) -> None:
+    tracker = Fickle()
+    recorder, found, _ = recorded(RunDirectory(tmp_path), tracker, 20)
+    assert tracker.got == found[:-1]
+    assert not recorder.hanging
+
+
+def test_only_what_was_asked_for(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert trackers_of(run, tiny()) == ()
+    assert [tracker.name for tracker in trackers_of(run, tiny(tracking__wandb="true", tracking__tensorboard="true"))] == [
+        "Weights & Biases",
+        "TensorBoard",
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(tmp_path: Path) -> None:
+    """The package is there and its server is not, as on a compute node without a way out."""
+    package = tmp_path / "packages" / "wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "class Settings:\n    def __init__(self, **options): pass\n\n\n"
+        "def init(**options):\n    raise ConnectionError('no route to host')\n"
+    )
+    spec = tiny(gpus="1", train__steps="4", checkpoint__at_end="false", tracking__wandb="true", tracking__tensorboard="true")
+    run = create_run(spec, tmp_path / "runs")
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    assert start(run, spec, {"PYTHONPATH": path}).wait(timeout=400) == 0, log(run)
+    found = records(run)
+    warnings = [record.message for record in found if isinstance(record, WarningRecord)]
+    assert any("Weights & Biases ConnectionError: no route to host" in message for message in warnings)
+    assert isinstance(found[-1], EndRecord)
+    assert found[-1].state == "finished"
+    (file,) = files_of(run.path / "tensorboard")
+    written = {number: scalars["train/loss"] for number, scalars, _ in events(file) if "train/loss" in scalars}
+    losses = {record.step: record.loss for record in found if isinstance(record, StepRecord)}
+    assert written == {number: pytest.approx(loss, rel=1e-6) for number, loss in losses.items()}
+    assert len(losses) == 4
