@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 128,
-    "vocab_size": 2000,
+    "vocab_size": 2048,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
