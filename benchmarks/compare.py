@@ -97,7 +97,10 @@ def _row(part: Part, laid: Ground, arguments: argparse.Namespace, limit_s: float
     row |= {"wall_s": round(time.monotonic() - begin, 1)}
     if "steps" in row:
         row |= figures.measured(row["steps"], part.warmup)
-    return known | row | {"versions": known["versions"] | row.get("versions", {})}
+    whole = known | row | {"versions": known["versions"] | row.get("versions", {})}
+    if "steps" in row and part.trainer == "original":
+        whole["at_mean_row"] = figures.at_mean_row(whole, SHAPES[arguments.shape].sequence_length)
+    return whole
 
 
 def _measured(part: Part, shape: Shape, laid: Ground, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:

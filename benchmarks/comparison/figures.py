@@ -41,6 +41,11 @@ def measured(steps: Sequence[Step], warmup: int) -> dict[str, float]:
     }
 
 
+def at_mean_row(row: dict[str, Any], sequence_length: int) -> float:
+    """Useful tokens per second of a trainer that pads, had its few rows been as long as the data's are on average."""
+    return float(row["positions_per_s"] * row["data"]["tokens_per_row"] / sequence_length)
+
+
 def newest(rows: Sequence[dict[str, Any]], shape: str) -> dict[str, dict[str, Any]]:
     """The last row of each part that was measured at a shape, in the order of the parts."""
     good = {row["part"]: row for row in rows if row["shape"] == shape and "error" not in row}
@@ -59,10 +64,14 @@ def table(rows: Sequence[dict[str, Any]], shape: str) -> str:
     for name, row in found.items():
         line = (
             f"| {BY_NAME[name].title} | {row['positions_per_step']:,.0f} | {row['padding']:.0%} | {row['step_s']:.2f} |"
-            f" {row['useful_tokens_per_s']:,.0f} |"
+            f" {row['useful_tokens_per_s']:,.0f}{_aside(row)} |"
         )
         ratios = (found[head]["useful_tokens_per_s"] / row["useful_tokens_per_s"] for head in heads)
         lines.append(line + "".join(f" {ratio:.2f} |" if ratio < 10 else f" {ratio:.0f} |" for ratio in ratios))
     failed = {row["part"]: row for row in rows if row["shape"] == shape and "error" in row and row["part"] not in found}
     lines += [f"\n{BY_NAME[name].title}: not measured ({row['error'].strip().splitlines()[-1]})" for name, row in failed.items()]
     return "\n".join(lines)
+
+
+def _aside(row: dict[str, Any]) -> str:
+    return f" ({row['at_mean_row']:,.0f} with rows of mean length)" if "at_mean_row" in row else ""

@@ -37,7 +37,7 @@ def useful_tokens(script: Path, rows: Path, tokenizer: str, sequence_length: int
 
     prepare = _module(script).preprocess_alpaca_example
     content = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    order = list(DistributedSampler(content, num_replicas=1, rank=0))[: SEQUENCES * steps]  # type: ignore[arg-type]
+    order: list[int] = list(DistributedSampler(content, num_replicas=1, rank=0))[: SEQUENCES * steps]  # type: ignore[arg-type]
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     lengths = [sum(prepare(content[index], loaded, sequence_length)["attention_mask"]) for index in order]
     return [sum(lengths[at : at + SEQUENCES]) for at in range(0, len(lengths), SEQUENCES)]

@@ -42,7 +42,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.comparison.model import device_of, packed_attention, random_model
     from so_tui.spec import find_preset, with_values
-    from so_tui_trainer import attention, tokens
+    from so_tui_trainer import attention, cache, tokens
     from so_tui_trainer.batches import Batches
 
     begun = time.perf_counter()
@@ -51,7 +51,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     changes = spec_changes(part, shape, job["ground"]["rows"], job["ground"]["tokenizer"])
     changes |= {"train.micro_batch": str(SEQUENCES), "train.gradient_accumulation": str(part.micro_steps)}
     spec = with_values(find_preset(shape.preset).spec, changes)
-    batches = Batches(tokens.read(tokens.prepare(spec)), spec, rank=0, pin=shape.cuda)
+    batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, rank=0, pin=shape.cuda)
     implementation = packed_attention(shape)
     model = random_model(shape, implementation)
     model.config.use_cache = False

@@ -85,6 +85,7 @@ def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[st
         "offload.mode": part.mode,
         "offload.ratio": "0.9",
         "offload.sub_group_size": str(shape.sub_group_size),
+        "train.log_interval": "1",  # every step is timed, as the original prints every step
         "checkpoint.at_end": "false",
         "benchmark.warmup_steps": str(part.warmup),
         "benchmark.measured_steps": str(part.measured),

@@ -105,7 +105,7 @@ def _timer() -> Any:
     import torch
     from transformers import TrainerCallback
 
-    class Timer(TrainerCallback):  # type: ignore[misc]
+    class Timer(TrainerCallback):
         """``times``: the start, then the end of each step, with the GPU waited for."""
 
         def __init__(self) -> None:

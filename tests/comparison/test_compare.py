@@ -77,6 +77,22 @@ def test_the_table_has_the_newest_row_of_each_part_and_says_by_how_much_it_is_be
     assert lines[-1].endswith("not measured (no such package)")
 
 
+def test_a_padding_trainers_speed_is_also_told_for_rows_of_mean_length() -> None:
+    row = _row("original", 100) | {"data": {"tokens_per_row": 200.0}}  # 1,000 positions a second
+    row["at_mean_row"] = figures.at_mean_row(row, 4096)
+    assert row["at_mean_row"] == pytest.approx(1000 / 4096 * 200)
+    assert "| 100 (49 with rows of mean length) |" in figures.table([row], "qwen3-4b")
+
+
+def test_the_docs_show_the_table_of_the_data_or_say_that_there_is_none() -> None:
+    root = Path(figures.__file__).parents[2]
+    data, text = root / "benchmarks/results/compare-h200.json", (root / "docs/comparison.md").read_text()
+    if data.exists():
+        assert figures.table(json.loads(data.read_text()), "qwen3-4b") in text
+    else:
+        assert "Not measured yet" in text
+
+
 def test_a_later_error_does_not_hide_what_was_measured() -> None:
     rows = [_row("ours", 750), {"part": "ours", "shape": "qwen3-4b", "error": "out of memory"}]
     assert figures.newest(rows, "qwen3-4b")["ours"]["useful_tokens_per_s"] == 750
@@ -133,13 +149,13 @@ def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> 
     import torch
 
     from benchmarks.comparison.packed import labels
-    from so_tui_trainer import tokens
+    from so_tui_trainer import cache, tokens
     from so_tui_trainer.batches import Batches
 
     laid = _laid(tmp_path)
     changes = spec_changes(BY_NAME["original-packed"], TINY, laid.rows, laid.tokenizer) | {"train.micro_batch": "2"}
     spec = with_values(find_preset(TINY.preset).spec, changes)
-    batches = Batches(tokens.read(tokens.prepare(spec, tmp_path / "cache")), spec, rank=0)
+    batches = Batches(cache.read(tokens.prepare(spec, tmp_path / "cache"), spec.data), spec, rank=0)
     (batch,) = batches.micro_batches(1)
     wanted = labels(batch)
     trained = wanted != -100
