@@ -55,6 +55,19 @@ class Model(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class OddModel(Model):
+    """With parameters of one and two elements, and one that is larger than a sub-group."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=211)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.turn = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        turn = torch.cos(self.turn).sum() / 2 + torch.sin(self.turn[0])
+        return super().forward(tokens) * self.scale.squeeze(0) * turn
+
+
 class Poison(torch.autograd.Function):
     """The identity, whose gradient is NaN."""
 

@@ -1,18 +1,34 @@
-"""Two ranks over gloo, each with its own worker. The ranks are this file, run as a script."""
+"""Several ranks over gloo, each with its own worker; killed, suspended, resumed. The ranks are this file, run as a script."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+if TYPE_CHECKING:
+    from so_tui.spec.types import RunSpec
+
 ROOT = Path(__file__).parents[2]
+SAVED, RESUMED = 5, 20
+"""Steps before the save, and after it."""
+MODES: tuple[tuple[Literal["gpu", "superoffload", "zerooffload"], float, float, int], ...] = (
+    ("superoffload", 0.37, 1.0, 1),
+    ("superoffload", 1.0, 0.0, 3),
+    ("zerooffload", 1.0, 1.0, 1),
+    ("zerooffload", 0.5, 1.0, 1),
+    ("gpu", 0.0, 1.0, 1),
+)
+"""Offload mode, ratio, clipping, accumulation."""
 
 
 def free_port() -> int:
@@ -43,38 +59,70 @@ def start(what: str, folder: Path, ranks: int, port: int | None = None) -> list[
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["reference", "resume"])
-def test_two_ranks(what: str, tmp_path: Path) -> None:
-    ranks = start(what, tmp_path, 2)
+def finish(ranks: list[subprocess.Popen[str]]) -> None:
     outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output[-4000:] for output in outputs)
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(output[-4000:] for output in outputs)
+
+
+def worker_of(rank: subprocess.Popen[str]) -> int:
+    """Told by the rank as soon as it trains."""
+    assert rank.stdout is not None
+    output = []
+    for line in rank.stdout:
+        output.append(line)
+        if line.startswith("worker "):
+            return int(line.split()[1])
+    pytest.fail("".join(output)[-4000:])
 
 
 @pytest.mark.slow
-def test_nothing_of_killed_ranks_stays(tmp_path: Path) -> None:
-    """Neither the workers nor shared memory with a name: DeepSpeed's collectives on a CPU would make 69 MB a rank, named by the port."""
+def test_three_ranks_of_which_some_hold_only_padding() -> None:
+    finish(start("reference", Path(), 3))
+
+
+@pytest.mark.slow
+def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """No Adam worker, no shared memory with a name: DeepSpeed's collectives on a CPU would make 69 MB a rank, named by the port."""
     port = free_port()
-    ranks = start("wait", tmp_path, 2, port)
-    pids = []
-    for rank in ranks:
-        assert rank.stdout is not None
-        pid = next((int(line.split()[1]) for line in rank.stdout if line.startswith("worker ")), None)
-        assert pid is not None
-        assert Path(f"/proc/{pid}").exists()
-        pids.append(pid)
+    ranks = start("first", tmp_path, 2, port)
+    workers = [worker_of(rank) for rank in ranks]
+    os.kill(workers[0], signal.SIGSTOP)  # even so it ends
     for rank in ranks:
         rank.kill()
+    for rank in ranks:
         rank.communicate()
     deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
+    finish(start("second", tmp_path, 2))
+
+
+@pytest.mark.slow
+def test_time_for_which_a_rank_is_suspended_with_its_worker_is_no_silence(tmp_path: Path) -> None:
+    """As a scheduler suspends a job. The rank goes on first, and finds its worker where it was."""
+    (rank,) = start("endless", tmp_path, 1)
+    worker = worker_of(rank)
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(0.2)  # now it owes a result
+    os.kill(rank.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(rank.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    os.kill(worker, signal.SIGCONT)
+    (tmp_path / "end").touch()
+    finish([rank])
+
+
+# -- the ranks ----------------------------------------------------------------------------------------------------------------------------
 
 
 def reference(folder: Path) -> None:
-    """Masters and moments of each rank's share agree with float32 AdamW, with padding, clipping at every step and two micro-steps."""
+    """Masters and moments of each rank's share agree with float32 AdamW, with padding, clipping at every step and two micro-steps.
+
+    Of parameters with one or two elements some ranks hold nothing but padding.
+    """
     import torch
 
     from so_tui_trainer import offload
@@ -84,7 +132,8 @@ def reference(folder: Path) -> None:
 
     run = support.spec("superoffload", 0.5, clipping=1e-3, accumulation=2)
     rank = torch.distributed.get_rank()
-    with support.engine(run) as made:
+    torch.manual_seed(run.train.seed)
+    with support.engine(run, model=support.OddModel()) as made:
         reference = Reference(made, clipping=1e-3)
         for step in range(20):
             support.train(made, support.batches(2, seed=100 * step + rank))
@@ -98,45 +147,82 @@ def reference(folder: Path) -> None:
             assert torch.equal(state.weights, state.master.bfloat16())
 
 
-def resume(folder: Path) -> None:
-    """Losses after a resume are those of the run that was never stopped, bit by bit; so are the weights gathered from both ranks."""
-    import deepspeed
+def runs() -> Iterator[tuple[str, RunSpec]]:
+    from tests.offload import support
+
+    for mode, ratio, clipping, accumulation in MODES:
+        name = f"{mode}-{ratio}"
+        yield name, support.spec(mode, ratio, clipping=clipping, accumulation=accumulation)
+
+
+def first(folder: Path) -> None:
+    """Every mode: train, save, and train on for the losses that ``second`` must find again. Then train on, to be killed in the middle."""
     import torch
 
     from so_tui_trainer import offload
     from tests.offload import support
 
-    run = support.spec("superoffload", 0.8, clipping=1.0)
-    data = support.batches(8, seed=torch.distributed.get_rank())
-
-    def weights(made: object) -> list[torch.Tensor]:
-        parameters = list(made.module.parameters())  # type: ignore[attr-defined]
-        with deepspeed.zero.GatheredParameters(parameters):
-            return [parameter.detach().clone() for parameter in parameters]
-
-    with support.engine(run) as whole:
-        support.train(whole, data[:4])
-        offload.save_state(whole, folder)
-        losses = support.train(whole, data[4:])
-        expected = weights(whole)
-    with support.engine(run) as second:
-        offload.load_state(second, folder)
-        assert support.train(second, data[4:]) == losses
-        assert all(torch.equal(*pair) for pair in zip(weights(second), expected, strict=True))
+    rank = torch.distributed.get_rank()
+    for name, run in runs():
+        micro_steps = SAVED * run.train.gradient_accumulation
+        data = support.batches((SAVED + RESUMED) * run.train.gradient_accumulation, seed=rank)
+        with support.engine(run) as made:
+            support.train(made, data[:micro_steps])
+            offload.save_state(made, folder / name)
+            expected = support.train(made, data[micro_steps:])
+            (folder / f"{name}.{rank}.json").write_text(json.dumps([expected, fingerprint(made)]))
+    endless(folder)
 
 
-def wait(folder: Path) -> None:
+def second(folder: Path) -> None:
+    """In new processes: losses, and the weights gathered from all ranks, are those of the run that was never stopped, bit by bit."""
+    import torch
+
     from so_tui_trainer import offload
     from tests.offload import support
 
-    with support.engine(support.spec("superoffload", 1.0)) as made:
+    rank = torch.distributed.get_rank()
+    for name, run in runs():
+        micro_steps = SAVED * run.train.gradient_accumulation
+        data = support.batches((SAVED + RESUMED) * run.train.gradient_accumulation, seed=rank)
+        with support.engine(run) as made:
+            offload.load_state(made, folder / name)
+            found = [support.train(made, data[micro_steps:]), fingerprint(made)]
+        assert found == json.loads((folder / f"{name}.{rank}.json").read_text()), name
+
+
+def fingerprint(made: object) -> str:
+    import hashlib
+
+    import deepspeed
+    import torch
+
+    parameters = list(made.module.parameters())  # type: ignore[attr-defined]
+    with deepspeed.zero.GatheredParameters(parameters):
+        digest = hashlib.sha256()
+        for parameter in parameters:
+            digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def endless(folder: Path) -> None:
+    """Trains until it is killed, or ``folder/end`` is there and a step is done after it."""
+    from so_tui_trainer import offload
+    from tests.offload import support
+
+    with support.engine(support.spec("superoffload", 1.0, clipping=1.0), silence_limit_s=3.0) as made:
         support.train(made, support.batches(1))
         print("worker", offload.worker_pid(made), flush=True)
-        signal.pause()
+        ended = False
+        while not ended:
+            ended = (folder / "end").exists()
+            support.train(made, support.batches(1))
+        offload.settle(made)
 
 
 if __name__ == "__main__":
     from so_tui_trainer import offload
 
     offload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    {"reference": reference, "resume": resume, "wait": wait}[sys.argv[1]](Path(sys.argv[2]))
+    parts = {"reference": reference, "first": first, "second": second, "endless": endless}
+    parts[sys.argv[1]](Path(sys.argv[2]))

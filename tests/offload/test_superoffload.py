@@ -52,6 +52,57 @@ def test_twenty_steps_are_those_of_float32_adamw(ratio: float, clipping: float, 
             assert torch.equal(state.weights, state.master.to(dtype))
 
 
+@pytest.mark.parametrize(("ratio", "accumulation"), [(0.37, 8), (1.0, 1)])
+def test_so_are_odd_sizes_clipped_now_and_then(ratio: float, accumulation: int) -> None:
+    """A parameter larger than a sub-group, one of a single element, and a limit that some norms exceed; a step with learning rate 0."""
+    run = support.spec("superoffload", ratio, clipping=18.0, accumulation=accumulation)
+    torch.manual_seed(run.train.seed)
+    with support.engine(run, model=support.OddModel()) as made:
+        reference = Reference(made, run.train.gradient_clipping)
+        assert max(group.weights.numel() for group in reference.core.sub_groups) > 2 * run.offload.sub_group_size
+        norms = []
+        for step, rate in enumerate((1e-2, 3e-2, 0.0, 1e-3, 1e-2, 1e-2)):
+            offload.set_learning_rate(made, rate)
+            support.train(made, support.batches(accumulation, seed=step))
+            norms.append(reference.step(rate))
+            assert offload.gradient_norm(made) == pytest.approx(norms[-1], rel=1e-6)
+        assert min(norms) < run.train.gradient_clipping < max(norms)
+        offload.settle(made)
+        for state, expected in zip(sub_group_states(made), reference.masters, strict=True):
+            assert distance(state.master, expected.detach()) < 1e-6
+            assert distance(state.exp_avg, reference.optimizer.state[expected]["exp_avg"]) < 1e-6
+            assert distance(state.exp_avg_sq, reference.optimizer.state[expected]["exp_avg_sq"]) < 1e-6
+
+
+class Mixture(torch.nn.Module):
+    """Two experts, of which the second never gets a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(support.WIDTH, support.WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.experts[0](x)
+        return x + added
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clipping: float) -> None:
+    from deepspeed.utils import safe_get_full_optimizer_state, set_z3_leaf_modules
+
+    run = support.spec("superoffload", 0.5, clipping=clipping, accumulation=2)
+    torch.manual_seed(run.train.seed)
+    model = support.Model()
+    model.blocks.append(Mixture())
+    set_z3_leaf_modules(model, [Mixture])
+    with support.engine(run, model=model) as made:
+        losses = support.train(made, support.batches(1) * 8)
+        used, unused = made.module.blocks[-1].experts
+        assert safe_get_full_optimizer_state(used.weight, "exp_avg_sq").max() > 0
+        assert not safe_get_full_optimizer_state(unused.weight, "exp_avg_sq").any()
+    assert losses[-1] < losses[0]
+
+
 def test_the_loss_falls_and_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.8, clipping=1.0)
     data = support.batches(1) * 12

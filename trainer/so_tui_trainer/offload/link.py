@@ -60,7 +60,7 @@ class WorkerLink:
                 raise
         self._pidfd = os.pidfd_open(self.process.pid)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._look_s = min(1.0, silence_limit_s / 4)
+        self._look_s = min(1.0, silence_limit_s / 8)
         """How often to look for progress while the worker has something to do."""
         self._begin_silence()
         self._thread = threading.Thread(target=self._serve, name="adam-worker-link", daemon=True)
