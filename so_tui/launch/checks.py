@@ -11,6 +11,7 @@ from so_tui.launch import locks
 from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
 from so_tui.launch.preparation import prepare, visible_machine
 from so_tui.launch.sources import missing_paths, with_absolute_paths
+from so_tui.machine.doctor import findings
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
@@ -29,6 +30,8 @@ def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir:
     machine = visible_machine(machine, os.environ)
     plan = prepare(spec, machine, force=force).plan
     warnings = quick_checks(plan, machine, force=force, runs_dir=runs_dir)
+    if not force:
+        _refuse_what_doctor_blocks(plan, machine)
     answer = call_tool("check_inputs", {"spec": spec_tree(spec)}, timeout_s=_CHECK_TIMEOUT_S)
     if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)
@@ -91,6 +94,13 @@ def _refuse_missing_software(machine: Machine) -> None:
 def _refuse_missing_tracker(spec: RunSpec) -> None:
     if spec.tracking.wandb and find_spec("wandb") is None:
         raise Refused(["tracking.wandb needs the wandb package. pip install 'so-tui[wandb]', or set tracking.wandb to false"])
+
+
+def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
+    """Raises Refused, forceable: the rest of what would end the run, such as a driver too old or a GPU that no process may use."""
+    blocked = [finding for finding in findings(machine, plan) if finding.severity == "blocks"]
+    if blocked:
+        raise Refused([f"{finding.title} ({finding.evidence}). {finding.remedy}" for finding in blocked], forceable=True)
 
 
 def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:

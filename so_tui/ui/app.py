@@ -158,9 +158,10 @@ class SoTuiApp(App[None]):
     def diagnose(self) -> None:
         """Ask doctor about the machine."""
         from so_tui.machine.doctor import findings
+        from so_tui.runs import default_runs_dir
 
         if self.machine is not None:
-            self.post_message(messages.Diagnosed(findings(self.machine)))
+            self.post_message(messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))
 
     def on_diagnosed(self, message: messages.Diagnosed) -> None:
         from so_tui.ui.screens.findings import doctor_words

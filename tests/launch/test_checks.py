@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from so_tui.launch import helpers, start
-from so_tui.launch.checks import quick_checks
+from so_tui.launch.checks import preflight, quick_checks
 from so_tui.launch.sources import with_absolute_paths
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
-from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec
+from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
 from so_tui.spec.types import TrackingSpec
 from tests.launch.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
 
@@ -69,6 +69,13 @@ def test_torch_without_cuda_on_a_gpu_machine() -> None:
     software = Software(torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0")
     with pytest.raises(Refused, match="without CUDA"):
         quick_checks(plan_of(embedded(), gpus=True), quad_gh200(software=software), force=True)
+
+
+def test_what_doctor_says_blocks_a_launch() -> None:
+    machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, deepspeed="0.18.0"))
+    with pytest.raises(Refused, match=r"DeepSpeed 0.18.0 is not the tested one .*pip install deepspeed==") as caught:
+        preflight(find_preset("tiny").spec, machine)
+    assert caught.value.forceable
 
 
 def test_a_compiler_for_cpu_adam() -> None:

@@ -48,9 +48,10 @@ def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
     document = json.loads(launch_json(prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"})))
     assert document.keys() == {"argv", "env", "ds_config", "binding", "plan"}
     rank = document["binding"][1]
-    assert rank.keys() == {"rank", "gpu", "numa_node", "cpus", "memory_policy", "deepspeed"}
+    assert rank.keys() == {"rank", "gpu", "numa_node", "cpus", "memory_policy", "deepspeed", "deepspeed_alone"}
     assert rank["cpus"] == list(range(72, 144))
     assert rank["deepspeed"]["cpus"] == list(range(72, 144))
+    assert rank["deepspeed_alone"]["cpus"] == list(range(144, 288)), "of all cores it would take the second half, two sockets"
     assert document["env"]["KMP_AFFINITY"] is None
     assert document["ds_config"]["gradient_clipping"] == tiny.train.gradient_clipping
     assert document["plan"]["gpus"] == 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from make_run import plan_for, quad_machine
 
+from so_tui.machine.doctor import Finding
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.form import GROUPS, LENGTH, advanced_paths, edits_between, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
+from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts, rank_counts
 from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant, thousands
 from so_tui.ui.widgets import plan_view
@@ -112,3 +115,19 @@ def test_glyphs_follow_setting_locale_and_terminal() -> None:
     assert chosen_glyphs({"TERM": "linux"}, "utf-8") == "block"
     assert chosen_glyphs({"SO_TUI_GLYPHS": "block"}, "ascii") == "block"
     assert chosen_glyphs({"SO_TUI_GLYPHS": "nonsense"}, "utf-8") == "braille"
+
+
+@pytest.mark.parametrize("width", [40, 74, 120])
+def test_findings_fold_under_their_own_words(width: int) -> None:
+    finding = Finding(
+        severity="warning",
+        title="Memory is short",
+        evidence="/dev/shm: 1.0 GiB free of 64.0 GiB; the run needs 20.0 GiB of it and gets no more from anywhere else",
+        cost="It ends.",
+        remedy="`mount -o remount,size=90% /dev/shm`",
+    )
+    first, *lines = str(finding_content(finding, width)).splitlines()
+    assert first == "~ warning Memory is short"
+    assert all(len(line) <= width for line in lines)
+    assert all(line[10] != " " and (line[:10].strip() in ("seen", "costs", "remedy", "")) for line in lines)
+    assert " ".join(line[10:] for line in lines) == f"{finding.evidence} {finding.cost} {finding.remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from textual.content import Content
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding
 
 SIGNS = {"blocks": "✗", "warning": "~", "note": "·"}
+_INDENT = 10
 STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
 
 
@@ -26,12 +28,15 @@ def doctor_words(findings: Sequence[Finding]) -> str:
     return f"doctor: {', '.join(words)}" if words else ""
 
 
-def finding_content(finding: Finding) -> Content:
-    """A finding with its evidence, its cost and its remedy."""
+def finding_content(finding: Finding, width: int) -> Content:
+    """A finding with its evidence, its cost and its remedy, folded to ``width`` with its lines under each other."""
     lines = [
         Content.assemble((f"{SIGNS[finding.severity]} {finding.severity:<8}", f"bold {STYLES[finding.severity]}"), (finding.title, "bold"))
     ]
     for name, text in (("seen", finding.evidence), ("costs", finding.cost), ("remedy", finding.remedy)):
-        if text:
-            lines.append(Content.assemble((f"  {name:<8}", "$faint"), text))
+        folded = wrap(text, max(20, width - _INDENT), break_on_hyphens=False)
+        lines += [
+            Content.assemble((f"  {name if first else '':<{_INDENT - 2}}", "$faint"), line)
+            for first, line in zip((True, *(False,) * len(folded)), folded, strict=False)
+        ]
     return Content("\n").join(lines)

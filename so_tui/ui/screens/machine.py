@@ -122,6 +122,7 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
         ("flash-attn", software.flash_attn),
         ("numactl", numactl),
         ("driver", software.nvidia_driver),
+        *((("CUDA toolkit", software.cuda_toolkit),) if machine.gpus else ()),
         ("compiler", software.compiler),
         ("ninja", software.ninja),
     )
@@ -143,6 +144,10 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
     return [*lines, Content("   ".join(host)), *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
 
 
+_MARGIN = 6
+"""Columns beside a finding: padding and scroll bar."""
+
+
 class MachineScreen(Page):
     PAGE = "machine"
     CSS_PATH = "machine.tcss"
@@ -159,12 +164,12 @@ class MachineScreen(Page):
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
-        with VerticalScroll(id="machine", can_focus=False):
+        with VerticalScroll(id="machine"):
             yield Static("looking at this machine …", id="tree")
             yield Rule("software", id="software-rule")
             yield Static(id="software")
-            yield Rule("doctor", id="doctor-rule")
-            yield OptionList(id="findings", compact=True)
+        yield Rule("doctor", id="doctor-rule")
+        yield OptionList(id="findings", compact=True)
 
     def on_mount(self) -> None:
         self.watch(self.app, "machine", self._show)
@@ -172,6 +177,7 @@ class MachineScreen(Page):
 
     def on_resize(self) -> None:
         self._show()
+        self._show_findings()
 
     def _show(self) -> None:
         machine = self.so.machine
@@ -192,11 +198,12 @@ class MachineScreen(Page):
                 "$faint",
             )
         )
+        at = options.highlighted
         options.clear_options()
-        options.add_options([Option(finding_content(finding)) for finding in findings])
+        options.add_options([Option(finding_content(finding, self.size.width - _MARGIN)) for finding in findings])
         options.display = bool(findings)
         if findings:
-            options.highlighted = 0
+            options.highlighted = min(at or 0, len(findings) - 1)
 
     def action_copy(self) -> None:
         findings, at = self.so.findings, self.query_one("#findings", OptionList).highlighted
