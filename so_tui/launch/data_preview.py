@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from so_tui.launch.helpers import stream_tool
+from so_tui.launch.helpers import Cancel, stream_tool
 from so_tui.launch.sources import with_absolute_paths
 from so_tui.spec import RunSpec, spec_tree
 
@@ -112,16 +112,21 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         share = self.trained_tokens / self.tokens
         kept = self.rows - self.dropped
         too_long = f", {grouped(self.dropped_too_long)} of them because the prompt alone fills a sequence" if self.dropped_too_long else ""
-        each = f"{self.documents / self.sequences:.1f} documents each" if len(self.sources) < 2 else "of an epoch"
-        packing = f"{each}, {100 * self.packing_efficiency:.1f} % full" if self.packing else "no packing: one document each"
+        met = sum(part.documents * part.times_an_epoch for part in self.sources)
+        held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
+        filled = f"{100 * self.packing_efficiency:.1f} % full"
         return [
             ("rows", grouped(self.rows), f"{grouped(kept)} are trained on"),
             ("tokens", grouped(self.tokens), f"{grouped(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
             ("lengths", grouped(round(self.mean_length)), f"tokens on average, {grouped(self.longest)} the longest"),
-            ("sequences", grouped(self.sequences), f"of {grouped(self.sequence_length)} tokens: {packing}"),
-            ("truncated", grouped(self.truncated), "rows that are longer than a sequence and lose their end"),
+            (
+                "sequences",
+                grouped(self.sequences),
+                f"of {grouped(self.sequence_length)} tokens, {filled}, {held}",
+            ),
+            ("truncated", grouped(self.truncated), "rows longer than a sequence: their end is lost"),
             ("dropped", grouped(self.dropped), f"rows without a trained token{too_long}"),
-            *([("cut", grouped(self.cut), "rows of plain text that became several documents")] if self.cut else []),
+            *([("cut", grouped(self.cut), "rows of plain text became several documents")] if self.cut else []),
         ]
 
     @property
@@ -156,12 +161,12 @@ def grouped(value: int) -> str:
     return f"{value:,}".replace(",", " ")
 
 
-def look_at(spec: RunSpec, rows: int) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:
-    """Progress, then the preview with ``rows`` sample rows and the answer it was read from. Closing the iterator ends the helper.
+def look_at(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:
+    """Progress, then the preview with ``rows`` sample rows and the answer it was read from; nothing more once it was cancelled.
 
     Raises InputError, Refused or ToolError (see ``helpers``).
     """
-    for answer in stream_tool("data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}):
+    for answer in stream_tool("data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel):
         if answer.get("done"):
             if "problems" not in answer:  # else the helper's end says what is wrong
                 yield msgspec.convert(answer, DataPreview), answer

@@ -5,12 +5,14 @@ They may take seconds to import; this program stays light and cannot be taken do
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,24 +45,52 @@ def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -
     return _decoded(name, last)
 
 
-def stream_tool(name: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of a helper process that reports progress, as they come. Closing the iterator ends the process.
+class Cancel:
+    """Ends a helper process from another thread than the one that waits for it; may be called before there is one, and twice."""
 
-    Raises InputError, Refused or ToolError as ``call_tool`` does.
+    def __init__(self) -> None:
+        self.requested = False
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.requested = True
+            self._end()
+
+    def started(self, process: subprocess.Popen[str]) -> None:
+        """Told by who starts the process."""
+        with self._lock:
+            self._process = process
+            if self.requested:
+                self._end()
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+
+def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of a helper process that reports progress, as they come. Closing the iterator ends the process, as ``cancel`` does.
+
+    Raises InputError, Refused or ToolError as ``call_tool`` does; what was cancelled just ends.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             _argv(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), bufsize=1
         )
+        if cancel is not None:
+            cancel.started(process)
         assert process.stdin is not None
         assert process.stdout is not None
         line = ""
         try:
-            process.stdin.write(json.dumps(request))
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended at once: its exit code and its last words say why
+                process.stdin.write(json.dumps(request))
+                process.stdin.close()
             for line in process.stdout:
                 yield _decoded(name, line)
-            if process.wait() != 0:
+            if process.wait() != 0 and not (cancel is not None and cancel.requested):
                 errors.seek(0)
                 raise _failed(name, process.returncode, line, errors.read())
         finally:

@@ -65,6 +65,7 @@ class ConfigureScreen(Page):
         Binding("ctrl+s", "save", "Save", id="save", tooltip="Keep these settings under a name"),
         Binding("equals_sign", "differences", "Changes", key_display="=", id="differences", tooltip="What differs from the preset"),
         Binding("u", "reset", "Undo", id="reset", tooltip="Back to what the preset says"),
+        Binding("d", "look", "Data", id="look", tooltip="Look at the data as the model will see it: rows, lengths, packing, what is lost"),
         Binding("y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"),
     ]
 
@@ -88,6 +89,7 @@ class ConfigureScreen(Page):
                 with Horizontal(id="buttons"):
                     yield Button("Launch  F5", id="launch", compact=True, disabled=True)
                     yield Button("Save  ^s", id="save", compact=True)
+                    yield Button("Look at data  d", id="look", compact=True)
                     yield Button("Copy command  y", id="copy", compact=True)
 
     def on_mount(self) -> None:
@@ -318,6 +320,17 @@ class ConfigureScreen(Page):
         self.notify(f"Saved as {name} in {path}", markup=False)
         self.so.reload_presets(then_edit=name)
 
+    def action_look(self) -> None:
+        """Show the data as the model will see it, with what stands in the form."""
+        if self._base is None:
+            return
+        from so_tui.ui.screens.look_at_data import LookAtData
+
+        try:
+            self.app.push_screen(LookAtData(with_values(self._base, self._edits)))
+        except InputError as error:
+            self.app.post_message(Failed("Mend this before looking at the data", tuple(map(str, error.problems))))
+
     def action_differences(self) -> None:
         from so_tui.ui.screens.dialogs import Notice
 
@@ -344,5 +357,5 @@ class ConfigureScreen(Page):
             self.notify("The command is in the clipboard")
 
     @on(Button.Pressed)
-    def _button(self, event: Button.Pressed) -> None:
-        {"launch": self.action_launch, "save": self.action_save, "copy": self.action_copy}[event.button.id or ""]()
+    async def _button(self, event: Button.Pressed) -> None:
+        await self.run_action(event.button.id or "")

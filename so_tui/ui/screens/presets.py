@@ -64,6 +64,7 @@ class PresetsScreen(Page):
             id="launch",
             tooltip="Start this preset on this machine (asks once); F5 does the same",
         ),
+        Binding("d", "look", "Data", id="look", tooltip="Look at its data as the model will see it"),
         Binding("a", "add", "Add a model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]
@@ -268,6 +269,12 @@ class PresetsScreen(Page):
         from so_tui.ui.screens.configure import launch_facts
 
         self.so.ask_launch(plan.spec, launch_facts(plan))
+
+    def action_look(self) -> None:
+        if (chosen := self._chosen()) is not None:
+            from so_tui.ui.screens.look_at_data import LookAtData
+
+            self.app.push_screen(LookAtData(chosen[1].spec))
 
     def action_add(self) -> None:
         from so_tui.ui.screens.add_model import AddModel

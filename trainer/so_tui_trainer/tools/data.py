@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from itertools import chain, groupby, islice, pairwise, zip_longest
@@ -157,4 +158,6 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
 
 
 if __name__ == "__main__":
+    # Whoever asked may lose interest: leave by way of the clean-up of what is half written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(serve(preview))

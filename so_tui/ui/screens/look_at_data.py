@@ -1,0 +1,198 @@
+"""What the model will see of its data, before anything is launched: asked from a helper process, which can be cancelled at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Button, Static
+from textual.worker import Worker, WorkerState
+
+from so_tui.spec import InputError, RunSpec
+from so_tui.ui.form import label
+from so_tui.ui.widgets import data_view
+from so_tui.ui.widgets.bars import fill
+from so_tui.ui.widgets.rule import Rule
+
+if TYPE_CHECKING:
+    from so_tui.launch.data_preview import DataPreview, Progress
+    from so_tui.launch.helpers import Cancel
+
+FIRST_ROWS = 12
+MORE = 4
+"""Asking for more shows so many times as many."""
+WIDE = 100
+"""Columns from which on figures and lengths stand side by side."""
+
+
+class Progressed(Message):
+    """The helper process says how far it is."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        super().__init__()
+
+
+class Looked(Message):
+    """The helper process has answered."""
+
+    def __init__(self, preview: DataPreview) -> None:
+        self.preview = preview
+        super().__init__()
+
+
+class LookFailed(Message):
+    """Why it has not, each with what to do about it."""
+
+    def __init__(self, lines: tuple[Content, ...]) -> None:
+        self.lines = lines
+        super().__init__()
+
+
+class LookAtData(ModalScreen[None]):
+    """Counts, lengths, a packed sequence, and the first rows with what is trained marked."""
+
+    CSS_PATH = "look_at_data.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "leave", "Back"),
+        Binding("m", "more", "More rows"),
+        Binding("r", "again", "Look again"),
+    ]
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec, self._rows = spec, FIRST_ROWS
+        self._cancel: Cancel | None = None
+        self._preview: DataPreview | None = None
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="look"):
+            yield Static(Content.assemble(("Look at the data", "bold"), (f"   {self._sources()}", "$faint")), id="look-title")
+            yield Static(id="look-status")
+            yield VerticalScroll(id="look-body")
+            with Horizontal(id="look-buttons"):
+                yield Button("Back  esc", id="leave", compact=True)
+                yield Button("More rows  m", id="more", compact=True, disabled=True)
+                yield Button("Look again  r", id="again", compact=True, disabled=True)
+
+    def _sources(self) -> str:
+        sources = self._spec.data.sources
+        return f"{self._spec.label}: {sources[0].source if len(sources) == 1 else f'a mixture of {len(sources)} sources'}"
+
+    def on_mount(self) -> None:
+        self.query_one("#look-body").focus()
+        self._start()
+
+    def _start(self) -> None:
+        from so_tui.launch.helpers import Cancel
+
+        self._cancel = Cancel()
+        self._say(Content.styled("starting the helper process …   esc cancels", "$faint"))
+        for button in ("#more", "#again"):
+            self.query_one(button, Button).disabled = True
+        self._look(self._rows, self._cancel)
+
+    @work(thread=True, group="data", name="look at the data", exit_on_error=False)
+    def _look(self, rows: int, cancel: Cancel) -> None:
+        from so_tui.launch.data_preview import Progress, look_at
+        from so_tui.spec.errors import SoTuiError
+
+        try:
+            for event in look_at(self._spec, rows, cancel):
+                self.post_message(Progressed(event) if isinstance(event, Progress) else Looked(event[0]))
+        except InputError as error:
+            lines = [
+                Content.assemble((f"{label(problem.field)} ", "bold"), f"{problem.value}: {problem.message}\n", (problem.remedy, "$accent"))
+                for problem in error.problems
+            ]
+            self.post_message(LookFailed(tuple(lines)))
+        except SoTuiError as error:
+            self.post_message(LookFailed(tuple(map(Content, str(error).splitlines()))))
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is WorkerState.ERROR:
+            self.post_message(LookFailed((Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)))
+
+    @on(Progressed)
+    def _progressed(self, message: Progressed) -> None:
+        progress = message.progress
+        bar = fill(progress.done_rows / progress.total_rows, 24) + "  " if progress.total_rows else Content("")
+        self._say(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
+
+    @on(LookFailed)
+    async def _failed(self, message: LookFailed) -> None:
+        self._say(Content.styled("✗ this data cannot be trained on as it is", "bold $error"))
+        await self._show(Static(line, classes="look-part") for line in message.lines)
+
+    @on(Looked)
+    async def _looked(self, message: Looked) -> None:
+        self._preview = message.preview
+        self._say(Content.styled(message.preview.how, "$foreground"))
+        await self._show(self._parts(message.preview))
+        self.query_one("#more", Button).disabled = len(message.preview.samples) < self._rows
+
+    async def on_resize(self) -> None:
+        if self._preview is not None:
+            await self._show(self._parts(self._preview))
+
+    async def _show(self, parts: Iterable[Widget]) -> None:
+        self.query_one("#again", Button).disabled = False
+        body = self.query_one("#look-body", VerticalScroll)
+        async with body.batch():
+            await body.remove_children()
+            await body.mount_all(list(parts))
+
+    def _parts(self, preview: DataPreview) -> Iterable[Widget]:
+        width = self.query_one("#look-body").scrollable_content_region.width
+        marks = self.app.no_color
+        for warning in preview.warnings:
+            yield Static(Content.assemble(("mind: ", "bold $warning"), warning), classes="look-part")
+        wide = width >= WIDE
+        narrow = 2 * width // 5 - 3 if wide else width
+        figures = _part("what becomes of the rows", data_view.facts(preview))
+        lengths = _part("documents by length in tokens", data_view.histogram(preview, narrow))
+        yield Horizontal(figures, lengths, classes="look-pair") if wide else Vertical(figures, lengths, classes="look-stack")
+        if len(preview.sources) > 1:
+            yield _part("the mixture: share of an epoch", data_view.sources(preview, width))
+        if preview.packing:
+            yield _part(preview.sequence_words(), data_view.packed(preview, width))
+        yield Rule(Content.assemble(("rows as the model sees them   ", "$faint"), data_view.legend(marks=marks)))
+        for one in preview.samples:
+            yield Static(data_view.sample(one, preview, marks=marks), classes="look-part look-row")
+
+    def _say(self, words: Content) -> None:
+        self.query_one("#look-status", Static).update(words)
+
+    # Commands.
+
+    def on_unmount(self) -> None:
+        if self._cancel is not None:
+            self._cancel()
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def action_again(self) -> None:
+        if not self.query_one("#again", Button).disabled:
+            self._start()
+
+    def action_more(self) -> None:
+        if not self.query_one("#more", Button).disabled:
+            self._rows *= MORE
+            self._start()
+
+    @on(Button.Pressed)
+    async def _button(self, event: Button.Pressed) -> None:
+        await self.run_action(event.button.id or "")
+
+
+def _part(title: str, lines: list[Content]) -> Widget:
+    return Vertical(Rule(Content.styled(title, "$faint")), Static(Content("\n").join(lines)), classes="look-part")
