@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -109,9 +111,22 @@ class Constants(Struct, frozen=True, kw_only=True):
     machines: tuple[Kind, ...]
 
 
+_others: list[Constants] = []
+
+
 def constants() -> Constants:
     """What came with the program."""
-    return _read(PATH)
+    return _others[-1] if _others else _read(PATH)
+
+
+@contextmanager
+def using(other: Constants) -> Iterator[None]:
+    """While this lasts, predictions rest on ``other``: for fitting, which tries many. Not for threads."""
+    _others.append(other)
+    try:
+        yield
+    finally:
+        _others.pop()
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,236 @@
+"""From measured rows to the planner's constants, and to tables."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from so_tui.launch.probe import Measured
+from so_tui.machine.types import Machine
+from so_tui.plan.assess import assess
+from so_tui.plan.calibration import Figures
+from so_tui.plan.constants import PATH, Constants, Speed, constants, using
+from so_tui.plan.memory import NOT_STEADY, OUTSIDE_ALLOCATOR
+from so_tui.plan.site import Site, site_of
+from so_tui.spec import RunSpec, check_tree
+
+MEMORY = ("block_share", "slack_share", "cuda_context_bytes", "nccl_bytes", "cuda_process_bytes")
+STEP = (
+    "matrix_efficiency",
+    "elementwise_efficiency",
+    "loss_bytes_per_logit",
+    "gpu_step_bytes_per_parameter",
+    "norm_s",
+    "landing_s",
+    "zerooffload_backward_bytes",
+    "zerooffload_step_bytes",
+    "other_s",
+    "gather_share",
+)
+_UNDER = 4.0
+"""How much worse too little memory is than too much, in the fit: too little ends a run."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A measured row, ready to be predicted again."""
+
+    spec: RunSpec
+    site: Site
+    measured: Measured
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    machine = msgspec.convert(row["machine"], Machine, strict=False)
+    spec = check_tree(row["spec"])
+    site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    speed = msgspec.convert(row["speed"], Speed) if row["speed"] else None
+    return Case(spec, replace(site, speed=speed, probes=()), msgspec.convert(row["measured"], Measured))
+
+
+def predicted(case: Case) -> Figures:
+    """With the constants of the moment, for the data that was trained on."""
+    found = assess(case.spec, case.site, workload=case.measured.workload)
+    on_gpu = [term for term in found.terms if term.place == "gpu"]
+    host = sum(term.bytes for term in found.terms if term.place == "node" and term.name not in NOT_STEADY)
+    return Figures(
+        step_s=found.step.total_s if found.step else 0.0,
+        forward_s=found.step.forward_s if found.step else 0.0,
+        backward_s=found.step.backward_s if found.step else 0.0,
+        exposed_optimizer_s=found.step.exposed_optimizer_s if found.step else 0.0,
+        gpu_reserved_bytes=sum(term.bytes for term in on_gpu if term.name not in OUTSIDE_ALLOCATOR),
+        gpu_device_bytes=sum(term.bytes for term in on_gpu),
+        host_bytes=host * case.site.ranks,
+    )
+
+
+def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
+    """Rewrite ``constants.json`` for the rows of the set ``fit``; returns what changed, as text."""
+    used = [row for row in rows if row["set"] == "fit" and "measured" in row]
+    cases = [case_of(row) for row in used]
+    if len(cases) < 6:
+        return f"only {len(cases)} settings of the set `fit` are measured; a fit needs at least 6"
+    best = fitted(cases)
+    gpus = sorted({gpu["name"] for row in used for gpu in row["machine"]["gpus"]} or {"no GPU"})
+    torch = sorted({str(row["machine"]["software"]["torch"]) for row in used})
+    text = f"Fitted to {len(cases)} settings of {source}, measured on {', '.join(gpus)} with torch {', '.join(torch)}"
+    provenance = f"{text}, by benchmarks/planner.py --fit."
+    before = constants()
+    best = replace(
+        best,
+        memory=replace(best.memory, provenance=provenance, fitted=True),
+        step=replace(best.step, provenance=provenance, fitted=True),
+    )
+    PATH.write_text(dumped(best))
+    changes = [
+        f"{section}.{name}: {getattr(getattr(before, section), name):.4g} -> {getattr(getattr(best, section), name):.4g}"
+        for section, names in (("memory", MEMORY), ("step", STEP))
+        for name in names
+    ]
+    return "\n".join([provenance, *changes])
+
+
+def fitted(cases: Sequence[Case]) -> Constants:
+    """The constants with the least error over these cases, each group by itself."""
+    start = constants()
+    memory = _descend(start, "memory", MEMORY, lambda: sum(map(_memory_error, cases)))
+    with_speed = [case for case in cases if case.site.speed is not None]
+    return _descend(memory, "step", STEP, lambda: sum(map(_step_error, with_speed))) if with_speed else memory
+
+
+def _memory_error(case: Case) -> float:
+    told, found = predicted(case), case.measured.figures
+    pairs = ((told.gpu_reserved_bytes, found.gpu_reserved_bytes), (told.gpu_device_bytes, found.gpu_device_bytes))
+    error = sum(_off(one, other, _UNDER) for one, other in pairs)
+    return error + _off(told.host_bytes, found.host_bytes, 1.0)
+
+
+def _step_error(case: Case) -> float:
+    told, found = predicted(case), case.measured.figures
+    error = _off(told.step_s, found.step_s, 1.0)
+    error += 0.5 * (_off(told.forward_s, found.forward_s, 1.0) + _off(told.backward_s, found.backward_s, 1.0))
+    return error + ((told.exposed_optimizer_s - found.exposed_optimizer_s) / found.step_s) ** 2
+
+
+def _off(told: float, found: float, under: float) -> float:
+    """Square of the relative error; ``under`` times as bad below the truth. 0 where nothing was measured."""
+    if not found:
+        return 0.0
+    error = told / found - 1
+    return error * error * (under if error < 0 else 1.0)
+
+
+def _descend(start: Constants, section: str, names: Iterable[str], error: Callable[[], float]) -> Constants:
+    """Coordinate by coordinate, up and down by a factor that shrinks: few, nearly independent figures need no more."""
+    names = tuple(names)
+
+    def cost(candidate: Constants) -> float:
+        with using(candidate):
+            return error()
+
+    def moved(candidate: Constants, name: str, factor: float) -> Constants:
+        old = getattr(getattr(candidate, section), name)
+        new = int(old * factor) if isinstance(old, int) else old * factor
+        return replace(candidate, **{section: replace(getattr(candidate, section), **{name: new})})
+
+    best, lowest, stride = start, cost(start), 1.4
+    while stride > 1.005:
+        improved = False
+        for name in names:
+            for factor in (stride, 1 / stride):
+                candidate = moved(best, name, factor)
+                if (found := cost(candidate)) < lowest:
+                    best, lowest, improved = candidate, found, True
+        if not improved:
+            stride = 1 + (stride - 1) / 2
+    return best
+
+
+def dumped(found: Constants) -> str:
+    """As the file is kept: one figure a line, points of a curve in one."""
+    tree = msgspec.to_builtins(found)
+    for section in ("memory", "step"):
+        tree[section] = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in tree[section].items()}
+    text = json.dumps(tree, indent=1)
+    return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Both sets, predicted as they were when they were measured."""
+    parts = []
+    for name in ("fit", "check"):
+        done = [row for row in rows if row["set"] == name and "measured" in row]
+        if done:
+            parts += [f"### Set `{name}`: {len(done)} settings", "", *_table(done), "", _summary(done), ""]
+    failed = [row for row in rows if "error" in row]
+    parts += [f"- not measured: {row['setting']['size']} x {row['setting']['gpus']} {row['name']}: {row['error']}" for row in failed]
+    return "\n".join(parts)
+
+
+_COLUMNS = (
+    ("reserved", "gpu_reserved_bytes", 1e9),
+    ("device", "gpu_device_bytes", 1e9),
+    ("host", "host_bytes", 1e9),
+    ("step", "step_s", 1.0),
+)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | GPUs | setting | GPU reserved, GB | GPU device, GB | host, GB | host while loading, GB | step, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["setting"]["gpus"], row["setting"]["size"], row["name"])):
+        told, found = row["predicted"], row["measured"]["figures"]
+        cells = [f"{told[key] / unit:.2f} / {found[key] / unit:.2f} ({_percent(told[key], found[key])})" for _, key, unit in _COLUMNS]
+        cells.insert(3, f"{row['measured']['load_peak_bytes'] / 1e9:.1f}")
+        clipping = "" if row["setting"]["clipping"] else ", no clipping"
+        lines.append(f"| {row['setting']['size']} | {row['setting']['gpus']} | {row['name']}{clipping} | " + " | ".join(cells) + " |")
+    return [*lines, "", "Each cell: predicted / measured (error)."]
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    texts = []
+    for (name, key, _), limit in zip(_COLUMNS, (0.05, 0.05, 0.05, 0.15), strict=True):
+        errors = [row["predicted"][key] / row["measured"]["figures"][key] - 1 for row in rows if row["measured"]["figures"][key]]
+        if errors:
+            within = sum(abs(error) <= limit for error in errors)
+            texts.append(f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst {min(errors):+.1%} and {max(errors):+.1%}")
+    digests = sorted({row["constants"] for row in rows})
+    return "; ".join(texts) + f". Constants {', '.join(digests)}."
+
+
+def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Fastest first, with the recommended and the original setting marked."""
+    done = [row for row in rows if row["set"] == "sweep" and "measured" in row]
+    if not done:
+        return "nothing measured yet"
+
+    def rate(row: dict[str, Any]) -> float:
+        setting, found = row["setting"], row["measured"]
+        positions = setting["gpus"] * setting["micro_batch"] * setting["accumulation"] * row["spec"]["data"]["sequence_length"]
+        return float(positions * found["workload"]["useful_share"] / found["figures"]["step_s"])
+
+    done.sort(key=rate, reverse=True)
+    best = rate(done[0])
+    lines = ["| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |", "|---|---|---|---|---|---|"]
+    for row in done:
+        told, found = row["predicted"]["step_s"], row["measured"]["figures"]["step_s"]
+        label = "" if row["label"] == "grid" else f"**{row['label']}**"
+        lines.append(
+            f"| {row['name']} | {row['setting']['cores']} | {rate(row):.0f} | {rate(row) / best:.1%} | {told:.2f} / {found:.2f} | {label} |"
+        )
+    named = {row["label"]: rate(row) for row in done}
+    if "recommended" in named and "original" in named:
+        lines += ["", f"The recommendation is {named['recommended'] / named['original']:.2f} x as fast as the original setting."]
+    return "\n".join(lines)
+
+
+def _percent(told: float, found: float) -> str:
+    return f"{told / found - 1:+.1%}" if found else "none"

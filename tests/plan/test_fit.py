@@ -1,0 +1,77 @@
+"""Fitting the planner's constants: from rows that other constants made, it finds constants that predict as those do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from so_tui.launch.probe import Measured
+from so_tui.plan.constants import Constants, constants, published_speed, using
+from so_tui.plan.types import Workload
+from so_tui.spec import find_preset, with_values
+
+from .machines import x86
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import planner
+import planner_fit
+
+TRUTH = replace(
+    constants(),
+    memory=replace(constants().memory, block_share=1.2, slack_share=0.05, cuda_context_bytes=900_000_000, cuda_process_bytes=2_500_000_000),
+    step=replace(constants().step, matrix_efficiency=0.6, norm_s=0.1, zerooffload_step_bytes=130.0),
+)
+SETTINGS = (
+    {"offload.mode": "gpu", "train.micro_batch": "2"},
+    {"offload.mode": "superoffload", "offload.ratio": "0.9"},
+    {"offload.mode": "superoffload", "offload.ratio": "0.5", "train.micro_batch": "8"},
+    {"offload.mode": "zerooffload", "offload.ratio": "0.9"},
+    {"offload.mode": "superoffload", "offload.ratio": "0.9", "gpus": "2"},
+    {"offload.mode": "gpu", "gpus": "2", "model.activation_checkpointing": "selective"},
+)
+
+
+def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
+    spec = with_values(find_preset("qwen3-4b-random").spec, {"gpus": "1", "model.activation_checkpointing": "full"} | changes)
+    site = planner_fit.site_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), spec.gpus, 0.9)
+    site = replace(site, speed=published_speed("NVIDIA H200"), probes=())
+    nothing = planner_fit.Figures(
+        step_s=1, forward_s=1, backward_s=1, exposed_optimizer_s=1, gpu_reserved_bytes=1, gpu_device_bytes=1, host_bytes=1
+    )
+    measured = Measured(figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), load_peak_bytes=0, steps=4)
+    empty = planner_fit.Case(spec, site, measured)
+    with using(made_by):
+        return planner_fit.Case(spec, site, replace(measured, figures=planner_fit.predicted(empty)))
+
+
+def test_a_fit_predicts_what_it_was_fitted_to() -> None:
+    cases = [case(changes, TRUTH) for changes in SETTINGS]
+    found = planner_fit.fitted(cases)
+    with using(found):
+        told = [planner_fit.predicted(one) for one in cases]
+    for one, prediction in zip(cases, told, strict=True):
+        true = one.measured.figures
+        assert prediction.gpu_reserved_bytes == pytest.approx(true.gpu_reserved_bytes, rel=0.01)
+        assert prediction.host_bytes == pytest.approx(true.host_bytes, rel=0.01)
+        assert prediction.step_s == pytest.approx(true.step_s, rel=0.03)
+    assert constants() != found
+
+
+def test_the_constants_file_is_written_as_it_is_read() -> None:
+    assert msgspec.json.decode(planner_fit.dumped(constants()), type=Constants) == constants()
+
+
+def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
+    fit, check = planner.SETS["fit"], planner.SETS["check"]
+    assert not set(fit) & set(check)
+    assert len(check) >= 12
+    for settings in (fit, check):
+        assert {setting.size for setting in settings} == {"1.7b", "4b", "8b"}
+        assert {setting.mode for setting in settings} == {"gpu", "superoffload", "zerooffload"}
+        assert {setting.gpus for setting in settings} == {1, 2, 4}
+    assert {0.3, 1.0} <= {setting.ratio for setting in check}
