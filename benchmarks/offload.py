@@ -118,7 +118,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _same(row: dict[str, Any], name: str, arguments: argparse.Namespace) -> bool:
-    return (row.get("name"), row.get("ranks"), row.get("shape")) == (name, arguments.ranks, arguments.shape) and "error" not in row
+    here = {"name": name, **_size(arguments)}
+    return all(row.get(key) == value for key, value in here.items()) and "error" not in row
+
+
+def _size(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What makes two rows of the same configuration different measurements."""
+    return {key: getattr(arguments, key) for key in ("ranks", "shape", "micro_batch", "length")}
 
 
 def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             output.seek(0)
         texts = [output.read() for output in outputs]
     rows = [json.loads(line.removeprefix(MARK)) for text in texts for line in text.splitlines() if line.startswith(MARK)]
-    known = {"name": name, "ranks": arguments.ranks, "shape": arguments.shape, "wall_s": round(time.monotonic() - begin, 1)}
+    known = {"name": name, **_size(arguments), "wall_s": round(time.monotonic() - begin, 1)}
     if len(rows) < arguments.ranks:
         late = [f"took longer than {arguments.limit_s:.0f} s"] if time.monotonic() - begin >= arguments.limit_s else []
         tail = "\n".join([*late, *(text[-3000:] for text in texts)])

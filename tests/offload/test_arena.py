@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> Non
     told = re.search(r"only ([\d.]+) GB", str(caught.value))
     assert told is not None
     assert 0 < float(told[1]) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert not own_memory()
+
+
+def test_a_limit_of_the_process_is_told_with_the_size() -> None:
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
+    try:
+        with pytest.raises(offload.OffloadError, match=r"0\.4 GB of host memory .* could not be had: .*Cannot allocate memory.*ulimit"):
+            Arena([30_000_000], torch.bfloat16, accumulate=False, page_lock=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
     assert not own_memory()
 
 

@@ -31,6 +31,13 @@ def traces() -> list[str]:
     return [line for line in memory if "so-tui-offload" in line] + children + threads
 
 
+def test_another_deepspeed_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.__version__", "0.19.9")
+    with pytest.raises(offload.OffloadError, match=r"DeepSpeed 0\.19\.9 is installed"), support.engine(support.spec("superoffload")):
+        pass
+    assert not traces()
+
+
 def test_without_a_compiler_it_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

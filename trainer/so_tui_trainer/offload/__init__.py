@@ -17,7 +17,7 @@ import torch
 
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
-from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8
+from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8, stage3_0_19_8
 from so_tui_trainer.offload.deepspeed_0_19_8 import join_process_group
 from so_tui_trainer.offload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
 from so_tui_trainer.offload.stats import OffloadStats
@@ -165,15 +165,15 @@ def _initialize_super_offload(
     binding: RankBinding,
     silence_limit_s: float,
 ) -> Any:
-    settings = deepspeed_0_19_8.SuperOffloadSettings(
+    settings = stage3_0_19_8.SuperOffloadSettings(
         ratio=spec.offload.ratio,
         accumulation=spec.micro_steps,
         clipping=spec.train.gradient_clipping,
         cpus=binding.adam_cpus or binding.cpus,
         silence_limit_s=silence_limit_s,
     )
-    config = deepspeed_0_19_8.super_offload_config(ds_config, spec.offload.sub_group_size)
-    with deepspeed_0_19_8.own_super_offload(settings):
+    config = stage3_0_19_8.super_offload_config(ds_config, spec.offload.sub_group_size)
+    with stage3_0_19_8.own_super_offload(settings):
         engine, *_ = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, spec), config=config)
     if deepspeed_0_19_8.super_offload(engine) is None:
         raise OffloadError(f"DeepSpeed did not take our optimizer; it made a {type(engine.optimizer).__name__}.")

@@ -35,8 +35,15 @@ class Arena:
         self._places = layout(self.numels, dtype.itemsize, accumulate)
         _check_room(self._places.bytes, tree or Tree())
         self.descriptor = os.memfd_create("so-tui-offload", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, self._places.bytes)
-        self._memory = mmap.mmap(self.descriptor, self._places.bytes)
+        try:
+            os.ftruncate(self.descriptor, self._places.bytes)
+            self._memory = mmap.mmap(self.descriptor, self._places.bytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise OffloadError(
+                f"{disk_size(self._places.bytes)} of host memory for the optimizer states of this rank could not be had: {error}. "
+                "Look at the limits of this job or shell (`ulimit -a`)."
+            ) from error
         _prefer_huge_pages(self._memory)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._page_locked = page_lock
