@@ -27,6 +27,7 @@ from so_tui.launch.processes import ProcessTree
 from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
 from so_tui.launch.stopping import StopRequest, request_stop, stop_request
 from so_tui.launch.verdict import End, Evidence, Failure, conclude
+from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader, trim_log
@@ -236,6 +237,8 @@ class Supervisor:
             unprompted=self._unprompted,
             stop_overdue_s=self._stop.grace_s if self._stop and self._closing.stop_overdue(time.monotonic()) else None,
             gone_unseen=self._gone_unseen,
+            less_gpu_memory=less_gpu_memory(self._job.plan.spec),
+            less_host_memory=less_host_memory(self._job.plan.spec),
             oom_kills=oom_kills() - self._oom_kills_before,
             log=tuple(self._last_lines),
         )

@@ -45,6 +45,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """A stop was asked for and not carried out within so many seconds."""
     gone_unseen: bool = False
     """The processes had vanished while nobody watched."""
+    less_gpu_memory: str = "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` shows what each costs"
+    """What would need less of it, by the plan."""
+    less_host_memory: str = "Lower offload.ratio, use more GPUs, or free host memory. `so-tui plan` shows what is needed"
     oom_kills: int = 0
     """Processes that the kernel killed for want of memory while the attempt ran."""
     log: tuple[str, ...] = ()
@@ -76,13 +79,17 @@ def conclude(evidence: Evidence) -> End:
         return End(state="failed", reason=reason, suggestion=f"Give it more time next time (`so-tui stop --grace SECONDS`). {again}")
     for pattern, reason, suggestion in _KNOWN:
         if match := _search(pattern, evidence.log):
-            return End(state="failed", reason=reason.format(*match.groups()), suggestion=suggestion.format(name=evidence.name))
+            return End(
+                state="failed",
+                reason=reason.format(*match.groups()),
+                suggestion=suggestion.format(name=evidence.name, less_gpu_memory=evidence.less_gpu_memory),
+            )
     if evidence.oom_kills and _rank_code(evidence.log) in (None, -signal.SIGKILL):
         reason = f"the kernel killed {evidence.oom_kills} process{'es' if evidence.oom_kills > 1 else ''} of this host for want of memory"
         return End(
             state="failed",
             reason=reason,
-            suggestion="Lower offload.ratio, use more GPUs, or free host memory. `so-tui plan` shows what is needed",
+            suggestion=evidence.less_host_memory,
         )
     if evidence.gone_unseen:
         reason = (
@@ -144,7 +151,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         r"torch\.(?:cuda\.)?OutOfMemoryError: (.*?)(?:\. GPU|$)",
         "out of GPU memory: {0}",
-        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` shows what each costs",
+        "{less_gpu_memory}",
     ),
     (
         r"No space left on device",

@@ -91,6 +91,13 @@ def test_the_kernels_out_of_memory_killer_is_told_only_of_a_sigkill() -> None:
     assert "want of memory" not in reason(oom_kills=1, first_gone=RANK, log=("exits with return code = 1",))
 
 
+def test_what_ran_out_of_memory_gets_the_plans_advice() -> None:
+    killed = Evidence(name="r", oom_kills=1, first_gone=RANK, first_gone_code=-9, less_host_memory="offload.ratio 0.9 -> 0.7")
+    assert conclude(killed).suggestion == "offload.ratio 0.9 -> 0.7"
+    log = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has",)
+    assert conclude(Evidence(name="r", log=log, less_gpu_memory="micro-batch {4} -> 2")).suggestion == "micro-batch {4} -> 2"
+
+
 def test_gone_unseen_is_lost() -> None:
     assert conclude(Evidence(name="r", gone_unseen=True)).state == "lost"
 

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from so_tui.plan.loss import loss_bytes
-from so_tui.runs.records import EndRecord, StepRecord
+from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
 from so_tui_trainer import flash
 from so_tui_trainer.batches import Batches
+from so_tui_trainer.feed import Feed
 from so_tui_trainer.loss import HeadLoss
 from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config
 
@@ -65,6 +66,40 @@ def test_the_loss_of_a_large_vocabulary_takes_less_than_two_gib_and_what_the_pla
     assert found.item() == pytest.approx(expected.item(), rel=2e-3)
     assert weight.grad is not None
     assert torch.isfinite(weight.grad).all()
+
+
+def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
+    device = torch.device("cuda", 0)
+    batches = Batches(documents(200), spec(data__sequence_length="4096"), 0, pin=True)
+    expected = [batch for step in range(1, 6) for batch in batches.micro_batches(step)]
+    weight = torch.randn(4096, 4096, device=device)
+    found = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Feed(batches.portions(1, 5), device) as feed:
+            for _, batch in feed:
+                for _ in range(20):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
+                    weight = weight @ weight / 64
+                found.append([tensor.clone() for tensor in batch.tensors])
+                del batch
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(found) == len(expected) == 15
+    for copies, batch in zip(found, expected, strict=True):
+        assert all(torch.equal(copy.cpu(), tensor) for copy, tensor in zip(copies, batch.tensors, strict=True))
+
+
+@pytest.mark.slow
+def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> None:
+    settings = {"gpus": "1", "offload__mode": "superoffload", "train__steps": "6", "data__held_out": "30", "checkpoint__at_end": "false"}
+    losses = []
+    for every in ("0", "2"):
+        run, code = train(tiny(**settings, train__evaluate_every_steps=every, train__deterministic="true"), tmp_path / every)
+        assert code == 0, log(run)
+        losses.append([record.loss for record in records(run) if isinstance(record, StepRecord)])
+        assert any(isinstance(record, EvaluationRecord) for record in records(run))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -15,13 +17,16 @@ from launching import tiny
 
 from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
-from so_tui.runs import RunDirectory
-from so_tui.runs.records import RankBindingReport
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.codec import decode_metric
+from so_tui.runs.records import EndRecord, PhaseRecord, RankBindingReport, WarningRecord
+from so_tui.spec import InputError
 from so_tui_trainer import failures
 from so_tui_trainer.batches import Work
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
+from so_tui_trainer.offload.errors import NonFiniteGradientError, WorkerLostError
 from so_tui_trainer.ranks import Ranks
 
 BIND = """
@@ -109,14 +114,49 @@ def test_waiting_for_weights_in_forward_is_the_optimizers_time(alone: Ranks) -> 
 
 
 def test_failures_are_told_in_words() -> None:
-    spec = tiny(train__micro_batch="4")
+    spec = tiny(train__micro_batch="4", offload__mode="superoffload")
     out_of_memory = failures.explain(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), spec, 0, 7)
     assert "GPU ran out of memory" in out_of_memory.reason
-    assert "`train.micro_batch` to 2" in out_of_memory.suggestion
+    assert re.search(r"train\.micro_batch 4 -> 2 with train\.gradient_accumulation 2 needs \d+ MiB less", out_of_memory.suggestion)
     disk = failures.explain(OSError(errno.ENOSPC, "No space left on device", "/data/x"), spec, 0, 7)
     assert disk.reason == "the disk is full (/data/x)"
     assert failures.explain(RuntimeError("Connection closed by peer [127.0.0.1]"), spec, 0, 7).reason == "another rank was lost"
+    with pytest.raises(RuntimeError) as too_large:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert failures.explain(too_large.value, spec, 0, 7).reason == "this host ran out of memory"
+    with pytest.raises(InputError) as wrong:
+        tiny(train__steps="-1")
+    told = failures.explain(wrong.value, spec, 0, 7)
+    assert told.reason == "train.steps = -1: is out of range"
+    assert told.suggestion.startswith("Give a whole number")
+    spoilt = NonFiniteGradientError("The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False)
+    assert "learning_rate" in failures.explain(spoilt, spec, 0, 7).suggestion
+    assert "memory" in failures.explain(WorkerLostError("The Adam worker was ended by SIGKILL"), spec, 0, 7).suggestion
     assert failures.explain(ZeroDivisionError("division by zero"), spec, 0, 7).reason == "ZeroDivisionError: division by zero"
+
+
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk; the error comes from the system."""
+    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
+    recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="before"))
+    written = next(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl")).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written + 10, limits[1]))
+    try:
+        for _ in range(3):
+            recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="lost"))
+        with pytest.raises(OSError, match="File too large"):
+            recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="after"))
+    recorder.close()
+    lines = b"".join(path.read_bytes() for path in sorted(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl"))).splitlines()
+    found = [record for line in lines if (record := decode_metric(line)) is not None]
+    assert [record.detail for record in found if isinstance(record, PhaseRecord)] == ["before", "after"]
+    assert [record.message for record in found if isinstance(record, WarningRecord)] == [
+        "3 records could not be written (File too large); training went on"
+    ]
 
 
 def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Real runs of the tiny preset through DeepSpeed's launcher, on the CPU."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -199,6 +200,23 @@ def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished: RunDirect
     assert (end.state, end.step, end.saved) == ("finished", 2, "")
     assert end.summary["measured_steps"] == 1
     assert end.summary["step_s"] == pytest.approx(second.step_s)
+
+
+def test_weights_that_are_not_finite_end_the_run_and_nothing_is_saved(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    causal = AutoModelForCausalLM.from_config(load_config(tiny().model), dtype=torch.bfloat16)
+    causal.model.norm.weight.data[3] = float("nan")
+    causal.save_pretrained(tmp_path / "spoilt")
+    shape = {"model__id": str(tmp_path / "spoilt"), "model__tokenizer": "builtin:tiny", "model__weights": "pretrained"}
+    spec = tiny(**shape, train__steps="3", gpus="1")
+    run, code = train(spec, tmp_path / "runs")
+    assert code == 1
+    end = end_of(records(run))
+    assert (end.state, end.saved) == ("failed", "")
+    assert re.search("Step 1: the gradient of sub-group .* not finite", end.reason)
+    assert "learning_rate" in end.suggestion
+    assert not run.checkpoints_dir.is_dir() or not any(run.checkpoints_dir.iterdir())
 
 
 def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:

@@ -8,10 +8,16 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError
+from so_tui_trainer.offload.errors import NonFiniteGradientError, WorkerLostError
 
-_NO_HOST_MEMORY = ("this host ran out of memory", "Lower `offload.ratio`, or use more GPUs or a host with more memory.")
+_NO_HOST_MEMORY = "this host ran out of memory"
+_LOWER_RATE = (
+    "Lower `train.learning_rate`, keep `train.gradient_clipping` on, look at the data around that step; "
+    "then resume from the last checkpoint."
+)
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -37,8 +43,7 @@ class NonFiniteError(TrainingError):
     def __init__(self, step: int, what: str) -> None:
         super().__init__(
             f"the {what} was not finite at step {step}",
-            "Lower `train.learning_rate`, keep `train.gradient_clipping` on, look at the data around that step; "
-            "then resume from the last checkpoint.",
+            _LOWER_RATE,
         )
 
 
@@ -70,31 +75,28 @@ def _words(error: BaseException, spec: RunSpec) -> tuple[str, str]:
         case TrainingError():
             return error.reason, error.suggestion
         case InputError():
-            return "; ".join(str(problem) for problem in error.problems), error.problems[0].remedy
+            return "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems), error.problems[
+                0
+            ].remedy
+        case NonFiniteGradientError():
+            return str(error), _LOWER_RATE
+        case WorkerLostError():
+            return str(error), f"If the kernel ended it for want of memory (`dmesg` says so): {less_host_memory(spec)}"
         case SoTuiError():  # its message says what to do
             return str(error), ""
-        case MemoryError():
-            return _NO_HOST_MEMORY
+        case MemoryError() | OSError(errno=errno.ENOMEM):
+            return _NO_HOST_MEMORY, less_host_memory(spec)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
             return f"the disk is full{where}", "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder`."
         case _ if type(error).__name__ == "OutOfMemoryError":
-            return f"the GPU ran out of memory: {_first_line(error)}", _less_gpu_memory(spec)
+            return f"the GPU ran out of memory: {_first_line(error)}", less_gpu_memory(spec)
     text = str(error)
     if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
-        return _NO_HOST_MEMORY
+        return _NO_HOST_MEMORY, less_host_memory(spec)
     if "closed by peer" in text or "reset by peer" in text:
         return "another rank was lost", "Look at the end of the log; the kernel ends the largest process of a host that is out of memory."
     return f"{type(error).__name__}: {_first_line(error)}", "The log has the details."
-
-
-def _less_gpu_memory(spec: RunSpec) -> str:
-    smaller = spec.train.micro_batch // 2
-    if smaller:
-        return f"Set `train.micro_batch` to {smaller} and `train.gradient_accumulation` to {spec.train.gradient_accumulation * 2}."
-    if spec.offload.ratio < 1:
-        return "Raise `offload.ratio`, shorten `data.sequence_length`, or use more GPUs."
-    return "Shorten `data.sequence_length`, or use more GPUs."
 
 
 def _first_line(error: BaseException) -> str:

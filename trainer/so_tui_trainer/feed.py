@@ -73,6 +73,8 @@ class Feed(Generic[Item]):
 
     def _fill(self) -> None:
         try:
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)  # every thread has its own; page-locking would open a context on the first GPU
             for item in self._source:
                 if self._closing.is_set():
                     return

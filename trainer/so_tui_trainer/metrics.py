@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from so_tui.plan.architecture import Architecture, architecture
 from so_tui.plan.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.plan.loss import recomputed_logits
 from so_tui.runs import MetricsWriter
-from so_tui.runs.records import MetricRecord, StepRecord, WarningRecord
+from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
 from so_tui.spec import RunSpec
 from so_tui_trainer.batches import Work
 from so_tui_trainer.clocks import Laps, StepTimes
@@ -39,6 +40,7 @@ class Recorder:
         self._writer = writer
         self._sidecars = Sidecars(trackers)
         self.attempt = attempt
+        self._lost, self._why = 0, ""
 
     @property
     def hanging(self) -> bool:
@@ -46,10 +48,20 @@ class Recorder:
         return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
-        if self._writer is not None:
+        """Raises OSError for an end record that cannot be written. What else a full disk does not take is only lost, and said later."""
+        if self._writer is None:
+            return
+        self._sidecars.offer(record)
+        try:
+            self._tell_of_loss()
             self._writer.append(record)
-            self._sidecars.offer(record)
-            self._tell()
+        except OSError as error:
+            if isinstance(record, EndRecord):
+                raise
+            if not self._lost:
+                print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
+            self._lost, self._why = self._lost + 1, error.strerror or str(error)
+        self._tell()
 
     def end_tracking(self) -> None:
         """Let the trackers send what they have; what they could not do is a warning."""
@@ -63,9 +75,16 @@ class Recorder:
 
     def _tell(self) -> None:
         for trouble in self._sidecars.troubles():
-            if self._writer is not None:
-                message, suggestion = f"{trouble}; nothing more is sent there", "The run's own records are whole; nothing else is lost"
-                self._writer.append(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+            message, suggestion = f"{trouble}; nothing more is sent there", "The run's own records are whole; nothing else is lost"
+            self.write(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+
+    def _tell_of_loss(self) -> None:
+        """As soon as there is room again. Raises OSError."""
+        if self._lost and self._writer is not None:
+            message = f"{self._lost} records could not be written ({self._why}); training went on"
+            suggestion = "Free space on the disk of the run directory; nothing of the training is lost"
+            self._writer.append(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+            self._lost = 0
 
 
 class Step(NamedTuple):

@@ -130,8 +130,12 @@ class Session:
     def fail(self, error: Exception) -> None:
         """Tell the other ranks and the run what happened. Closes nothing that would wait for a rank that is gone."""
         step = self.loop.step if self.loop else 0
-        failures.report(failures.explain(error, self.spec, self.rank, step), self.run, self.attempt)
-        self._write_failure()
+        failure = failures.explain(error, self.spec, self.rank, step)
+        try:
+            failures.report(failure, self.run, self.attempt)
+            self._write_failure()
+        except OSError as trouble:  # a full disk, say: the log, on its own descriptor, may still take it
+            print(f"{failure.reason}. {failure.suggestion} (not written down: {trouble})", file=sys.stderr)
 
     def exit_when_terminated(self) -> None:
         """On TERM leave at once, even when the main thread waits in a collective for a rank that will never come.
