@@ -31,6 +31,7 @@ from benchmarks.comparison import figures, ground, original, ours, processes  # 
 from benchmarks.comparison.ground import Ground  # noqa: E402
 from benchmarks.comparison.parts import BY_NAME, DEFAULT, SHAPES, Part, Shape  # noqa: E402
 from benchmarks.comparison.processes import Ended  # noqa: E402
+from so_tui.launch.environment import valid_arch_list  # noqa: E402
 from so_tui.machine import inspect_machine  # noqa: E402
 
 _SHORTEST_S = 45.0
@@ -143,11 +144,12 @@ def _environment(shape: Shape) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_CUDA_ARCH_LIST": "9.0",
         "HF_HUB_OFFLINE": "1",
     }
     for variable in ("OMP_NUM_THREADS", "KMP_AFFINITY", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
         environment.pop(variable, None)
+    if given := environment.get("TORCH_CUDA_ARCH_LIST"):
+        environment["TORCH_CUDA_ARCH_LIST"] = valid_arch_list(given)  # DeepSpeed cannot read all that images set
     if not shape.cuda:
         environment["DS_ACCELERATOR"] = "cpu"
     return environment

@@ -62,10 +62,13 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
     trainer = SFTTrainer(
         model=model,
         args=config,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list(rows * part.micro_steps),
         processing_class=AutoTokenizer.from_pretrained(ground["tokenizer"]),
         callbacks=[timer],
     )
+    needed = part.steps * part.micro_steps * SEQUENCES
+    if len(trainer.train_dataset) < needed:  # the last step of an epoch has fewer micro-steps, and would be counted wrong
+        raise ValueError(f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give more rows")
     counts = _count_tokens(trainer)
     trainer.train()
     times, micro = timer.times, part.micro_steps

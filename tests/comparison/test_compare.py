@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from itertools import islice
@@ -211,6 +212,29 @@ def test_every_part_of_ours_is_a_valid_run_of_its_length(tmp_path: Path) -> None
             assert spec.train.gradient_clipping == 1.0  # the default, as the published configuration has it by leaving it out
             assert spec.benchmark.warmup_steps + spec.benchmark.measured_steps == part.steps
     assert max(part.sequences_per_step() for part in PARTS) * FULL.sequence_length <= 131_072
+
+
+@pytest.mark.slow
+def test_a_part_is_measured_once_and_shown_in_the_table(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / original.SHELL).write_text(SHELL)
+    out = tmp_path / "out.json"
+    compare = [sys.executable, str(Path(figures.__file__).parents[1] / "compare.py"), "--out", str(out), "--shape", "tiny"]
+    measure = [str(tmp_path / "rows.json"), "--original", str(tmp_path / "finetune_zero3.py"), "--work", str(tmp_path / "work")]
+
+    def told(*arguments: str) -> str:
+        return subprocess.run([*compare, *arguments], capture_output=True, text=True, check=True).stdout
+
+    part = BY_NAME["original-packed"]
+    printed = told(*measure, "--only", part.name)
+    (row,) = json.loads(out.read_text())
+    assert len(row["steps"]) == len(row["losses"]) == part.steps
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["useful_tokens_per_s"] == figures.measured(row["steps"], part.warmup)["useful_tokens_per_s"]
+    assert told("--table") == figures.table([row], "tiny") + "\n"
+    assert part.title in printed
+    assert "already measured" in told(*measure, "--only", part.name)
+    assert json.loads(out.read_text()) == [row]
 
 
 def test_a_process_is_ended_when_it_has_said_enough_and_its_children_with_it(tmp_path: Path) -> None:
