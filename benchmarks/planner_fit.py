@@ -16,7 +16,8 @@ from so_tui.machine.types import Machine
 from so_tui.plan.assess import assess
 from so_tui.plan.calibration import Figures
 from so_tui.plan.constants import PATH, Constants, Speed, constants, using
-from so_tui.plan.memory import NOT_STEADY, OUTSIDE_ALLOCATOR
+from so_tui.plan.host_memory import NOT_STEADY
+from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.site import Site, site_of
 from so_tui.spec import RunSpec, check_tree
 

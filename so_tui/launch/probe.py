@@ -17,7 +17,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe, model_key
 from so_tui.plan.flops import flops_of
-from so_tui.plan.memory import NOT_STEADY
+from so_tui.plan.host_memory import NOT_STEADY
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader, read_state
 from so_tui.runs.records import FINAL_STATES, MetricRecord, Sample, StepRecord

@@ -32,18 +32,16 @@ def block_input_bytes(shape: Architecture) -> int:
 def kept_bytes(shape: Architecture, policy: Policy) -> int:
     """What one block leaves behind per token, in bf16.
 
-    full: its input. selective: that, and the results of matrix products and attention. none: also what would be recomputed,
-    2 (3 h + q + kv + f) for the norms, the rotated queries and keys, the activation's product and the residual; experts by those a token
-    meets.
+    full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
+    inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
+    up and their product; experts by those a token meets, plus the copies of what is routed to them.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
     if policy == "full":
         return block_input_bytes(shape)
-    products = block_input_bytes(shape) + product_bytes(shape)
     if policy == "selective":
-        return products
-    experts = (4 * f + 4 * h * shape.experts_per_token) if shape.experts else 0
-    return products + experts + 2 * (3 * h + q + kv + f)
+        return block_input_bytes(shape) + product_bytes(shape)
+    return 2 * (4 * h + 3 * q + 3 * kv + 3 * f) + 4 * shape.heads + 4 * h * shape.experts_per_token
 
 
 def product_bytes(shape: Architecture) -> int:
@@ -54,24 +52,32 @@ def product_bytes(shape: Architecture) -> int:
     return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward) + 4 * shape.heads
 
 
-def block_bytes(shape: Architecture) -> int:
-    """What recompute and backward of one block hold per token: norms and residuals, q/k/v and their gradients, SwiGLU.
+def block_bytes(shape: Architecture, *, fused: bool) -> int:
+    """What recompute and backward of one block hold per token, beside its input: at the end of the feed-forward's backward.
 
-    24 h + 6 (q + 2 kv) + 12 f for memory-saving attention; experts by those a token meets, plus 4 h of routing copies for each.
+    With fused kernels 10 h + 6 (q + kv) + 12 f: what the block keeps, the gradients of gate, up and their product, and two of width h.
+    Without, norms keep fp32 copies: 24 h + 6 (q + 2 kv) + 12 f. Experts by those a token meets, plus 4 h of routing copies for each.
     """
-    attention = 6 * (shape.query_width + 2 * shape.key_value_width)
-    routing = 4 * shape.hidden * shape.experts_per_token
-    sinks = 8 * shape.query_width if shape.model_type in SINKS else 0
-    return 24 * shape.hidden + attention + 12 * shape.active_intermediate + routing + sinks
+    h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
+    routing = 4 * h * shape.experts_per_token
+    sinks = 8 * q if shape.model_type in SINKS else 0
+    own = 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
+    return own + 12 * f + routing + sinks
 
 
-def elementwise_bytes(shape: Architecture) -> int:
+def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
     """GPU memory traffic per token of what is no matrix product, in one forward of one block: norms, residuals, rotary positions, SwiGLU.
 
-    80 h + 30 (q + kv) + 10 f for kernels that are not fused.
+    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) + 10 f without.
     """
-    routing = 20 * shape.hidden * shape.experts_per_token
-    return 80 * shape.hidden + 30 * (shape.query_width + shape.key_value_width) + 10 * shape.active_intermediate + routing
+    h, heads, f = shape.hidden, shape.query_width + shape.key_value_width, shape.active_intermediate
+    routing = 20 * h * shape.experts_per_token
+    return routing + (20 * h + 8 * heads + 6 * f if fused else 80 * h + 30 * heads + 10 * f)
+
+
+def fused_kernels(model: ModelSpec) -> bool:
+    """Whether norms, rotary positions and gates are one kernel each."""
+    return model.kernels == "auto"
 
 
 def score_bytes(model: ModelSpec, shape: Architecture, sequence_length: int, sequences: int) -> int:

@@ -30,7 +30,13 @@ def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[As
         yield _batch(given, site, chosen)
     yield from _cores(given, site, chosen)
     if (other := runner_up(chosen, tried)) is not None and rate(other):
-        yield f"next best: {describe(other)}, {rate(chosen) / rate(other) - 1:.1%} slower"
+        yield f"next best: {describe(other)}, {slower(chosen, other)}"
+
+
+def slower(chosen: Assessment, other: Assessment) -> str:
+    """``3.1% slower``, or that it is about as fast."""
+    share = rate(chosen) / rate(other) - 1
+    return f"{share:.1%} slower" if share >= 0.005 else "about as fast"
 
 
 def describe(found: Assessment) -> str:
@@ -73,7 +79,7 @@ def _batch(given: RunSpec, site: Site, chosen: Assessment) -> str:
     text = f"micro-batch {train.micro_batch} with accumulation {chosen.spec.micro_steps} keeps the tokens of a step"
     if before.shortages:
         return f"{text}; with micro-batch {given.train.micro_batch} {before.shortages[0]}"
-    return f"{text}; micro-batch {given.train.micro_batch} would be {rate(chosen) / rate(before) - 1:.1%} slower" if rate(before) else text
+    return f"{text}; micro-batch {given.train.micro_batch} would be {slower(chosen, before)}" if rate(before) else text
 
 
 def _cores(given: RunSpec, site: Site, chosen: Assessment) -> Iterator[str]:

@@ -6,7 +6,7 @@ how an optimizer step is cut into micro-batches. The tokens of an optimizer step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -19,8 +19,8 @@ from so_tui.spec.types import RunSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
-_ALIKE = 0.01
-"""Settings that differ in speed by less than this are as good as each other: the given ones are kept then."""
+_ALIKE = 0.015
+"""Settings that differ in speed by less than this are as good as each other: predictions tell them no better apart."""
 _ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
 
 
@@ -35,7 +35,7 @@ def fastest(spec: RunSpec, site: Site, *, ranks: int | None = None) -> tuple[Ass
         tried = [given] if _ORDER[given.verdict] <= _ORDER[frugal.verdict] else [frugal, given]
         return tried[0], tuple(tried)
     tried = sorted([frugal, *_tried(spec, site, ranks)], key=lambda found: (_ORDER[found.verdict], -rate(found)))
-    return _nearest(spec, tried), tuple(tried)
+    return _simplest(spec, tried), tuple(tried)
 
 
 def rate(found: Assessment) -> float:
@@ -124,17 +124,12 @@ def _states_fit(spec: RunSpec, site: Site, ranks: int | None) -> bool:
     return capacity is None or 16 * spec.model.parameter_count <= capacity * (ranks or site.ranks)
 
 
-def _nearest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
-    """The first, or what keeps the given micro-batch and is as good."""
+def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
+    """Of what is as good as the first: without offload before with, then the given micro-batch, then the fastest."""
     first = tried[0]
-    same: Iterable[Assessment] = (
-        found
-        for found in tried
-        if found.verdict == first.verdict
-        and found.spec.train.micro_batch == spec.train.micro_batch
-        and rate(found) >= (1 - _ALIKE) * rate(first)
-    )
-    return next(iter(same), first)
+    alike = [found for found in tried if found.verdict == first.verdict and rate(found) >= (1 - _ALIKE) * rate(first)]
+    given = spec.train.micro_batch
+    return min(alike, key=lambda found: (found.spec.offload.mode != "gpu", found.spec.train.micro_batch != given, -rate(found)))
 
 
 def _kind(found: Assessment) -> tuple[str, str, int]:

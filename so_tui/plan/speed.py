@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from so_tui.plan.activations import elementwise_bytes, policy_of
+from so_tui.plan.activations import elementwise_bytes, fused_kernels, policy_of
 from so_tui.plan.architecture import Architecture
 from so_tui.plan.constants import Speed, StepConstants, constants
 from so_tui.plan.flops import Flops
 from so_tui.plan.layout import Span, StateLayout, compute_spans
 from so_tui.plan.loss import recomputed_logits
-from so_tui.plan.memory import gradient_buffer_bytes, own_engine
+from so_tui.plan.memory import gradient_buffer_bytes
+from so_tui.plan.terms import own_engine
 from so_tui.plan.types import StepTime, Workload
 from so_tui.spec.types import RunSpec
 
@@ -74,7 +75,7 @@ def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed,
     moved = speed.hbm_bytes_per_s * use.elementwise_efficiency
     attention = flops.attention_forward([round(document)]) * tokens / round(document)
     products = (2.0 * tokens * (flops.active_parameters - flops.head_parameters) + attention) / rate
-    elementwise = tokens * shape.layers * elementwise_bytes(shape) / moved
+    elementwise = tokens * shape.layers * elementwise_bytes(shape, fused=fused_kernels(spec.model)) / moved
     trained = tokens * workload.trained_share
     again = 2.0 * recomputed_logits(int(trained), shape.vocabulary) * shape.hidden
     loss = (6.0 * trained * flops.head_parameters + again) / rate + trained * shape.vocabulary * use.loss_bytes_per_logit / moved

@@ -136,12 +136,12 @@ def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
 
 
 def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> None:
-    plan = recommend(spec_of("qwen3-14b"), QUAD, 4)
+    plan = recommend(spec_of("phi-4"), QUAD, 4)
     said = " ".join(plan.reasons)
     assert all(
         word in said for word in ("is the smallest", "activation checkpointing", "accumulation", "run CPU Adam", "next best", "slower")
     )
-    given = make_plan(spec_of("qwen3-14b", gpus="4", model__activation_checkpointing="full", offload__mode="superoffload"), QUAD)
+    given = make_plan(spec_of("phi-4", gpus="4", model__activation_checkpointing="full", offload__mode="superoffload"), QUAD)
     assert plan.tokens_per_step == given.tokens_per_step
     assert plan.spec.data.sequence_length == given.spec.data.sequence_length
     assert (plan.useful_tokens_per_s_total or 0) >= (given.useful_tokens_per_s_total or 0)

@@ -30,7 +30,13 @@ ONE = Speed(
 
 
 def planned(gpus: int = 1, cores: int = 16, **changes: str) -> Plan:
-    base = {"gpus": str(gpus), "model.activation_checkpointing": "full", "offload.ratio": "0.9", "train.gradient_clipping": "0"}
+    base = {
+        "gpus": str(gpus),
+        "model.activation_checkpointing": "full",
+        "model.kernels": "plain",
+        "offload.ratio": "0.9",
+        "train.gradient_clipping": "0",
+    }
     given = {name.replace("__", "."): value for name, value in changes.items()}
     return make_plan(with_values(SPEC, base | given), x86("NVIDIA H200", gpu_count=gpus, cores=cores, memory_mib=512 * 1024))
 

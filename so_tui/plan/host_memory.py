@@ -1,0 +1,70 @@
+"""Memory beside the GPU that is no model state: processes, loading, saving, /dev/shm, and what checkpoints take on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from so_tui.plan.constants import constants
+from so_tui.plan.layout import StateLayout
+from so_tui.plan.terms import count, own_engine, power_of_two, term_of
+from so_tui.plan.types import MemoryTerm
+from so_tui.spec.types import RunSpec
+
+STATE_BYTES = 12
+"""Of a checkpoint, per parameter: fp32 master and two moments. The bf16 weights are a cast of the masters."""
+LOADING = "loading, beyond what comes later"
+SAVING = "saving, one array at a time"
+NOT_STEADY = frozenset({LOADING, SAVING})
+"""Host terms that come and go outside of training steps."""
+
+_READING_BYTES = 64 * 2**20
+_MESSAGES_SHM_BYTES = 16_000_000
+
+
+def host_terms(
+    spec: RunSpec, layout: StateLayout, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool
+) -> Iterator[MemoryTerm]:
+    memory = constants().memory
+    process = memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes
+    yield term_of("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    later = sum(term.bytes for term in states if term.place == "node") if has_gpu else 0
+    if own_engine(spec):
+        yield term_of("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
+    elif spec.offload.mode == "superoffload":
+        yield term_of("Adam worker", "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
+        scratch = 4 * layout.largest_sub_group
+        yield term_of("gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {count(layout.largest_sub_group)}, page-locked")
+        if pinned_rounded:
+            lost = power_of_two(scratch) - scratch
+            yield term_of("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
+    if spec.checkpoint.at_end or spec.checkpoint.every_steps:
+        kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
+        formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
+        yield term_of(SAVING, "node", 4 * kept, "estimate", formula)
+    yield from _loading(layout, later)
+
+
+def _loading(layout: StateLayout, later: int) -> Iterator[MemoryTerm]:
+    """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
+
+    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files.
+    """
+    if (beyond := 2 * layout.numel + _READING_BYTES - later) > 0:
+        formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU"
+        yield term_of(LOADING, "node", beyond, "estimate", formula)
+
+
+def shared_terms(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:
+    if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
+        formula = f"8 B x {count(layout.cpu_numel)} x {local_ranks} ranks (fp32 weights and gradients; part of the host memory above)"
+        yield term_of("masters and gradients in /dev/shm", "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
+    if local_ranks > 1:
+        yield term_of("messages between ranks", "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
+
+
+def disk_terms(spec: RunSpec, layout: StateLayout) -> Iterator[MemoryTerm]:
+    states = STATE_BYTES * layout.numel * layout.ranks
+    formula = f"{STATE_BYTES} B x {count(layout.numel)} x {layout.ranks} ranks (fp32 weights, two moments)"
+    yield term_of("one checkpoint", "disk", states, "exact", formula)
+    if spec.checkpoint.export:
+        yield term_of("export", "disk", 2 * layout.parameters, "exact", f"2 B x {count(layout.parameters)} (bf16)")
