@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from so_tui_trainer import offload
+from so_tui_trainer.offload import kernel
 from so_tui_trainer.offload.deepspeed_0_19_8 import super_offload
 from so_tui_trainer.offload.sub_groups import Gradient, SubGroup
 from so_tui_trainer.offload.superoffload import SuperOffload
@@ -60,6 +61,17 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
         pass
     assert not traces()
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder that belongs to somebody else")
+def test_a_kernel_is_kept_in_a_folder_of_our_own_or_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert kernel.library().parent == tmp_path / "so-tui-kernels-0"
+    os.chown(tmp_path / "so-tui-kernels-0", 4321, 4321)
+    with pytest.raises(offload.OffloadError, match=r"No folder of your own .*so-tui-kernels-0"):
+        kernel.library()
 
 
 def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from so_tui_trainer import offload
+from so_tui.plan.layout import Parameter, layout_of
+from so_tui.plan.types import MemoryPolicy
+from so_tui_trainer import binding, offload
 from so_tui_trainer.offload.deepspeed_0_19_8 import sub_group_states, super_offload
 from tests.offload import support
 from tests.offload.reference import Reference, distance
@@ -252,3 +255,35 @@ def test_the_worker_computes_on_its_own_cores() -> None:
         pid = offload.worker_pid(made)
         assert pid is not None
         assert os.sched_getaffinity(pid) == set(support.binding().adam_cpus)
+
+
+def test_its_memory_is_that_of_the_rank() -> None:
+    """The worker touches the pages first, so they lie where the policy that it inherits says."""
+    policy = MemoryPolicy(mode="bind", nodes=(0,))
+    unbound = binding.memory_policy()
+    bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
+    if bound.problem or unbound != "default":
+        pytest.skip(bound.problem or f"the memory policy here is {unbound}, which cannot be set again")
+    try:
+        with support.engine(support.spec("superoffload", 1.0)) as made:
+            maps = Path(f"/proc/{offload.worker_pid(made)}/numa_maps").read_text().splitlines()
+            (shared,) = [line for line in maps if "so-tui-offload" in line]
+            assert "bind:0" in shared
+            assert "N0=" in shared
+    finally:
+        binding.bind(support.binding())
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
+def test_its_sub_groups_are_those_of_the_plan(ratio: float) -> None:
+    """Names, sizes and devices: otherwise what the planner says of memory and speed is about another optimizer."""
+    run = support.spec("superoffload", ratio)
+    with support.engine(run, model=support.OddModel()) as made:
+        trainable = [(name, parameter) for name, parameter in made.module.named_parameters() if parameter.requires_grad]
+        parameters = [Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2) for name, parameter in trainable]
+        planned = layout_of(parameters, 1, run.offload.sub_group_size, ratio, "so-tui")
+        core = super_offload(made)
+        assert core is not None
+        assert [(group.names, group.weights.numel(), group.on_gpu) for group in core.sub_groups] == [
+            (group.names, group.numel, group.device == "gpu") for group in planned.sub_groups
+        ]

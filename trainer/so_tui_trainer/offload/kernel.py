@@ -23,7 +23,6 @@ def library() -> Path:
     folder = _cache_folder()
     path = folder / f"adam-{_fingerprint(compiler)}.so"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / path.name
             done = subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], capture_output=True, text=True, check=False)
@@ -41,13 +40,19 @@ def _compiler() -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "so-tui" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}"
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}"
+    """Ours alone: whoever can write there decides what the worker runs. Raises OffloadError when there is no such place."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    places = (cache / "so-tui" / "kernels", Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}")
+    for folder in places:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    raise OffloadError(
+        f"No folder of your own to keep the compiled CPU Adam kernel in: tried {places[0]} and {places[1]}. Set XDG_CACHE_HOME."
+    )
 
 
 def _fingerprint(compiler: str) -> str:
