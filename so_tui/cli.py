@@ -90,6 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default 3)")
     fetch = add("fetch", "data:fetch", "download a preset's model, tokenizer and data with progress", changes)
     fetch.add_argument("preset", metavar="PRESET|FILE")
+    prepare = add("prepare", "data:prepare", "do now what a first run would: download, tokenise, convert weights, compile", changes)
+    prepare.add_argument("preset", metavar="PRESET|FILE")
 
     run = add("run", "run:run", "train: start the run and show it", json_output, machine_file, runs_folder, changes)
     run.add_argument("preset", metavar="PRESET|FILE")

@@ -1,4 +1,4 @@
-"""``data`` and ``fetch``: what goes into a run, seen and downloaded before it starts."""
+"""``data``, ``fetch`` and ``prepare``: what goes into a run, seen, downloaded and made ready before it starts."""
 
 from __future__ import annotations
 
@@ -138,9 +138,18 @@ def _coloured(sample: Sample, plain: bool) -> RenderableType:
 
 def fetch(arguments: argparse.Namespace) -> int:
     """Download what a preset needs; prints a line for each file."""
+    return _follow("fetch", arguments)
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Do all that needs no GPU and that a first run would spend its time on; prints a line for each part."""
+    return _follow("prepare", arguments)
+
+
+def _follow(tool: str, arguments: argparse.Namespace) -> int:
     from so_tui.launch.helpers import stream_tool
 
-    for event in stream_tool("fetch", {"spec": spec_tree(chosen_spec(arguments))}):
+    for event in stream_tool(tool, {"spec": spec_tree(chosen_spec(arguments))}):
         if message := event.get("message"):
             print(message, flush=True)
     return 0

@@ -1,5 +1,9 @@
 """Every architecture of the presets, scaled down: packed documents train as if each were alone, whatever attention runs."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +90,19 @@ def test_sinks_are_never_left_out() -> None:
         asked = ModelSpec(id="any", attention=blind)  # type: ignore[arg-type] # one of the literals
         with pytest.raises(InputError, match="sinks"):
             attention.choose(asked, supports_sdpa=True, has_sinks=True, device=torch.device("cuda"))
+
+
+@pytest.mark.slow
+def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(tmp_path: Path) -> None:
+    """The benchmark that makes the table, on the CPU."""
+    rows = tmp_path / "rows.json"
+    script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
+    command = [sys.executable, str(script), "--out", str(rows), "--device", "cpu", "--jobs", "2", "--only", *ONE_OF_EACH.values()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(rows.read_text())
+    assert {row["model_type"] for row in found} == ONE_OF_EACH.keys()
+    for row in found:
+        assert row["trains"], row
+        assert row["resume_exact"], row
+        assert row["export_equal"], row

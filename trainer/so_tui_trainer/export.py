@@ -47,8 +47,6 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     manifest = read_manifest(checkpoint)
     spec = manifest.spec
     config = load_config(spec.model)
-    if hasattr(config, "quantization_config"):  # what was trained is not quantised any more
-        del config.quantization_config
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = factory.from_config(config, dtype=torch.bfloat16)

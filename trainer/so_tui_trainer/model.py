@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +64,7 @@ class TrainedModel(nn.Module):
 
 
 def load_config(model: ModelSpec) -> PretrainedConfig:
-    """The model's configuration. Raises InputError when it cannot be had."""
+    """The model's configuration, for weights in bf16 whatever they were. Raises InputError when it cannot be had."""
     from transformers import AutoConfig
 
     try:
@@ -76,6 +75,8 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        if hasattr(found, "quantization_config"):
+            del found.quantization_config
         return found
     except KeyError as error:
         remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
@@ -93,8 +94,6 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
     """
     config = load_config(spec.model)
     without_dropout(config)
-    if hasattr(config, "quantization_config"):  # the weights that are loaded are not quantised any more
-        del config.quantization_config
     causal, implementation = _causal(spec.model, config, device, ds_config)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
@@ -175,7 +174,7 @@ def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_
         causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
         loading.initialise(causal)
         return causal, implementation
-    index = read_index(weights_folder(spec, say=partial(print, flush=True)))
+    index = read_index(weights_folder(spec))
     found = matching.match(meta, index)
     matching.refuse(found, spec)
     causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)

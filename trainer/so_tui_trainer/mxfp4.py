@@ -40,45 +40,53 @@ class _Output(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def is_mxfp4(config: Mapping[str, Any] | None) -> bool:
-    """Whether a model's ``quantization_config`` says MXFP4."""
-    return bool(config) and dict(config or {}).get("quant_method") == "mxfp4"
-
-
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """One expert's matrix in bf16, [blocks * 32, rows]; ``blocks``: [rows, blocks, 16] uint8, ``scales``: [rows, blocks] uint8."""
     both = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
     byte = torch.arange(256)
     pairs = torch.stack((both[byte & 15], both[byte >> 4]), dim=-1).view(torch.int32).flatten()
     values = pairs[blocks.to(torch.int64).flatten()].view(torch.bfloat16).view(*scales.shape, 32)
-    powers = torch.ldexp(torch.ones((), dtype=torch.float32), torch.arange(256) - 127).to(torch.bfloat16)
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
     return (values * powers[scales.to(torch.int64)][..., None]).flatten(1).t().contiguous()
 
 
-def needed_bytes(source: Path) -> int:
-    """Disk that the bf16 folder of an MXFP4 checkpoint takes."""
-    return sum(output.bytes for outputs in _outputs(read_index(source)).values() for output in outputs.values())
+def missing_bytes(source: Path, target: Path) -> int:
+    """Disk that the bf16 folder of an MXFP4 checkpoint still takes; 0 when it is there."""
+    if target.is_dir():
+        return 0
+    partial, files = _partial(target), _outputs(read_index(source))
+    return sum(output.bytes for name, tensors in files.items() if not (partial / name).is_file() for output in tensors.values())
 
 
-def convert(source: Path, target: Path, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Write the bf16 folder of an MXFP4 checkpoint; returns ``target``, which appears whole or not at all.
+def convert(source: Path, target: Path) -> Iterator[str]:
+    """Write the bf16 folder of an MXFP4 checkpoint, which appears whole or not at all; a line of progress before each file.
 
-    Files that an interrupted conversion finished are not made again. ``say`` gets a line of progress for each file.
-    Raises InputError when the disk has no room, OSError when it does not take it.
+    Files that an interrupted conversion finished are not made again. Raises InputError when the disk has no room, OSError when it does
+    not take it.
     """
     if target.is_dir():
-        return target
-    files = _outputs(read_index(source))
-    partial = target.with_name(target.name + ".partial")
+        return
+    partial, files = _partial(target), _outputs(read_index(source))
     partial.mkdir(parents=True, exist_ok=True)
+    check_room(partial, missing_bytes(source, target))
     todo = [name for name in files if not (partial / name).is_file()]
-    _check_room(partial, sum(output.bytes for name in todo for output in files[name].values()))
     for number, name in enumerate(todo, start=1):
-        say(f"MXFP4 to bf16: {name} ({number} of {len(todo)}, {disk_size(sum(output.bytes for output in files[name].values()))})")
+        yield f"MXFP4 to bf16: {name} ({number} of {len(todo)}, {disk_size(sum(output.bytes for output in files[name].values()))})"
         _write_file(partial / name, files[name])
     _write_rest(source, partial, files)
     partial.rename(target)
-    return target
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raises InputError when the disk of a folder has less room."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        message = f"has {disk_size(free)} free, and the weights in bf16 take {disk_size(needed_bytes)}"
+        raise InputError([Problem(field="XDG_CACHE_HOME", value=str(folder), message=message, remedy="Make room, or set XDG_CACHE_HOME.")])
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + ".partial")
 
 
 def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
@@ -137,10 +145,3 @@ def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _O
         "weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors},
     }
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        message = f"has {disk_size(free)} free, and the weights in bf16 take {disk_size(needed)}"
-        raise InputError([Problem(field="XDG_CACHE_HOME", value=str(folder), message=message, remedy="Make room, or set XDG_CACHE_HOME.")])

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,51 @@ from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
 from so_tui_trainer import mxfp4
 
 
-def weights_folder(model: ModelSpec, say: Callable[[str], None] = lambda text: None) -> Path:
+def weights_folder(model: ModelSpec) -> Path:
     """A folder with the model's weights as they can be trained; downloaded and converted first where that was not done.
 
     Whoever comes first does the work, and others (ranks, `so-tui prepare`) wait for it. Raises InputError: not to be had, quantised in a
     way that cannot be trained, no room on the disk.
     """
-    folder = _downloaded(model)
-    quantisation = _quantisation(folder)
-    if not quantisation:
-        return folder
-    if not mxfp4.is_mxfp4(quantisation):
-        message = f"its weights are quantised ({quantisation.get('quant_method', 'in an unknown way')}), which cannot be trained"
-        raise InputError([Problem(field="model.id", value=model.id, message=message, remedy="Choose a checkpoint in bf16.")])
-    target = converted_folder(folder)
+    for line in prepared(model):
+        print(line, flush=True)
+    return trainable(_downloaded(model))
+
+
+def prepared(model: ModelSpec) -> Iterator[str]:
+    """The work of ``weights_folder``, a line of progress before each part of it."""
+    source = _downloaded(model)
+    target = trainable(source)
     if target.is_dir():
-        return target
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target.with_name(target.name + ".lock")):
-        return mxfp4.convert(folder, target, say)
+        yield from mxfp4.convert(source, target)
+
+
+def downloaded(model: ModelSpec) -> Path | None:
+    """The model's own folder, when all of it is on this machine."""
+    try:
+        return _downloaded(model, local_files_only=True)
+    except InputError:
+        return None
+
+
+def trainable(source: Path) -> Path:
+    """Where the weights of a model's folder are, or will be, as they can be trained: the folder itself, unless they are in MXFP4.
+
+    Raises InputError when they are quantised in another way.
+    """
+    try:
+        quantisation: dict[str, Any] = json.loads((source / "config.json").read_text()).get("quantization_config") or {}
+    except (OSError, ValueError) as error:
+        raise _problem(str(source), f"has no readable config.json ({error})", "Name the folder of a whole model.") from error
+    method = quantisation.get("quant_method")
+    if not quantisation:
+        return source
+    if method != "mxfp4":
+        raise _problem(str(source), f"its weights are quantised ({method}), which cannot be trained", "Choose a checkpoint in bf16.")
+    return converted_folder(source)
 
 
 def converted_folder(source: Path) -> Path:
@@ -45,7 +71,7 @@ def converted_folder(source: Path) -> Path:
     return (Path(cache) if cache.startswith("/") else Path.home() / ".cache") / "so-tui" / "models" / key
 
 
-def _downloaded(model: ModelSpec) -> Path:
+def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
     given = Path(resolve_source(model.id)).expanduser()
     if given.is_dir():
         return given
@@ -53,18 +79,18 @@ def _downloaded(model: ModelSpec) -> Path:
 
     from so_tui_trainer.tools.hub import UNWANTED, WANTED
 
+    download: Any = snapshot_download
+    wanted = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
     try:
-        found = snapshot_download(model.id, revision=model.revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
+        return Path(download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "Check the name and the network, or fetch it with `so-tui fetch` where there is one."
-        raise InputError([Problem(field="model.id", value=model.id, message=f"cannot be had ({reason})", remedy=remedy)]) from error
-    return Path(found)
+        raise _problem(model.id, f"cannot be had ({reason})", remedy) from error
 
 
-def _quantisation(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
-    return found
+def _problem(value: str, message: str, remedy: str) -> InputError:
+    return InputError([Problem(field="model.id", value=value, message=message, remedy=remedy)])
 
 
 @contextmanager

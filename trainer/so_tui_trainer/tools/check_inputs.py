@@ -42,20 +42,35 @@ def _tokenizer(spec: RunSpec) -> list[str]:
 
 
 def _weights(spec: RunSpec) -> list[str]:
-    """Weights that are here already need no hub; others must be reachable, and open to this user."""
+    """Weights that are here must be the model's; others must be reachable, and open to this user."""
+    from so_tui_trainer.pretrained import downloaded
+
     if spec.model.weights == "random":
         return []
-    name = resolve_source(spec.model.id)
-    if Path(name).expanduser().is_dir():
-        if not any(Path(name).expanduser().glob("*.safetensors")):
-            message, remedy = "has no *.safetensors files", "Name a folder with the model's weights."
-            raise InputError([Problem(field="model.id", value=name, message=message, remedy=remedy)])
-        return []
-    files = remote_files(spec.model)
-    missing = missing_files(spec.model, files)
-    if not missing:
-        return []
-    return [f"{disk_size(sum(missing.values()))} of {name} are not downloaded yet; `so-tui fetch {spec.name}` does that beforehand"]
+    if not Path(resolve_source(spec.model.id)).expanduser().is_dir():
+        missing = missing_files(spec.model, remote_files(spec.model))
+        if missing:
+            size = disk_size(sum(missing.values()))
+            return [f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` does that beforehand"]
+    source = downloaded(spec.model)
+    return [] if source is None else _stored(spec, source)
+
+
+def _stored(spec: RunSpec, source: Path) -> list[str]:
+    """Names and shapes of the stored tensors against the model's; for MXFP4 weights also whether their bf16 folder is there, or fits."""
+    from so_tui_trainer import matching, mxfp4
+    from so_tui_trainer.model import load_config
+    from so_tui_trainer.pretrained import trainable
+    from so_tui_trainer.stored import read_index
+
+    folder = trainable(source)
+    if not folder.is_dir():
+        needed = mxfp4.missing_bytes(source, folder)
+        mxfp4.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
+        return [f"the MXFP4 weights become bf16 first, once ({disk_size(needed)}); `so-tui prepare {spec.name}` does that beforehand"]
+    meta = matching.meta_model(load_config(spec.model), trust_remote_code=spec.model.trust_remote_code)
+    matching.refuse(matching.match(meta, read_index(folder)), spec.model)
+    return []
 
 
 def _data(spec: RunSpec) -> list[str]:

@@ -1,0 +1,367 @@
+"""Every architecture of the presets through the trainer's own entry, with random weights and no network.
+
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --jobs 4       # scaled down: the table
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out full.json --full qwen3-14b --gpus 4 --set offload.ratio=0.5
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --table        # what was measured so far, as Markdown
+
+Scaled down, on the GPU if there is one, else (or with ``--device cpu``) on the CPU: a run of eight steps, a second one that goes on from a
+copy of the first one's checkpoint of step 4, and the export. The columns: does the loss fall; do step 4 onwards and the states on disk
+agree to the bit with the run that was never interrupted; does the export load without a word, with the logits of the checkpoint's weights.
+
+``--full`` trains real shapes for ten steps and puts peak memory beside the plan. Rows are appended as they come; what is there already is
+not run again (``--again`` does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from so_tui.launch import command, environment, prepare
+from so_tui.machine import Machine, inspect_machine
+from so_tui.plan.types import Plan
+from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, StepRecord
+from so_tui.spec import ModelSpec, RunSpec, find_preset, with_values
+
+NAMES = ("gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 64,
+    "max_position_embeddings": 1024,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""In place of a preset's own values, where it has them."""
+OF_THE_TOKENIZER = ("rope_scaling", "pad_token_id", "bos_token_id", "eos_token_id")
+STEPS, CUT = 8, 4
+_MEMORY = ("gpu_reserved_bytes", "host_bytes")
+Row = dict[str, Any]
+
+
+def main() -> int:
+    arguments = _arguments()
+    rows: list[Row] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    if not arguments.table:
+        machine = inspect_machine()
+        if arguments.device == "cpu":
+            machine = msgspec.structs.replace(machine, gpus=())
+        rows = _measure(arguments, machine, rows)
+    print(
+        _table([row for row in rows if row["kind"] == "scaled down"]),
+        _full_table([row for row in rows if row["kind"] == "full"]),
+        sep="\n\n",
+    )
+    return int(any("error" in row for row in rows))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("architectures.json"), help="file to which rows are appended")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="which ones, scaled down")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once, scaled down")
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    parser.add_argument("--full", nargs="+", metavar="NAME", help="presets to train at full size instead")
+    parser.add_argument("--gpus", default="1", help="at full size: how many GPUs")
+    parser.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help="at full size: change the preset")
+    parser.add_argument("--limit-s", type=float, default=400, help="longest time for one run")
+    parser.add_argument("--again", action="store_true", help="run what is already in the file once more")
+    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
+    return parser.parse_args()
+
+
+def _measure(arguments: argparse.Namespace, machine: Machine, rows: list[Row]) -> list[Row]:
+    """The rows with those of what was asked for; the file is written after each."""
+    device = machine.gpus[0].name if machine.gpus else f"CPU ({machine.cpu_name})"
+    kind = "full" if arguments.full else "scaled down"
+    gpus = int(arguments.gpus) if arguments.full else 1
+    key = {"kind": kind, "device": device, "gpus": gpus}
+    wanted = [name for name in arguments.full or arguments.only if arguments.again or not _done(rows, {"name": name} | key)]
+    work: Callable[[str], Row] = (
+        (lambda name: _full(name, machine, arguments)) if arguments.full else (lambda name: _scaled_down(name, machine, arguments.limit_s))
+    )
+    with ThreadPoolExecutor(1 if arguments.full else arguments.jobs) as pool:
+        running = {pool.submit(work, name): name for name in wanted}
+        for future in as_completed(running):
+            identity = {"name": running[future]} | key
+            try:
+                row = identity | future.result()
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                row = identity | {"error": str(error)[-3000:]}
+            print(json.dumps(row), flush=True)
+            rows = [other for other in rows if not _same(other, identity)] + [row]
+            partial = arguments.out.with_suffix(".partial")
+            partial.write_text(json.dumps(rows, indent=1) + "\n")
+            partial.replace(arguments.out)
+    return rows
+
+
+def _same(row: Row, identity: Row) -> bool:
+    return all(row.get(name) == value for name, value in identity.items())
+
+
+def _done(rows: list[Row], identity: Row) -> bool:
+    return any(_same(row, identity) and "error" not in row for row in rows)
+
+
+# -- scaled down ------------------------------------------------------------------------------------------------------------------------
+
+
+def _scaled_down(name: str, machine: Machine, limit_s: float) -> Row:
+    """Raises RuntimeError when a run fails."""
+    spec = _small(name, "superoffload" if machine.gpus else "auto")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        straight, plan = _run(spec, machine, Path(folder) / "straight", limit_s)
+        again = create_run(spec, Path(folder) / "again")
+        saved = f"step-{CUT:06d}"
+        shutil.copytree(straight.checkpoints_dir / saved, again.checkpoints_dir / saved)
+        _attempt(again, spec, machine, limit_s)
+        losses, resumed = _losses(straight), _losses(again)
+        return {
+            "model_type": spec.model.config["model_type"],
+            "mode": plan.mode,
+            "losses": list(losses.values()),
+            "trains": losses[STEPS] < losses[1] - 0.5,
+            "resume_exact": list(resumed) == list(range(CUT + 1, STEPS + 1))
+            and resumed == {step: loss for step, loss in losses.items() if step > CUT}
+            and _states(straight) == _states(again),
+            "export_equal": _export_is_equal(straight),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+
+
+def _small(name: str, mode: str) -> RunSpec:
+    from so_tui_trainer.tools.presets import parameter_table
+
+    original = find_preset(name).spec.model
+    shape = {key: SHAPE.get(key, value) for key, value in original.config.items() if key not in OF_THE_TOKENIZER}
+    shape |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    model = ModelSpec(id="builtin:tiny", weights="random", config=shape, leaf_modules=original.leaf_modules)
+    model = msgspec.structs.replace(model, parameters=parameter_table(model))
+    changes = {
+        "gpus": "1",
+        "train.steps": str(STEPS),
+        "train.deterministic": "true",
+        "train.learning_rate": "3e-3",
+        "offload.mode": mode,
+        "offload.ratio": "0.5",
+        "offload.sub_group_size": "200000",
+        "checkpoint.every_steps": str(CUT),
+        "checkpoint.export": "true",
+    }
+    spec = with_values(find_preset("tiny").spec, changes)
+    return msgspec.structs.replace(spec, name=name, title=f"{name}, scaled down", model=model)
+
+
+def _states(run: RunDirectory) -> list[bytes]:
+    """Masters and moments of the last step, as they are on disk."""
+    return [path.read_bytes() for path in sorted((run.checkpoints_dir / f"step-{STEPS:06d}").rglob("*.states"))]
+
+
+def _export_is_equal(run: RunDirectory) -> bool:
+    """Whether the export loads whole, and its logits are those of the checkpoint's weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from so_tui_trainer.checkpoint import newest, optimizer_folder
+    from so_tui_trainer.export import masters
+
+    factory: Any = AutoModelForCausalLM
+    model, info = factory.from_pretrained(run.path / "export", dtype=torch.bfloat16, output_loading_info=True)
+    if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        return False
+    found = newest(run.checkpoints_dir)
+    if found is None:
+        raise RuntimeError(f"{run.path} has no checkpoint")
+    other = factory.from_config(model.config, dtype=torch.bfloat16).eval()
+    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
+    weights = {name: weight.to(torch.bfloat16) for name, weight in masters(optimizer_folder(found.path), shapes)}
+    other.load_state_dict(weights, strict=set(weights) == set(other.state_dict()))
+    ids = torch.arange(5, 105)[None]
+    with torch.no_grad():
+        return torch.equal(model.eval()(input_ids=ids).logits, other(input_ids=ids).logits)
+
+
+# -- full size --------------------------------------------------------------------------------------------------------------------------
+
+
+def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
+    """Raises RuntimeError when the run fails."""
+    changes = {
+        "gpus": arguments.gpus,
+        "model.weights": "random",
+        "model.tokenizer": "builtin:tiny",
+        "data.source": "builtin:tiny/rows.jsonl",
+        "data.split": "train",
+        "checkpoint.at_end": "false",
+        "benchmark.warmup_steps": "3",
+        "benchmark.measured_steps": "7",
+    }
+    spec = with_values(find_preset(name).spec, changes | dict(text.split("=", 1) for text in arguments.set))
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder, _DeviceMemory() as device:
+        run, plan = _run(spec, machine, Path(folder) / "run", arguments.limit_s)
+        records = _records(run)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    phases = [record for record in records if isinstance(record, PhaseRecord)]
+    measured = steps[3:]
+    return {
+        "mode": plan.mode,
+        "ratio": plan.ratio,
+        "sequence_length": spec.data.sequence_length,
+        "micro_batch": spec.train.micro_batch,
+        "parameters": spec.model.parameter_count,
+        "losses": [step.loss for step in steps],
+        "start_s": {phase.detail or phase.phase: round(phase.time - began, 1) for phase in phases},
+        "step_s": round(sum(step.step_s for step in measured) / len(measured), 3),
+        "useful_tokens_per_s_total": round(sum(step.useful_tokens for step in measured) / sum(step.step_s for step in measured)),
+        "model_tflops_per_gpu": round(sum(step.model_tflops_per_gpu for step in measured) / len(measured), 1),
+        "gpu_reserved_bytes": {"planned": plan.gpu_reserved_bytes, "measured": max(step.gpu_memory_peak_bytes or 0 for step in steps)},
+        "gpu_device_bytes": {"planned": plan.gpu_bytes, "measured": device.peak_bytes},
+        "host_bytes": {
+            "planned": sum(plan.host_bytes_per_node.values()),
+            "measured": max(step.host_memory_bytes or 0 for step in steps),
+        },
+        "breakdown": msgspec.to_builtins(plan.breakdown),
+    }
+
+
+class _DeviceMemory:
+    """Asks nvidia-smi for the fullest GPU's memory once a second, as long as it lasts."""
+
+    def __enter__(self) -> _DeviceMemory:
+        self.peak_bytes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while shutil.which("nvidia-smi") and not self._end.wait(1):
+            with suppress(OSError, subprocess.SubprocessError, ValueError):  # it may be busy once; the next answer will do
+                text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
+                self.peak_bytes = max(self.peak_bytes, *(int(line) << 20 for line in text.split()))
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _run(spec: RunSpec, machine: Machine, folder: Path, limit_s: float) -> tuple[RunDirectory, Plan]:
+    run = create_run(spec, folder)
+    return run, _attempt(run, spec, machine, limit_s)
+
+
+def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float) -> Plan:
+    """Start DeepSpeed's launcher as a supervisor would, and wait. Raises RuntimeError with the end of the log when the run fails."""
+    launch = prepare(spec, machine, force=True)
+    attempt = new_attempt(run)
+    run.plan_path(attempt).write_bytes(msgspec.json.encode(launch.plan))
+    run.ds_config_path(attempt).write_bytes(msgspec.json.encode(launch.ds_config))
+    changes = environment.variables(launch.plan, machine, os.environ, run=str(run.path), attempt=attempt)
+    argv = command.argv(launch.plan, run=str(run.path), attempt=attempt, port=_free_port())
+    log = run.log_path(attempt, "here")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv, env=environment.apply(changes, os.environ), cwd=run.path, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        try:
+            process.wait(timeout=limit_s)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # the launcher takes its ranks down
+                process.wait()
+    last = _records(run)[-1:]
+    if not last or not isinstance(last[0], EndRecord) or last[0].state != "finished":
+        raise RuntimeError(log.read_text(errors="replace")[-3000:])
+    return launch.plan
+
+
+def _records(run: RunDirectory) -> list[MetricRecord]:
+    paths = sorted(run.metrics_dir.glob("*.jsonl"))
+    return [msgspec.json.decode(line, type=MetricRecord) for path in paths for line in path.read_bytes().splitlines()]
+
+
+def _losses(run: RunDirectory) -> dict[int, float]:
+    return {record.step: record.loss for record in _records(run) if isinstance(record, StepRecord)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: list[Row]) -> str:
+    """One line an architecture; what was not run is said."""
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    heads = ["architecture", *(f"{what}, {device}" for device in devices for what in ("trains", "resume exact", "export reloads equal"))]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for name in NAMES:
+        cells = [name]
+        for device in devices:
+            row = next((row for row in rows if row["name"] == name and row["device"] == device), None)
+            cells += [_word(row, key) for key in ("trains", "resume_exact", "export_equal")]
+        lines.append(_line(cells))
+    return "\n".join(lines) if rows else ""
+
+
+def _word(row: Row | None, key: str) -> str:
+    if row is None:
+        return "not run"
+    return "failed" if "error" in row else "yes" if row[key] else "NO"
+
+
+def _full_table(rows: list[Row]) -> str:
+    heads = ["model", "GPUs", "mode, ratio", "tokens a step", "step", "TFLOPS/GPU", "GPU reserved: plan, measured", "host: plan, measured"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in rows:
+        if "error" in row:
+            reason = row["error"].strip().splitlines()[-1][:80]
+            lines.append(_line([row["name"], str(row["gpus"]), f"failed: {reason}", *[""] * 5]))
+            continue
+        tokens = row["sequence_length"] * row["micro_batch"] * row["gpus"]
+        cells = [row["name"], str(row["gpus"]), f"{row['mode']}, {row['ratio']}", f"{tokens:,}", f"{row['step_s']} s"]
+        memory = [", ".join(f"{row[key][which] / 2**30:.1f} GiB" for which in ("planned", "measured")) for key in _MEMORY]
+        lines.append(_line([*cells, str(row["model_tflops_per_gpu"]), *memory]))
+    return "\n".join(lines) if rows else ""
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The MXFP4 weights of gpt-oss in bf16: the same numbers as transformers gives, one file at a time, whole or not at all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import tiny
+from safetensors.torch import load_file, save_file
+from test_matching import saved
+from torch.utils.cpp_extension import get_default_build_root
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from so_tui.spec import InputError, ModelSpec, spec_tree
+from so_tui_trainer.matching import match, meta_model, refuse
+from so_tui_trainer.model import load_config
+from so_tui_trainer.mxfp4 import convert, missing_bytes
+from so_tui_trainer.pretrained import converted_folder, trainable, weights_folder
+from so_tui_trainer.stored import read_index
+
+KERNELS = Path(get_default_build_root())
+"""Where this user's compiled kernels are: by default in the cache folder, which the tests move."""
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small gpt-oss in two files, its experts in blocks and scales, some scales in the other file than their blocks."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "torch_extensions").symlink_to(KERNELS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "hub"
+    saved("gpt-oss-20b", folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(100, 130, (experts, rows, inputs // 32), dtype=torch.uint8)
+    halves = {name: f"model-0000{1 + (index % 3 == 0)}-of-00002.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(halves.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if halves[name] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": halves}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
+    source = {name: stored.read() for name, stored in read_index(packed).items()}
+    folder = weights_folder(ModelSpec(id=str(packed)))
+    found = {name: stored.read() for name, stored in read_index(folder).items()}
+    for name, tensor in found.items():
+        if name in source:
+            assert torch.equal(tensor, source[name]), name
+        else:
+            expected = convert_moe_packed_tensors(source[f"{name}_blocks"], source[f"{name}_scales"])
+            assert torch.equal(tensor, expected), name
+    refuse(match(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)), ModelSpec(id=str(packed)))
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed: Path) -> None:
+    target = trainable(packed)
+    assert target == converted_folder(packed)
+    target.parent.mkdir(parents=True)
+    whole = missing_bytes(packed, target)
+    lines = convert(packed, target)
+    next(lines)
+    next(lines)  # the first file is written when the second begins
+    lines.close()
+    assert not target.exists()
+    assert 0 < missing_bytes(packed, target) < whole
+    (first,) = target.with_name(target.name + ".partial").glob("*.safetensors")
+    written = first.stat().st_mtime_ns
+    assert len(list(convert(packed, target))) == 1
+    assert (target / first.name).stat().st_mtime_ns == written
+    assert missing_bytes(packed, target) == 0
+    assert list(convert(packed, target)) == []
+
+
+def test_a_full_disk_is_said_before_anything_is_written(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(InputError, match="free"):
+        weights_folder(ModelSpec(id=str(packed)))
+    assert not list(converted_folder(packed).parent.rglob("*.safetensors"))
+
+
+def test_other_quantisations_are_refused(packed: Path) -> None:
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="fp8"):
+        weights_folder(ModelSpec(id=str(packed)))
+
+
+@pytest.mark.slow
+def test_prepare_does_what_a_first_run_would(packed: Path) -> None:
+    spec = tiny(model__id=str(packed), model__weights="pretrained", model__tokenizer="builtin:tiny")
+    request = json.dumps({"spec": spec_tree(spec)})
+
+    def answers(tool: str) -> list[dict[str, object]]:
+        command = [sys.executable, "-m", f"so_tui_trainer.tools.{tool}"]
+        done = subprocess.run(command, input=request, capture_output=True, text=True, check=True, timeout=300)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert "so-tui prepare" in str(answers("check_inputs")[-1]["warnings"])
+    said = answers("prepare")
+    assert said[-1]["done"]
+    assert any("MXFP4" in str(answer["message"]) for answer in said)
+    assert converted_folder(packed).is_dir()
+    assert answers("check_inputs")[-1]["warnings"] == []
+    assert not any("MXFP4" in str(answer["message"]) for answer in answers("prepare"))
