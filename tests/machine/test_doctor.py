@@ -169,7 +169,14 @@ def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:
     ("files", "severity", "title"),
     [
         ({"/proc/swaps": "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 16777212 0 -2\n"}, "note", "Swap"),
-        ({"/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n"}, "note", "locked memory"),
+        (
+            {
+                "/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n",
+                "/sys/class/infiniband/mlx5_0/node_type": "1: CA\n",
+            },
+            "note",
+            "locked memory",
+        ),
         ({"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}, "note", "huge pages are off"),
     ],
 )

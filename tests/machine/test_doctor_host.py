@@ -23,7 +23,7 @@ def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
         "/proc/swaps": "Filename Type Size Used Priority\n",
         "/proc/sys/kernel/numa_balancing": "0\n",
         "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
-        "/proc/self/limits": "Max locked memory unlimited unlimited bytes\n",
+        "/proc/self/limits": "Max locked memory 8388608 8388608 bytes\n",
         "/proc/meminfo": "MemAvailable: 9000000 kB\n",
     }
     software = msgspec.structs.replace(INSTALLED, nvidia_driver="580.159", cuda_toolkit=None)

@@ -47,7 +47,8 @@ def shared_memory(look: Look) -> Iterator[Finding]:
 
 
 def locked_memory(look: Look) -> Iterator[Finding]:
-    if not look.tree or not look.nvidia:
+    """Only where there are RDMA cards: CUDA's own page-locked memory is not counted against the limit."""
+    if not look.tree or not look.nvidia or not look.tree.names("/sys/class/infiniband"):
         return
     match = re.search(r"^Max locked memory\s+(\d+)", look.text("/proc/self/limits"), re.MULTILINE)
     if match and int(match.group(1)) < _SMALL_MEMLOCK_BYTES:
@@ -55,8 +56,8 @@ def locked_memory(look: Look) -> Iterator[Finding]:
             severity="note",
             title="The limit on locked memory is low",
             evidence=f"/proc/self/limits: max locked memory {int(match.group(1)) // 1024} KiB",
-            cost="CUDA's own page-locked memory is not counted against it; network cards with RDMA (several nodes) need more.",
-            remedy="For several nodes: `ulimit -l unlimited`, set by the site or the container (`--ulimit memlock=-1`).",
+            cost="None on one node; runs over several nodes register their buffers with the network cards, and fail.",
+            remedy="`ulimit -l unlimited`, set by the site or the container (`--ulimit memlock=-1`).",
         )
 
 

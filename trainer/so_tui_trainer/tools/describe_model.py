@@ -49,12 +49,14 @@ _DEQUANTISED = "mxfp4"
 def describe(request: Answer) -> Iterator[Answer]:
     """Raises InputError."""
     stay_offline_when_cut_off()
-    from so_tui_trainer.matching import meta_model
-    from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
-
     asked = ModelSpec(
         id=_absolute(request["model"]), revision=request.get("revision") or "main", trust_remote_code=bool(request.get("trust_remote_code"))
     )
+    _look_on_hub(asked)
+    # torch and transformers take seconds to import.
+    from so_tui_trainer.matching import meta_model
+    from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
+
     config = _read_config(asked)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
@@ -112,6 +114,14 @@ def _absolute(model: str) -> str:
     return text
 
 
+def _look_on_hub(model: ModelSpec) -> None:
+    """Raises InputError: no such model or revision, no network and nothing cached, no config.json."""
+    if not Path(resolve_source(model.id)).is_dir():
+        files = remote_files(model)
+        if files and "config.json" not in files:
+            _refuse(model, "has no config.json on the hub", "Choose a model in the format of transformers.")
+
+
 def _read_config(model: ModelSpec) -> PretrainedConfig:
     from transformers import AutoConfig
 
@@ -130,18 +140,14 @@ def _explain(model: ModelSpec, error: Exception) -> NoReturn:
     if "trust_remote_code" in text and not model.trust_remote_code:
         remedy = "Read that code first; if you trust it, say --trust-remote-code."
         _refuse(model, "comes with Python code of its own, which is not run unasked", remedy, error)
+    if _caused_by(error, "GatedRepoError"):
+        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
+        _refuse(model, "is gated, and this user has no access", remedy, error)
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
         from transformers import __version__
 
         message = f"is of a kind that transformers {__version__} does not know"
         _refuse(model, message, "Install a newer transformers, or choose another model.", error)
-    if _caused_by(error, "GatedRepoError"):
-        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-        _refuse(model, "is gated, and this user has no access", remedy, error)
-    if not Path(resolve_source(model.id)).is_dir():
-        files = remote_files(model)  # says whether model, revision and network are there
-        if files and "config.json" not in files:
-            _refuse(model, "has no config.json on the hub", "Choose a model in the format of transformers.", error)
     _refuse(model, f"its config.json cannot be read ({_first_line(error)})", "Mend or fetch it again.", error)
 
 
