@@ -21,7 +21,7 @@ from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.site import Site, site_of
 from so_tui.spec import RunSpec, check_tree
 
-MEMORY = ("block_share", "slack_share", "cuda_context_bytes", "nccl_bytes", "cuda_process_bytes")
+MEMORY = ("block_share", "slack_share", "stream_pool_share", "cuda_context_bytes", "nccl_bytes", "cuda_process_bytes")
 STEP = (
     "matrix_efficiency",
     "elementwise_efficiency",

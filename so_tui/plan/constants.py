@@ -35,6 +35,8 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     deepspeed_worker_bytes: int
     block_share: float
     """What one block's recompute and backward hold, as a multiple of the formula's figure."""
+    stream_pool_share: float
+    """With several GPUs: what the allocator holds for gathering beyond the gathered parameters, as a multiple of them."""
     slack_share: float
     """What the allocator cannot use, as a share of everything that comes and goes."""
 

@@ -25,10 +25,9 @@ from so_tui.spec.types import ParameterBlock, RunSpec
 
 PERSISTENCE_THRESHOLD = 100_000
 """ZeRO-3 keeps parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine keeps none."""
-PREFETCH_BUCKET = 50_000_000
-"""Parameters that ZeRO-3 gathers ahead of need (DeepSpeed's default)."""
-REUSE_DISTANCE = 1_000_000_000
-"""ZeRO-3 keeps gathered what is used again within so many parameters (DeepSpeed's default)."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 keeps gathered at once (DeepSpeed's default). It looks ahead at every module, and there are many in a block: it
+soon has as many as it may."""
 OWN_LARGEST_BUCKET = 100_000_000
 """Parameters in a reduce bucket of the project's own SuperOffload, at most."""
 OWN_BUCKETS_IN_FLIGHT = 3
@@ -127,11 +126,11 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         yield term_of(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
-        head, last = layout.largest_parameter, _blocks_kept(block, layout) * block
-        yield term_of(
-            "gathered head and last blocks", gpu, 2 * (head + last + PREFETCH_BUCKET), "estimate", _gathered(head, last), phase="loss"
-        )
-        yield term_of("gathered blocks", gpu, 2 * (2 * block + PREFETCH_BUCKET), "estimate", _gathered(block, block), phase="backward")
+        live = min(layout.parameters, LIVE_PARAMETERS + _largest_in_block(spec.model.parameters))
+        yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters)")
+        share = constants().memory.stream_pool_share
+        formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
+        yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)
     yield term_of("gradients in flight", gpu, 2 * block, "estimate", f"2 B x {count(block)} (one block)", phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
     yield term_of(
@@ -142,18 +141,6 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         f"2 B x {count(layout.largest_parameter)} + (2 + 4) B x {count(share)}",
         phase="optimizer",
     )
-
-
-def _blocks_kept(block: int, layout: StateLayout) -> int:
-    """Blocks that are still gathered when the loss is computed, because backward wants them soon."""
-    if not block:
-        return 0
-    near = (REUSE_DISTANCE - 2 * layout.largest_parameter) // (3 * block) + 1
-    return int(max(0, min(near, layout.parameters // block)))
-
-
-def _gathered(first: int, second: int) -> str:
-    return f"2 B x ({count(first)} + {count(second)} + {count(PREFETCH_BUCKET)} fetched ahead)"
 
 
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:
@@ -232,6 +219,11 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
 def largest_block(blocks: tuple[ParameterBlock, ...]) -> int:
     """Parameters of the largest repeated block (a layer); 0 when nothing repeats."""
     return max((sum(prod(tensor.shape) for tensor in block.tensors) for block in blocks if block.repeat > 1), default=0)
+
+
+@lru_cache(maxsize=64)
+def _largest_in_block(blocks: tuple[ParameterBlock, ...]) -> int:
+    return max((prod(tensor.shape) for block in blocks if block.repeat > 1 for tensor in block.tensors), default=0)
 
 
 @lru_cache(maxsize=64)
