@@ -54,10 +54,10 @@ PARTS = (
     Part("ours", "so-tui", "**so-tui**, superoffload, ratio 0.9", limit_s=120),
     Part("ours-large", "so-tui", "**so-tui**, superoffload, ratio 0.9, long steps", micro_steps=8, warmup=1, measured=3, limit_s=150),
     # DeepSpeed's engine needs two slow steps to fault its memory in.
-    Part("original-packed", "original-packed", "the original's configuration, fed so-tui's packed batches", measured=3, limit_s=180),
-    Part("original", "original", "the original script as it is", measured=4, limit_s=220),
+    Part("original-packed", "original-packed", "the original's configuration, fed so-tui's packed batches", measured=3, limit_s=220),
+    Part("original", "original", "the original script as it is", measured=4, limit_s=300),
     Part("gpu", "so-tui", "so-tui, nothing offloaded", mode="gpu", limit_s=90),
-    Part("trl", "trl", "TRL, packed, ZeRO-3 with CPU optimizer", mode="zerooffload", measured=4, limit_s=180),
+    Part("trl", "trl", "TRL, packed, ZeRO-3 with CPU optimizer", mode="zerooffload", measured=4, limit_s=220),
     Part("gpu-large", "so-tui", "so-tui, nothing offloaded, long steps", mode="gpu", micro_steps=8, warmup=1, measured=3, limit_s=120),
     Part(
         "original-packed-large",
