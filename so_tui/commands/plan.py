@@ -8,12 +8,12 @@ import sys
 from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.spec import InputError, Problem, Refused, load_catalog
+from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """The models x GPU counts table of a machine, or one plan with its arithmetic."""
-    from so_tui.plan import make_plan, plan_table, plans_json, recommend
+    from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
     from so_tui.plan.show import render_plan, render_table
 
     machine = chosen_machine(arguments)
@@ -30,6 +30,9 @@ def plan(arguments: argparse.Namespace) -> int:
             print_json(plans_json([chosen]))
         else:
             print_rich(render_plan(chosen, machine))
+            if chosen.recommended:
+                # In one line, to be copied.
+                print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset)}")
         return 0 if chosen.fits else 3
     catalog = load_catalog()
     rows = plan_table(list(catalog.presets.values()), machine)

@@ -86,13 +86,37 @@ def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence
 
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
-    """What ``plan --json`` prints: plain values, the spec left out (``presets`` and run directories have it)."""
+    """What ``plan --json`` prints: plain values; of the spec only what a plan chooses (``presets`` and run directories have the rest)."""
     rows = []
     for plan in plans:
         row = msgspec.to_builtins(plan, str_keys=True)
         del row["spec"]
+        row["settings"] = settings_of(plan.spec)
         rows.append(row)
     return {"plans": rows}
+
+
+def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
+    """What a plan chooses, by the keys that set it."""
+    return {
+        "offload.mode": spec.offload.mode,
+        "offload.ratio": spec.offload.ratio,
+        "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
+        "model.activation_checkpointing": spec.model.activation_checkpointing,
+        "train.micro_batch": spec.train.micro_batch,
+        "train.gradient_accumulation": spec.micro_steps,
+    }
+
+
+def command_of(plan: Plan, given: RunSpec, preset: str) -> str:
+    """The command that runs a plan whose settings are not all those of ``given``, the preset that was named."""
+    before, after = settings_of(given), settings_of(plan.spec)
+    if given.train.tokens_per_step:
+        del after["train.gradient_accumulation"]  # follows from the target
+    if plan.mode == "gpu":
+        del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
+    gpus = "" if plan.gpus == given.ranks else f" --gpus {plan.gpus}"
+    return f"so-tui run {preset}{gpus}" + "".join(f" --set {key}={value}" for key, value in after.items() if before[key] != value)
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:

@@ -99,7 +99,8 @@ def render_comparison(settings: str, rows: Sequence[tuple[str, float, float, flo
 def _headline(plan: Plan) -> Text:
     sign, style = _SIGNS[plan.verdict]
     how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    ranks = f"{plan.gpus} " + ("GPU" if plan.gpus == 1 else "GPUs") if plan.gpu_capacity_bytes else f"{plan.gpus} ranks"
+    how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
+    ranks = f"{plan.gpus} {'GPU' if plan.gpu_capacity_bytes else 'rank'}" + ("s" if plan.gpus > 1 else "")
     text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
     return text.append("   recommended", "bold") if plan.recommended else text
 

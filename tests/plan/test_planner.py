@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan, plan_table, plans_json, recommend
+from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
 from so_tui.plan.show import render_plan, render_table
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, RunSpec, load_catalog, with_values
@@ -158,6 +158,17 @@ def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: 
         assert all(needs <= 0.94 * plan.host_capacity_bytes_per_node[node] for node, needs in plan.host_bytes_per_node.items())
         as_run = make_plan(plan.spec, machine)
         assert (as_run.verdict, as_run.gpu_bytes, as_run.step_s) == ("fits", plan.gpu_bytes, plan.step_s)
+
+
+def test_the_command_of_a_recommendation_runs_just_that() -> None:
+    given = spec_of("phi-4")
+    plan = recommend(given, QUAD, 4)
+    words = command_of(plan, given, "phi-4").split()
+    assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
+    changes = dict(word.split("=") for word in words if "=" in word)
+    as_run = make_plan(with_values(replace(given, gpus=4), changes), QUAD)
+    assert (as_run.gpu_bytes, as_run.step_s, as_run.tokens_per_step) == (plan.gpu_bytes, plan.step_s, plan.tokens_per_step)
+    assert plans_json([plan])["plans"][0]["settings"]["train.micro_batch"] == plan.spec.train.micro_batch
 
 
 def test_a_needless_ratio_is_priced() -> None:
