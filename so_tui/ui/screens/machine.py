@@ -202,8 +202,11 @@ class MachineScreen(Page):
         options.clear_options()
         options.add_options([Option(finding_content(finding, self.size.width - _MARGIN)) for finding in findings])
         options.display = bool(findings)
+        self.set_class(not findings, "-nothing-found")
         if findings:
             options.highlighted = min(at or 0, len(findings) - 1)
+        elif self.focused is None or self.focused is options:
+            self.query_one("#machine").focus()  # so that the arrow keys move something
 
     def action_copy(self) -> None:
         findings, at = self.so.findings, self.query_one("#findings", OptionList).highlighted
