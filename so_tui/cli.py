@@ -109,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     stop = add("stop", "runs:stop", "stop a run after its step, with a checkpoint", runs_folder)
     stop.add_argument("run", nargs="?", default="latest", metavar="RUN")
     stop.add_argument("--grace", type=float, default=600.0, metavar="SECONDS", help="kill it after so long (default 600)")
-    resume = add("resume", "run:resume", "go on from a run's last checkpoint", runs_folder)
+    resume = add("resume", "run:resume", "go on from a run's last checkpoint, on other GPUs if need be", runs_folder, changes)
     resume.add_argument("run", nargs="?", default="latest", metavar="RUN")
     resume.add_argument("--plain", action="store_true", help="print progress lines instead of opening the dashboard")
     resume.add_argument("--force", action="store_true", help="start although the plan says it does not fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from datetime import datetime
@@ -37,8 +38,8 @@ def exit_code_of(run: RunDirectory) -> int | None:
 def follow(run: RunDirectory, *, owner: bool) -> int:
     """Print progress until the run ends and return its exit code.
 
-    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise. Raises SoTuiError when
-    the run's folder is deleted meanwhile.
+    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise; so does USR1, a
+    scheduler's warning, which batch scripts get alone. Raises SoTuiError when the run's folder is deleted meanwhile.
     """
     from so_tui.launch import ensure_supervised
 
@@ -46,6 +47,8 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
     reader = RunReader(run)
     printer = _Printer()
     stopping = False
+    if owner:
+        signal.signal(signal.SIGUSR1, lambda *_: control.request(run, "stop", reason="so-tui received SIGUSR1"))
     checked = time.monotonic()
     while True:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
+from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
 from so_tui.runs import RunDirectory, find_run, read_state
 from so_tui.spec import InputError, Problem
 
@@ -42,12 +42,12 @@ def _report_warnings(warnings: tuple[str, ...]) -> None:
 
 
 def resume(arguments: argparse.Namespace) -> int:
-    """Start another attempt of a run from its last checkpoint."""
+    """Start another attempt of a run from its last checkpoint, with other settings where some are given."""
     from so_tui.launch import resume as resume_run
     from so_tui.machine import inspect_machine
 
     target = find_run(arguments.run, arguments.runs_dir)
-    resume_run(target, inspect_machine(), force=arguments.force)
+    resume_run(target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force)
     return _show(target, arguments, owner=True)
 
 

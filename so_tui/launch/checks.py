@@ -140,7 +140,9 @@ def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
     folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
     # The newest checkpoint is written before the oldest that is kept goes; a resumed run has its old ones already.
-    copies = (1 if resuming else plan.spec.checkpoint.keep + 1) if plan.spec.checkpoint.every_steps else int(plan.spec.checkpoint.at_end)
+    settings = plan.spec.checkpoint
+    repeated = settings.every_steps or settings.every_minutes
+    copies = (1 if resuming else settings.keep + 1) if repeated else int(settings.at_end or settings.export)
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         reasons.append(

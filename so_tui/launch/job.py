@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -51,16 +53,17 @@ class Job:
         self._write_command(argv, changes)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            self._runner = subprocess.Popen(
-                argv,
-                env=environment.apply(changes, os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self._run.path,
-                pass_fds=[lock.descriptor for lock in self._locks],
-                process_group=0,
-            )
+            with _unheard_by_children(signal.SIGUSR1):
+                self._runner = subprocess.Popen(
+                    argv,
+                    env=environment.apply(changes, os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self._run.path,
+                    pass_fds=[lock.descriptor for lock in self._locks],
+                    process_group=0,
+                )
         finally:
             os.close(log)
 
@@ -106,3 +109,16 @@ class Job:
             "inherited": environment.inherited_of_interest(os.environ),
         }
         write_atomic(self._run.command_path(self._attempt), msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+
+@contextlib.contextmanager
+def _unheard_by_children(signum: signal.Signals) -> Iterator[None]:
+    """What is started meanwhile ignores the signal until it says otherwise, and so do its children.
+
+    A scheduler's warning reaches every process of a job, and would end DeepSpeed's runner and launcher, which do not know it.
+    """
+    handler = signal.signal(signum, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signum, handler)

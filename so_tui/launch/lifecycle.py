@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,9 +24,10 @@ from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import state_with_truth, supervised
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.runs.state import read_spec, read_state, write_atomic
-from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
+from so_tui.runs.state import read_spec, read_state, write_atomic, write_spec
+from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, with_values
 
+_KEPT_FOR_LIFE = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 _READY_S = 30.0
 _POLL_S = 0.05
 _AFTER_KILL_S = 60.0
@@ -54,10 +56,13 @@ def start(
     return run
 
 
-def resume(run: RunDirectory, machine: Machine, *, force: bool = False, place: Place | None = None) -> int:
+def resume(
+    run: RunDirectory, machine: Machine, *, values: Mapping[str, str] | None = None, force: bool = False, place: Place | None = None
+) -> int:
     """Start another attempt, which goes on from the last checkpoint. Returns its number.
 
-    Raises InputError when the run still lives or has nothing left to train, else as ``start``.
+    ``values``: dotted keys to change from now on (``gpus``, ``offload.mode``, ...); the states are shared out anew to what they ask for.
+    Raises InputError when the run still lives, has nothing left to train, or a key is one that a run keeps for life; else as ``start``.
     """
     before = state_with_truth(run)
     if before.state not in FINAL_STATES:
@@ -70,16 +75,20 @@ def resume(run: RunDirectory, machine: Machine, *, force: bool = False, place: P
         )
     machine = visible_machine(machine, os.environ)
     _refuse_other_host(machine)
-    launch = prepare(read_spec(run), machine, force=force or before.forced)
+    spec = read_spec(run)
+    launch = prepare(_changed(spec, values or {}), machine, force=force or before.forced)
     quick_checks(launch.plan, machine, force=force or before.forced, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
     attempt = new_attempt(run)
     try:
+        if values:
+            write_spec(run, launch.plan.spec)
         _launch_attempt(run, attempt, launch, machine, place or ThisMachine())
     except BaseException:
         if read_state(run).attempt != attempt:
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
+            write_spec(run, spec)
         raise
     return attempt
 
@@ -113,6 +122,17 @@ def ensure_supervised(run: RunDirectory) -> bool:
             ThisMachine().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))
             return True
     return False
+
+
+def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
+    """The spec of the next attempt. Raises InputError for a key that would make it another run, or lose sight of its checkpoints."""
+    fixed = [key for key in values if key in _KEPT_FOR_LIFE or key.startswith("model.config")]
+    if fixed:
+        remedy = "Start a new run with it, or resume without"
+        raise InputError(
+            [Problem(field=key, value=values[key], message="cannot change when a run is resumed", remedy=remedy) for key in fixed]
+        )
+    return with_absolute_paths(with_values(spec, values)) if values else spec
 
 
 def _launch_attempt(run: RunDirectory, attempt: int, launch: Launch, machine: Machine, place: Place) -> None:

@@ -251,8 +251,11 @@ class OffloadSpec(Spec, frozen=True):
 
 class CheckpointSpec(Spec, frozen=True):
     every_steps: Annotated[
-        int, Meta(ge=0, description="Steps between checkpoints; 0 saves at the end and on stop only.", extra={"unit": "optimizer steps"})
+        int, Meta(ge=0, description="Steps between checkpoints; 0: not by steps.", extra={"unit": "optimizer steps"})
     ] = 0
+    every_minutes: Annotated[
+        float, Meta(ge=0, description="Time between checkpoints, by the clock of rank 0; 0: not by time.", extra={"unit": "minutes"})
+    ] = 0.0
     at_end: Annotated[bool, Meta(description="Save when the run finishes or is stopped.")] = True
     keep: Annotated[int, Meta(ge=1, description="Newest checkpoints to keep.")] = 2
     folder: Annotated[str, Meta(description="Where checkpoints go; empty means `checkpoints/` in the run directory.")] = ""

@@ -29,7 +29,17 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "train.gradient_clipping",
         ),
     ),
-    ("Checkpoints", ("checkpoint.every_steps", "checkpoint.at_end", "checkpoint.keep", "checkpoint.folder", "checkpoint.export")),
+    (
+        "Checkpoints",
+        (
+            "checkpoint.every_steps",
+            "checkpoint.every_minutes",
+            "checkpoint.at_end",
+            "checkpoint.keep",
+            "checkpoint.folder",
+            "checkpoint.export",
+        ),
+    ),
     ("Logging", ("train.log_interval", "train.seed", "train.deterministic")),
 )
 
@@ -44,7 +54,8 @@ LABELS = {
     "train.decay_ratio": "decay share (wsd)",
     "train.min_learning_rate_ratio": "lowest rate, share",
     "train.gradient_clipping": "clipping",
-    "checkpoint.every_steps": "save every",
+    "checkpoint.every_steps": "save every, steps",
+    "checkpoint.every_minutes": "save every, minutes",
     "checkpoint.at_end": "save at the end",
     "checkpoint.export": "export at the end",
 }

@@ -67,7 +67,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: RunSpec, machine: Machine) -> Iterator[Runs]:
-    monkeypatch.setenv("PYTHONPATH", str(FAKE_TRAINER))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FAKE_TRAINER), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     started = Runs(tmp_path / "runs", two_ranks, machine)

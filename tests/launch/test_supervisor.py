@@ -15,7 +15,7 @@ import pytest
 from so_tui.launch import ensure_supervised, resume, start, stop
 from so_tui.launch.stopping import request_stop, stop_request
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError
 from tests.launch.conftest import Runs, ended, kill, process_of, wait_for
@@ -128,6 +128,31 @@ def test_a_signal_to_the_supervisor_is_a_wish_to_stop(runs: Runs) -> None:
     assert before.supervisor is not None
     os.kill(before.supervisor.pid, signal.SIGTERM)
     assert wait_for(run, ended, timeout_s=WITHIN_S).state == "stopped"
+
+
+def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(runs: Runs) -> None:
+    run, before = runs.training()
+    assert before.supervisor is not None
+    for process in (*before.processes, before.supervisor):
+        os.kill(process.pid, signal.SIGUSR1)
+    last = wait_for(run, ended, timeout_s=WITHIN_S)
+    assert (last.state, last.exit_code, last.saved_step) == ("stopped", 4, last.step)
+    assert nothing_is_left(run, before)
+
+
+def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(runs: Runs, machine: Machine) -> None:
+    run, _ = runs.training()
+    assert stop(run, grace_s=30).state == "stopped"
+    with pytest.raises(InputError, match="cannot change when a run is resumed"):
+        resume(run, machine, values={"checkpoint.folder": "/elsewhere", "gpus": "1"})
+    with pytest.raises(InputError, match="gpus"):
+        resume(run, machine, values={"gpus": "none"})
+    assert (run.attempts(), read_spec(run).gpus) == ((1,), 2)
+    assert resume(run, machine, values={"gpus": "1", "checkpoint.every_minutes": "30"}) == 2
+    again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training")
+    assert {process.rank for process in again.processes if process.role == "rank"} == {0}
+    assert (read_spec(run).gpus, read_spec(run).checkpoint.every_minutes) == (1, 30)
+    assert stop(run, grace_s=30).state == "stopped"
 
 
 def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:

@@ -11,11 +11,14 @@ from typing import Any, Literal
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import numpy as np
 import torch
 
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec, TrainSpec
 from so_tui_trainer import offload
+from so_tui_trainer.checkpoint import Manifest
+from so_tui_trainer.offload import checkpoint
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
@@ -198,6 +201,38 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
         made.step()
         losses.append(loss.item())
     return losses
+
+
+def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
+    """The saved state of every parameter, whoever saved which part of it: step, then master and moments as bytes without padding."""
+    saved = checkpoint.manifests(folder)
+    files = [np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32) for manifest in saved]
+    found = {}
+    start = 0
+    for group in saved[0].sub_groups:
+        offset = start
+        for name, numel in zip(group.names, group.numels, strict=True):
+            share = -(-numel // len(saved))
+            pieces = [np.concatenate([file[offset + kind * group.numel :][:share] for file in files])[:numel] for kind in range(3)]
+            found[name] = (group.step, [piece.tobytes() for piece in pieces])
+            offset += share
+        start += 3 * group.numel
+    return found
+
+
+def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
+    """Of a checkpoint of the small model."""
+    return Manifest(
+        step=step,
+        total_steps=20,
+        ranks=ranks,
+        consumed_sequences=2 * step * ranks,
+        useful_tokens=0,
+        trained_tokens=0,
+        data="made-up",
+        last_loss=None,
+        spec=run,
+    )
 
 
 def states(made: Any, folder: Path) -> bytes:

@@ -70,3 +70,37 @@ def test_length_of_a_run() -> None:
     assert Batches(docs, spec(train__tokens="1"), 0).total_steps() == 1
     benchmark = spec(benchmark__warmup_steps="2", benchmark__measured_steps="5")
     assert Batches(docs, benchmark, 0).total_steps() == 7
+
+
+def test_after_a_resume_with_other_ranks_and_batches_nothing_is_skipped_or_repeated() -> None:
+    docs = documents()
+    order = [index for epoch in range(6) for index in Batches(docs, spec(), 0)._epoch_order(epoch).tolist()]
+    taken: list[int] = []
+    step = consumed = 0
+    for gpus, micro_batch, accumulation in ((2, 2, 3), (1, 2, 3), (3, 1, 1), (2, 2, 3)):
+        changes = {"gpus": str(gpus), "train__micro_batch": str(micro_batch), "train__gradient_accumulation": str(accumulation)}
+        ranks = [Batches(docs, spec(**changes), rank) for rank in range(gpus)]
+        for batches in ranks:
+            batches.go_on(step, consumed)
+        for _ in range(3):
+            step += 1
+            first = len(taken)
+            taken += order[consumed : ranks[0].consumed(step)]
+            work = ranks[0].work(step)
+            seen = [batch for batches in ranks for batch in batches.micro_batches(step)]
+            assert sum(len(batch.targets) for batch in seen) == work.trained_tokens
+            assert work.trained_tokens == sum(int(ranks[0]._trained[index]) for index in taken[first:])
+            consumed = ranks[0].consumed(step)
+    assert taken == order[: len(taken)]
+    assert len(taken) == consumed == 3 * (12 + 6 + 3 + 12)
+
+
+def test_the_length_in_epochs_stays_that_of_the_data_after_a_resume_with_other_ranks() -> None:
+    docs = documents()
+    two, one = (Batches(docs, spec(gpus=gpus, train__epochs="4"), 0) for gpus in ("2", "1"))
+    sequences = 4 * len(two.sequences)
+    one.go_on(3, two.consumed(3))
+    assert one.total_steps() == 3 + -(-(sequences - 36) // 6)
+    assert one.consumed(one.total_steps()) >= sequences > one.consumed(one.total_steps() - 1)
+    two.go_on(3, two.consumed(3))
+    assert two.total_steps() == -(-sequences // 12)

@@ -1,7 +1,10 @@
 """Real runs of the tiny preset through DeepSpeed's launcher, on the CPU."""
 
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ from so_tui.runs.records import (
     ResumedRecord,
     StartRecord,
     StepRecord,
+    WarningRecord,
 )
 from so_tui_trainer import checkpoint
 from so_tui_trainer.model import expected_first_loss, load_config
@@ -90,7 +94,7 @@ def test_old_checkpoints_go_and_nothing_partial_stays(finished: RunDirectory) ->
 def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDirectory) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from so_tui_trainer.export import masters
+    from so_tui_trainer.export import weights
 
     model, info = AutoModelForCausalLM.from_pretrained(finished.path / "export", output_loading_info=True)
     assert not info["missing_keys"]
@@ -101,8 +105,7 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDir
     assert found is not None
     other = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    weights = dict(masters(checkpoint.optimizer_folder(found.path), shapes))
-    other.load_state_dict({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, strict=False)
+    other.load_state_dict(weights(found.path, shapes), strict=False)
     with torch.no_grad():
         logits = model(input_ids=ids).logits
         assert torch.equal(logits, other(input_ids=ids).logits)
@@ -137,8 +140,13 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     while not any(isinstance(record, StepRecord) and record.step >= 3 for record in records(run)):
         assert process.poll() is None, log(run)
         time.sleep(0.05)
-    control.request(run, "stop")
+    # A scheduler's warning is a request like any other.
+    binding = next(record for record in records(run) if isinstance(record, BindingRecord))
+    os.kill(binding.ranks[1].pid, signal.SIGUSR1)
     assert process.wait(timeout=120) == 0, log(run)
+    asked = control.details(run, "stop")
+    assert asked is not None
+    assert asked.reason == "rank 1 received SIGUSR1"
     end = end_of(records(run))
     assert end.state == "stopped"
     assert 3 < end.step < 12
@@ -155,6 +163,28 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
     straight = {record.step: record.loss for record in steps_of(records(finished))}
     assert {record.step: record.loss for record in steps_of(second)} == {step: loss for step, loss in straight.items() if step > end.step}
+
+
+def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finished: RunDirectory, tmp_path: Path) -> None:
+    """With two micro-batches, one rank meets the sequences of two: the same losses, from the newest checkpoint that can be read."""
+    spec = tiny(train__steps="12", gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload")
+    run = create_run(spec, tmp_path)
+    shutil.copytree(finished.checkpoints_dir, run.checkpoints_dir)
+    states = run.checkpoints_dir / "step-000012" / "optimizer" / "rank_00001.states"
+    states.write_bytes(states.read_bytes()[:-100])
+    assert start(run, spec).wait(timeout=300) == 0, log(run)
+    found = records(run)
+    warning = next(record for record in found if isinstance(record, WarningRecord))
+    assert "step-000012 cannot be read" in warning.message
+    assert "rank_00001.states has" in warning.message
+    assert warning.message.endswith("going on from step-000010")
+    assert next(record for record in found if isinstance(record, ResumedRecord)).step == 10
+    expected = {record.step: record for record in steps_of(records(finished))}
+    assert [record.step for record in steps_of(found)] == [11, 12]
+    for record in steps_of(found):
+        assert record.useful_tokens == expected[record.step].useful_tokens
+        assert record.loss == pytest.approx(expected[record.step].loss, rel=1e-2)
+    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == ["step-000010", "step-000012", "step-000012.damaged"]
 
 
 def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Which sequences a step trains on, as tensors. A pure function of (seed, step, micro-step, rank): the position in the data is the step.
+"""Which sequences a step trains on, as tensors. The order of all sequences is a pure function of (seed, epoch); a step takes the next ones,
+and the ranks share them out: how many ranks there are does not change what comes next.
 
 Every rank knows the counts of the whole step, all ranks and micro-batches, from the lengths alone: the exact weight of a token in the
 loss needs no communication, and no wait for the GPU.
@@ -116,6 +117,15 @@ class Batches:
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
         self.sequences_per_step = spec.train.micro_batch * spec.micro_steps * spec.ranks
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
+        self._step_before, self._consumed_before = 0, 0
+
+    def go_on(self, step: int, consumed: int) -> None:
+        """After a resume: step ``step`` is done, and with it the first ``consumed`` sequences of the order, whatever a step takes now."""
+        self._step_before, self._consumed_before = step, consumed
+
+    def consumed(self, step: int) -> int:
+        """Sequences that are trained on when step ``step`` is done, counted over epochs and ranks."""
+        return self._consumed_before + (step - self._step_before) * self.sequences_per_step
 
     def total_steps(self) -> int:
         """Optimizer steps of the run, from whichever of steps, epochs and tokens the spec gives; at least one."""
@@ -125,15 +135,20 @@ class Batches:
         if train.steps:
             return train.steps
         if train.epochs:
-            return max(1, math.ceil(train.epochs * len(self.sequences) / self.sequences_per_step))
+            return self._steps_for(math.ceil(train.epochs * len(self.sequences)))
         if train.tokens:
-            return max(1, math.ceil(train.tokens / (float(self._useful.mean()) * self.sequences_per_step)))
+            return self._steps_for(math.ceil(train.tokens / float(self._useful.mean())))
         remedy = "Set one of `train.steps`, `train.epochs`, `train.tokens`."
         raise InputError([Problem(field="train.steps", value="0", message="the run has no length", remedy=remedy)])
 
+    def _steps_for(self, sequences: int) -> int:
+        """The step that ends ``sequences``, counted from the start of the run."""
+        left = max(0, sequences - self._consumed_before)
+        return max(1, self._step_before + math.ceil(left / self.sequences_per_step))
+
     def work(self, step: int) -> Work:
         """What step ``step`` (from 1) works on."""
-        indices = self._indices((step - 1) * self.sequences_per_step, self.sequences_per_step)
+        indices = self._indices(self.consumed(step - 1), self.sequences_per_step)
         micro_batches = indices.reshape(-1, self._spec.train.micro_batch)
         return Work(
             useful_tokens=int(self._useful[indices].sum()),
@@ -147,8 +162,8 @@ class Batches:
         """This rank's micro-batches of step ``step`` (from 1), on the CPU."""
         micro_batch, ranks = self._spec.train.micro_batch, self._spec.ranks
         for micro_step in range(self._spec.micro_steps):
-            turn = ((step - 1) * self._spec.micro_steps + micro_step) * ranks + self._rank
-            yield self._batch(self._indices(turn * micro_batch, micro_batch))
+            turn = micro_step * ranks + self._rank
+            yield self._batch(self._indices(self.consumed(step - 1) + turn * micro_batch, micro_batch))
 
     def portions(self, first_step: int, last_step: int) -> Iterator[Portion]:
         """This rank's micro-batches of these steps (the last one included), in order."""

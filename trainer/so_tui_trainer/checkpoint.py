@@ -1,93 +1,64 @@
-"""Checkpoints: written by all ranks into ``step-000060.partial``, made valid by one rename, old ones removed after that.
+"""Checkpoints: written by all ranks into ``step-000060.partial``, made valid by one rename, old ones removed once it is proven readable.
 
 A checkpoint holds the masters, moments and counters of the optimizer (the bf16 weights are a cast of the masters), the random number
-generators of every rank, and what the data was. Schedule and place in the data follow from the step.
+generators of every rank, and what the data was. The schedule follows from the step. See ``checkpoint_folder`` for the files.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import Struct
 
 from so_tui.plan.layout import partition_numel
-from so_tui.runs import RunDirectory
 from so_tui.runs.records import CheckpointRecord
-from so_tui.spec import RunSpec, disk_size
-from so_tui_trainer import offload
+from so_tui.spec import RunSpec
+from so_tui_trainer import checkpoint_folder, offload
+from so_tui_trainer.checkpoint_folder import Found, Manifest, folder_of, newest, optimizer_folder, read_manifest, set_aside
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 
-_NAME = re.compile(r"step-(\d{6,})")
-_PARTIAL = ".partial"
-_MANIFEST = "checkpoint.json"
+__all__ = [
+    "Found",
+    "Manifest",
+    "folder_of",
+    "load",
+    "make_room",
+    "newest",
+    "optimizer_folder",
+    "read_manifest",
+    "save",
+    "set_aside",
+    "wanted",
+]
+
 _STATE_BYTES = 12
 """Of one parameter: fp32 master and two moments."""
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
-    """What a checkpoint belongs to; written last, so a folder without it is not one."""
-
-    schema: int = 1
-    step: int
-    total_steps: int
-    ranks: int
-    useful_tokens: int
-    """Of all steps so far."""
-    trained_tokens: int
-    data: str
-    """Fingerprint of the documents that the step counts through."""
-    last_loss: float | None
-    spec: RunSpec
+def wanted(spec: RunSpec) -> bool:
+    """Whether the run saves without being asked to."""
+    settings = spec.checkpoint
+    return bool(settings.every_steps or settings.every_minutes or settings.at_end or settings.export)
 
 
-def folder_of(run: RunDirectory, spec: RunSpec) -> Path:
-    """Where a run's checkpoints lie; a folder of the spec may serve several runs."""
-    return Path(spec.checkpoint.folder).expanduser() / run.name if spec.checkpoint.folder else run.checkpoints_dir
-
-
-class Found(NamedTuple):
-    path: Path
-    manifest: Manifest
-    unreadable: tuple[Path, ...]
-    """Newer ones that could not be read."""
-
-
-def newest(folder: Path) -> Found | None:
-    """The newest checkpoint that can be read; None when there is none at all.
-
-    Raises TrainingError when there are some and none can be read: starting anew would throw their training away.
-    """
-    unreadable: list[Path] = []
-    for path in reversed(_checkpoints(folder)):
-        try:
-            return Found(path, read_manifest(path), tuple(unreadable))
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
-            unreadable.append(path)
-    if unreadable:
-        reason = f"none of the checkpoints in {folder} can be read"
-        raise TrainingError(reason, "They may be of another version of so-tui. Move them elsewhere to start anew.")
-    return None
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Raises OSError or msgspec.DecodeError when the folder is not a whole checkpoint."""
-    return msgspec.json.decode((checkpoint / _MANIFEST).read_bytes(), type=Manifest)
-
-
-def optimizer_folder(checkpoint: Path) -> Path:
-    return checkpoint / "optimizer"
+def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
+    """Find out, together with the other ranks, whether a checkpoint fits on the disk. Raises TrainingError, on all alike, when not."""
+    parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+    share = sum(partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size) for parameter in parameters)
+    field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
+    with _together(ranks, "no checkpoint can be written"):
+        if ranks.first:
+            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
 
 def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
@@ -96,49 +67,36 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     Raises TrainingError, on all ranks alike, when it does not fit or some rank could not write; the checkpoints before it stay as they are.
     """
     began = time.monotonic()
-    final = folder / f"step-{manifest.step:06d}"
-    partial = final.with_name(final.name + _PARTIAL)
+    make_room(engine, folder, manifest.spec, ranks)
     with _together(ranks, "the checkpoint cannot be started"):
-        if ranks.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"*{_PARTIAL}"):  # by an attempt that was killed
-                shutil.rmtree(left)
-            _check_room(engine, folder, ranks)
-            optimizer_folder(partial).mkdir(parents=True)
+        made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
+    partial = ranks.from_first(made)
     written = 0
     with _together(ranks, "the checkpoint could not be written", cleanup=partial):
         written = offload.save_state(engine, optimizer_folder(partial))
-        torch.save(_random_state(), partial / f"random.rank{ranks.rank}.pt")
+        _save_random_state(_random_file(partial, ranks.rank))
     total = int(sum(row[0] for row in ranks.table([float(written)])))
     with _together(ranks, "the checkpoint could not be finished", cleanup=partial):
-        if ranks.first:
-            (partial / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
-            if final.exists():  # the same step again, after a resume from an older checkpoint
-                shutil.rmtree(final)
-            partial.rename(final)
-            _sync(folder)
-            for old in _checkpoints(folder)[: -manifest.spec.checkpoint.keep]:
-                shutil.rmtree(old)
+        final = checkpoint_folder.complete(partial, manifest) if ranks.first else None
     seconds = time.monotonic() - began
-    return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=str(final), bytes=total, seconds=seconds)
+    path = str(ranks.from_first(final))
+    return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
 
 
 def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> None:
-    """Put the run back to where the checkpoint was made. Raises TrainingError, on all ranks alike, when it does not fit this run."""
-    if manifest.ranks != ranks.size:
-        raise TrainingError(
-            f"{checkpoint} was made by {manifest.ranks} ranks, and this run has {ranks.size}", f"Resume with {manifest.ranks} GPUs."
-        )
+    """Put the run back to where the checkpoint was made, by however many ranks. Raises TrainingError, on all ranks alike.
+
+    With another number of ranks the random number generators stay as they were seeded: nothing in training draws from them but dropout.
+    """
     with _together(ranks, f"{checkpoint} could not be loaded"):
         offload.load_state(engine, optimizer_folder(checkpoint))
-        # Written by ``save`` above: plain tensors and tuples, but numpy's state is not on torch's list of safe types.
-        _restore_random_state(torch.load(checkpoint / f"random.rank{ranks.rank}.pt", weights_only=False))
+        if manifest.ranks == ranks.size:
+            # Written by ``save`` above: plain tensors and tuples, but numpy's state is not on torch's list of safe types.
+            _restore_random_state(torch.load(_random_file(checkpoint, ranks.rank), weights_only=False))
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Ascending by step."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def _random_file(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"random.rank{rank}.pt"
 
 
 @contextmanager
@@ -147,7 +105,7 @@ def _together(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[
     error: Exception | None = None
     try:
         yield
-    except (OSError, RuntimeError, TrainingError, offload.OffloadError) as caught:
+    except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, offload.OffloadError) as caught:
         error = caught
     told = error.reason if isinstance(error, TrainingError) else "" if error is None else str(error)
     advice = error.suggestion if isinstance(error, TrainingError) else ""
@@ -161,32 +119,18 @@ def _together(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[
     raise TrainingError(f"{what}: {text}", remedy) from error
 
 
-def _check_room(engine: Any, folder: Path, ranks: Ranks) -> None:
-    """Raises TrainingError when the states of all ranks do not fit on the disk."""
-    parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    share = sum(partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size) for parameter in parameters)
-    needed, free = _STATE_BYTES * share * ranks.size, shutil.disk_usage(folder).free
-    if needed > free:
-        raise TrainingError(
-            f"a checkpoint needs {disk_size(needed)}, and {folder} has {disk_size(free)} free",
-            "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder` to a larger disk.",
-        )
-
-
-def _sync(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _save_random_state(path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(_random_state(), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:

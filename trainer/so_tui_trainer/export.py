@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from msgspec import Struct
 
 import so_tui
-from so_tui.plan.layout import partition_numel
 from so_tui.spec import InputError, Problem
+from so_tui_trainer import offload
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.model import PREFIX, load_config
-from so_tui_trainer.offload.checkpoint import Manifest as StateManifest
 from so_tui_trainer.tokens import load_tokenizer
 
 _MARK = "so_tui_export.json"
@@ -51,7 +48,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     with torch.device("meta"):
         model = factory.from_config(config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    state = {name: master.to(torch.bfloat16) for name, master in masters(optimizer_folder(checkpoint), shapes)}
+    state = weights(checkpoint, shapes)
     if missing := shapes.keys() - state.keys():
         raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
@@ -60,6 +57,17 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
         model.save_pretrained(partial, state_dict=state)
         load_tokenizer(spec).save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """The bf16 weights that a checkpoint's masters stand for, by their name in the model. Raises ValueError for one that does not fit."""
+    found = {}
+    for full_name, master in offload.saved_masters(optimizer_folder(checkpoint)):
+        name = full_name.removeprefix(PREFIX)
+        if name not in shapes or shapes[name].numel() != len(master):
+            raise ValueError(f"{name} of the checkpoint, {len(master)} elements, does not fit the model")
+        found[name] = master.to(torch.bfloat16).view(shapes[name])
+    return found
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -91,22 +99,3 @@ def replacing(folder: Path, mark: Mark) -> Iterator[Path]:
             old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def masters(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The fp32 weights of every parameter, put together from all ranks' states; a tensor at a time."""
-    manifests = [msgspec.json.decode(path.read_bytes(), type=StateManifest) for path in sorted(folder.glob("rank_*.json"))]
-    if not manifests or len(manifests) != manifests[0].ranks:
-        raise ValueError(f"{folder} holds the states of {len(manifests)} ranks of {manifests[0].ranks if manifests else 'unknown'}")
-    files = [np.memmap(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32, mode="r") for manifest in manifests]
-    ranks, start = len(manifests), 0
-    for group in manifests[0].sub_groups:
-        offset = start
-        for full_name in group.names:
-            name = full_name.removeprefix(PREFIX)
-            shape = shapes[name]
-            share = partition_numel(math.prod(shape), ranks)
-            flat = np.concatenate([file[offset : offset + share] for file in files])[: math.prod(shape)]
-            yield name, torch.from_numpy(flat).view(shape)
-            offset += share
-        start += group.numel * (3 if group.moments else 1)

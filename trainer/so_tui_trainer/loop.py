@@ -62,7 +62,7 @@ class Loop:
         self.clock = StepClock(ranks.device)
 
     def resume(self, path: str, manifest: Manifest) -> None:
-        """Go on after the checkpoint's step."""
+        """Go on after the checkpoint's step, to which ``batches`` have been brought."""
         self.step = self.saved_step = manifest.step
         self.saved, self.last_loss = path, manifest.last_loss
         self.useful_tokens, self.trained_tokens = manifest.useful_tokens, manifest.trained_tokens
@@ -75,7 +75,7 @@ class Loop:
         self.metrics.check()
         if self.spec.checkpoint.at_end or self.spec.checkpoint.export:
             self.save()
-        state: Literal["finished", "stopped"] = "finished" if self.step == self.total_steps else "stopped"
+        state: Literal["finished", "stopped"] = "finished" if self.step >= self.total_steps else "stopped"
         saved = self.saved if self.saved_step == self.step else ""
         return Outcome(state=state, step=self.step, saved=saved, summary=self.metrics.summary())
 
@@ -95,6 +95,7 @@ class Loop:
             every = self.spec.checkpoint.every_steps
             if "checkpoint" in asked or (every and step.number % every == 0):
                 self.save()
+                control.saved()
 
     def train_step(self, number: int, feed: Feed[Portion]) -> Step:
         """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
@@ -155,6 +156,7 @@ class Loop:
             step=self.step,
             total_steps=self.total_steps,
             ranks=self.ranks.size,
+            consumed_sequences=self.batches.consumed(self.step),
             useful_tokens=self.useful_tokens,
             trained_tokens=self.trained_tokens,
             data=self.data,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from so_tui.plan.flops import peak_flops
 from so_tui.plan.types import Plan
 from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import control as run_control
 from so_tui.runs.records import (
     BindingRecord,
     EndRecord,
@@ -49,7 +50,7 @@ from so_tui_trainer.trackers import trackers_of
 def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> int:
     """Load, train, save, and write the end record; 0 when the run did what was asked, 1 when it failed."""
     session = Session(run, attempt, plan, report)
-    session.exit_when_terminated()
+    session.obey_signals()
     try:
         session.finish(session.train())
     except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
@@ -92,8 +93,8 @@ class Session:
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
         bindings = ranks.gather(self.report)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
-        found = ranks.from_first(checkpoint.newest(checkpoint.folder_of(self.run, self.spec)) if ranks.first else None)
-        control = Control(self.run, ranks)
+        found = ranks.from_first(self._newest() if ranks.first else None)
+        control = Control(self.run, ranks, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
             self.loop = loop = self._load(ranks, found, control)
         except StoppedEarlyError:
@@ -137,24 +138,32 @@ class Session:
         except OSError as trouble:  # a full disk, say: the log, on its own descriptor, may still take it
             print(f"{failure.reason}. {failure.suggestion} (not written down: {trouble})", file=sys.stderr)
 
-    def exit_when_terminated(self) -> None:
-        """On TERM leave at once, even when the main thread waits in a collective for a rank that will never come.
+    def obey_signals(self) -> None:
+        """On USR1, a scheduler's warning, ask the run to stop with a checkpoint, as any user would.
 
-        Python runs signal handlers in the main thread only, and between two instructions of it; what its C part writes to the wake-up
-        descriptor is seen by any thread.
+        On TERM leave at once, even when the main thread waits in a collective for a rank that will never come. Python runs signal handlers
+        in the main thread only, and between two instructions of it; what its C part writes to the wake-up descriptor is seen by any thread.
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        for signum in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
         def wait() -> None:
-            while signal.SIGTERM not in os.read(reading, 1):
-                pass
+            while (received := os.read(reading, 1)[0]) != signal.SIGTERM:
+                if received == signal.SIGUSR1:
+                    self._ask_to_stop()
             self._write_failure()
             os._exit(128 + signal.SIGTERM)
 
-        threading.Thread(target=wait, name="terminate", daemon=True).start()
+        threading.Thread(target=wait, name="signals", daemon=True).start()
+
+    def _ask_to_stop(self) -> None:
+        try:
+            run_control.request(self.run, "stop", reason=f"rank {self.rank} received SIGUSR1")
+        except OSError as error:  # the supervisor and the other ranks have been warned too
+            print(f"the wish to stop cannot be written: {error}", file=sys.stderr, flush=True)
 
     def _load(self, ranks: Ranks, found: checkpoint.Found | None, control: Control) -> Loop:
         """Everything before the first step, in parts that take minutes with large models. Raises StoppedEarlyError between them."""
@@ -162,8 +171,10 @@ class Session:
         control.stop_early()
         data = self._data(ranks)
         control.stop_early()
-        loop = self._loop(ranks, data, control)
+        loop = self._loop(ranks, data, control, found)
         control.stop_early()
+        if checkpoint.wanted(self.spec):
+            checkpoint.make_room(self.engine, checkpoint.folder_of(self.run, self.spec), self.spec, ranks)
         if found:
             self._resume(loop, found, data, ranks)
             control.stop_early()
@@ -195,7 +206,20 @@ class Session:
     def _tell_tokenised(self, rows: int, total: int) -> None:
         self._phase("loading", f"tokenising the data, {rows:,} of {total:,} rows")
 
-    def _loop(self, ranks: Ranks, data: TrainingData, control: Control) -> Loop:
+    def _newest(self) -> checkpoint.Found | None:
+        """The checkpoint to go on from. Newer ones that cannot be read are set aside, and said to be."""
+        found = checkpoint.newest(checkpoint.folder_of(self.run, self.spec))
+        if found is None:
+            return None
+        for damage in found.damaged:
+            kept = checkpoint.set_aside(damage.path)
+            self._warn(
+                f"{damage.path.name} cannot be read ({damage.reason}); going on from {found.path.name}",
+                f"It is kept as {kept}; delete it when nothing in it is wanted.",
+            )
+        return found
+
+    def _loop(self, ranks: Ranks, data: TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
         model = build(self.spec, ranks.device, ds_config)
@@ -207,6 +231,8 @@ class Session:
         self.engine = offload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
         binding.settle(mine)
         self._seed(self.rank)
+        if found:
+            data.batches.go_on(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
         expected = expected_first_loss(model.causal.config) if self.spec.model.weights == "random" else None
@@ -225,10 +251,10 @@ class Session:
 
     def _resume(self, loop: Loop, found: checkpoint.Found, data: TrainingData, ranks: Ranks) -> None:
         self._phase("loading", f"resuming from step {found.manifest.step}")
-        if found.unreadable:
-            self._warn(f"cannot read {', '.join(path.name for path in found.unreadable)}; going on from {found.path.name}", "")
-        if found.manifest.data != data.fingerprint:
-            self._warn("the data changed since the checkpoint; its order starts anew", "Resume with the same data to be exact.")
+        before, now = found.manifest.spec, self.spec
+        if found.manifest.data != data.fingerprint or _order(before) != _order(now):
+            message = f"the data or its order changed since the checkpoint; it goes on at sequence {found.manifest.consumed_sequences + 1}"
+            self._warn(message, "Resume with the same data, seed, sequence length and packing to neither skip nor repeat any.")
         checkpoint.load(self.engine, found.path, found.manifest, ranks)
         loop.resume(str(found.path), found.manifest)
 
@@ -313,3 +339,8 @@ class Session:
             offload.close(self.engine)
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _order(spec: RunSpec) -> tuple[int, int, bool]:
+    """What the order of the sequences depends on, beside the documents."""
+    return spec.train.seed, spec.data.sequence_length, spec.data.packing

@@ -17,9 +17,10 @@ import torch
 
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
-from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8, stage3_0_19_8
+from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8, resharding, stage3_0_19_8
 from so_tui_trainer.offload.deepspeed_0_19_8 import join_process_group
 from so_tui_trainer.offload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
+from so_tui_trainer.offload.resharding import masters as saved_masters
 from so_tui_trainer.offload.stats import OffloadStats
 
 __all__ = [
@@ -36,10 +37,12 @@ __all__ = [
     "load_state",
     "own_part",
     "save_state",
+    "saved_masters",
     "set_learning_rate",
     "settle",
     "stats",
     "uses_worker",
+    "verify_state",
     "worker_pid",
 ]
 
@@ -104,15 +107,24 @@ def save_state(engine: Any, folder: Path) -> int:
 
 
 def load_state(engine: Any, folder: Path) -> None:
-    """Puts this rank's saved state into the engine and rebuilds the weights from it, so that training goes on as if it had never stopped.
+    """Puts this rank's share of a saved state into the engine and rebuilds the weights from it, as if training had never stopped.
 
-    Raises StateMismatchError when it was saved by a different run (ranks, sub-groups, parameters, ratio, DeepSpeed version).
+    The state may come from any number of ranks and any offload mode and ratio: it is the state of AdamW, found by parameter name. Raises
+    StateMismatchError, before anything is changed, when it belongs to another model or lacks the moments; OffloadError when it is torn.
     """
     settle(engine)
     states = deepspeed_0_19_8.sub_group_states(engine)
-    checkpoint.read(Path(folder), _manifest(engine, states), states)
+    resharding.read(Path(folder), _manifest(engine, states), states)
     deepspeed_0_19_8.replay_bias_correction(engine)
     deepspeed_0_19_8.publish_weights(engine)
+
+
+def verify_state(folder: Path) -> None:
+    """Proves a saved state of all ranks readable: all files there, of the right size, and a thousandth of their bytes as written.
+
+    One process does it for all; no engine is needed. Raises OffloadError with what is wrong.
+    """
+    checkpoint.verify(folder)
 
 
 def gradient_norm(engine: Any) -> float | None:
@@ -211,5 +223,5 @@ def _manifest(engine: Any, states: Sequence[deepspeed_0_19_8.SubGroupState]) -> 
         ratio=spec.offload.ratio if spec.offload.mode != "gpu" else 0.0,
         rank=torch.distributed.get_rank(),
         ranks=torch.distributed.get_world_size(),
-        sub_groups=checkpoint.records(states, deepspeed_0_19_8.parameter_names(engine)),
+        sub_groups=checkpoint.records(states, deepspeed_0_19_8.sub_group_parameters(engine)),
     )

@@ -99,10 +99,10 @@ def super_offload(engine: Engine) -> SuperOffload | None:
     return optimizer.core if isinstance(optimizer, SuperOffloadStage3) else None
 
 
-def parameter_names(engine: Engine) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters of each sub-group, in order."""
+def sub_group_parameters(engine: Engine) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Name and elements (of all ranks together) of the parameters of each sub-group, in order."""
     optimizer = engine.optimizer
-    return tuple(tuple(optimizer.param_names[parameter] for parameter in group) for group in optimizer.fp16_groups)
+    return tuple(tuple((optimizer.param_names[parameter], parameter.ds_numel) for parameter in group) for group in optimizer.fp16_groups)
 
 
 def sub_group_states(engine: Engine) -> list[SubGroupState]:

@@ -21,7 +21,7 @@ def export_run(request: Answer) -> Iterator[Answer]:
     run = RunDirectory(Path(request["run"]))
     found = newest(folder_of(run, read_spec(run)))
     if found is None:
-        remedy = "Resume it and let it save one: at its end, on stop, or every `checkpoint.every_steps` steps."
+        remedy = "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or `every_minutes`."
         raise InputError([Problem(field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)])
     checkpoint, manifest = found.path, found.manifest
     folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
