@@ -26,6 +26,8 @@ STEP = (
     "matrix_efficiency",
     "elementwise_efficiency",
     "loss_bytes_per_logit",
+    "forward_layer_s",
+    "backward_layer_s",
     "gpu_step_bytes_per_parameter",
     "norm_s",
     "landing_s",

@@ -54,8 +54,26 @@ class Architecture(Struct, frozen=True, kw_only=True):
         return self.layers - self.windowed_layers
 
 
+_read: dict[int, tuple[Mapping[str, Any], Architecture]] = {}
+"""Shapes by the identity of their config, which is kept so that no other can take its place: the planner asks a thousand times."""
+_MOST_READ = 256
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The shape behind ``[model.config]``. Raises InputError naming every key that is missing or not a positive whole number."""
+    """The shape behind ``[model.config]``, which nobody changes. Raises InputError naming every key that is missing or not a positive whole
+    number.
+    """
+    known = _read.get(id(config))
+    if known is not None and known[0] is config:
+        return known[1]
+    found = _architecture(config)
+    if len(_read) >= _MOST_READ:
+        _read.clear()
+    _read[id(config)] = (config, found)
+    return found
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
     problems: list[Problem] = []
 
     def number(*keys: str) -> int:

@@ -237,5 +237,8 @@ def _small_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
 
 
 def _fullest(terms: Sequence[MemoryTerm], place: Place) -> Phase | None:
-    totals = phase_bytes(terms, place)
+    totals: dict[Phase, int] = {}
+    for entry in terms:
+        if entry.phase and entry.place == place:
+            totals[entry.phase] = totals.get(entry.phase, 0) + entry.bytes
     return max(totals, key=lambda phase: totals[phase], default=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from so_tui.plan.types import Confidence, MemoryTerm, Phase, Place
 from so_tui.spec.types import RunSpec
 
@@ -17,6 +19,7 @@ def term_of(
     return MemoryTerm(name=name, place=place, bytes=size, confidence=confidence, formula=formula, rank=rank, phase=phase)
 
 
+@lru_cache(maxsize=4096)
 def count(number: int) -> str:
     """A count for people: 14.77 B, 389 M, 16 k."""
     for unit, size in (("B", 1_000_000_000), ("M", 1_000_000), ("k", 10_000)):
