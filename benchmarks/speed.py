@@ -120,18 +120,16 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
 
     import torch
 
-    from so_tui_trainer import offload, tokens
+    from so_tui_trainer import cache, offload, tokens
     from so_tui_trainer.batches import Batches
-    from so_tui_trainer.model import Zero3, build, parameter_groups
+    from so_tui_trainer.model import build, parameter_groups
     from so_tui_trainer.ranks import join
 
     ranks = join(use_gpu=arguments.shape != "tiny")
-    documents = tokens.read(tokens.prepare(spec))
+    documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
-    zero3 = Zero3(dict(launch.ds_config))
-    model = build(spec, ranks.device)
+    model = build(spec, ranks.device, launch.ds_config)
     engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
-    del zero3
     binding.settle(mine)
     for lever in setup.levers:
         used = _with_lever(model, spec, lever)
@@ -198,11 +196,11 @@ def _steps(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
     last = time.perf_counter()
     for number in range(1, WARMUP + MEASURED + 1):
         work = batches.work(number)
-        weight = 1 / work.trained_tokens
+        weights = 1 / work.trained_tokens, 1 / work.useful_tokens
         marks = [_mark(device)]
         total = torch.zeros((), device=device)
         for batch in batches.micro_batches(number):
-            loss = engine(batch.to(device), weight)
+            loss = engine(batch.to(device), *weights)
             marks.append(_mark(device))
             engine.backward(loss, scale_wrt_gas=False)
             marks.append(_mark(device))
@@ -252,7 +250,7 @@ def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
         begin = time.perf_counter()
         batch = next(iter(batches.micro_batches(WARMUP + MEASURED + 1)))
-        engine.backward(engine(batch.to(device), 1e-4), scale_wrt_gas=False)
+        engine.backward(engine(batch.to(device), 1e-4, 1e-4), scale_wrt_gas=False)
         engine.step()
         handed_over = time.perf_counter() - begin
         if cuda:
