@@ -101,8 +101,7 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
         kernels.install(causal)
     policy = spec.model.activation_checkpointing
     recompute.install(causal, "full" if policy == "auto" else policy)
-    if spec.model.leaf_modules:
-        _gather_whole(causal, spec.model)
+    gather_whole(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
     return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
@@ -182,15 +181,21 @@ def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_
     return causal, implementation
 
 
-def _gather_whole(causal: PreTrainedModel, model: ModelSpec) -> None:
-    """Tell ZeRO-3 which blocks to gather in one piece: which experts a token meets is not known beforehand."""
+def gather_whole(causal: PreTrainedModel, spec: RunSpec) -> None:
+    """Tell ZeRO-3 which blocks to gather in one piece: those of experts, since which experts a token meets is not known beforehand, and
+    every layer where one rank has all weights. Nothing is gathered there, but DeepSpeed waits for the GPU each time that it would be.
+    """
     from deepspeed.utils import set_z3_leaf_modules
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     classes = {type(module).__name__: type(module) for module in causal.modules()}
-    if absent := [name for name in model.leaf_modules if name not in classes]:
+    named = spec.model.leaf_modules
+    if absent := [name for name in named if name not in classes]:
         message, remedy = f"the model has no {', '.join(absent)}", f"It has {', '.join(sorted(classes))}."
-        raise InputError([Problem(field="model.leaf_modules", value=", ".join(model.leaf_modules), message=message, remedy=remedy)])
-    set_z3_leaf_modules(causal, [classes[name] for name in model.leaf_modules])
+        raise InputError([Problem(field="model.leaf_modules", value=", ".join(named), message=message, remedy=remedy)])
+    layers = [found for found in classes.values() if spec.ranks == 1 and issubclass(found, GradientCheckpointingLayer)]
+    if whole := list(dict.fromkeys([*(classes[name] for name in named), *layers])):
+        set_z3_leaf_modules(causal, whole)
 
 
 def _head(causal: PreTrainedModel) -> nn.Parameter:

@@ -1,0 +1,28 @@
+"""What ZeRO-3 is told about the model."""
+
+import pytest
+from deepspeed.utils import get_z3_leaf_modules
+from launching import tiny
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from so_tui.spec import InputError
+from so_tui_trainer.model import gather_whole
+
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "pad_token_id": 0}
+
+
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE, **EXPERTS))
+
+
+@pytest.mark.parametrize(("gpus", "kinds"), [("1", {"Qwen3MoeDecoderLayer", "Qwen3MoeExperts"}), ("2", {"Qwen3MoeExperts"})])
+def test_one_rank_takes_layers_whole_several_only_what_is_named(gpus: str, kinds: set[str]) -> None:
+    causal = model()
+    gather_whole(causal, tiny(gpus=gpus, model__leaf_modules='["Qwen3MoeExperts"]'))
+    assert {type(module).__name__ for module in get_z3_leaf_modules(causal)} == kinds
+
+
+def test_a_block_that_the_model_lacks_is_named_with_those_it_has() -> None:
+    with pytest.raises(InputError, match=r"model.leaf_modules.*NoSuchBlock.*Qwen3MoeDecoderLayer"):
+        gather_whole(model(), tiny(model__leaf_modules='["NoSuchBlock"]'))
