@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from so_tui.spec import InputError, ModelSpec, load_catalog
-from so_tui_trainer import attention, flash
+from so_tui_trainer import attention, flash, recompute
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.matching import meta_model
 from so_tui_trainer.model import TrainedModel, load_config, without_dropout
@@ -77,6 +77,31 @@ def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
         for key, parameter in causal.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
+
+
+@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 2)])
+def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Policy, repeated: int) -> None:
+    calls = 0
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return PLAIN.forward(*arguments)
+
+    found = {}
+    for asked, kernels in (("none", PLAIN), (policy, flash.Kernels(counted, PLAIN.backward))):
+        torch.manual_seed(0)
+        config = load_config(scaled_down("gpt-oss-20b"))
+        implementation = flash.register(kernels)
+        causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation).train()
+        recompute.install(causal, asked)
+        batch = next(Batches(documents(30), spec(data__sequence_length="128"), 0).micro_batches(1))
+        TrainedModel(causal, implementation)(batch, 1 / len(batch.targets)).backward()
+        found[kernels] = {name: parameter.grad for name, parameter in causal.named_parameters()}
+    assert calls == config.num_hidden_layers + repeated
+    expected, ours = found.values()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_sinks_are_never_left_out() -> None:

@@ -1,21 +1,23 @@
 """What only a CUDA device can show: the variable-length kernels, and training in each offload mode."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from launching import log, records, tiny, train
+from test_architectures import ONE_OF_EACH, SMALL, scaled_down
 from test_batches import documents, spec
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from so_tui.plan.loss import loss_bytes
 from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
-from so_tui_trainer import flash
+from so_tui_trainer import attention, flash
 from so_tui_trainer.batches import Batches
 from so_tui_trainer.feed import Feed
 from so_tui_trainer.loss import HeadLoss
-from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config
+from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config, without_dropout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -42,6 +44,32 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
         assert loss == pytest.approx(expected, rel=2e-3)
         for name, gradient in gradients.items():
             assert (found[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
+def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> None:
+    """bf16, against eager attention; every token meets every expert, whose choice would hang on the last bit otherwise."""
+    torch.manual_seed(0)
+    config = load_config(scaled_down(ONE_OF_EACH[kind]))
+    config.num_experts_per_tok = SMALL["num_experts"]
+    without_dropout(config)
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(torch.device("cuda"))
+    others = [flash.register()]
+    if find_spec("flash_attn") and not attention.has_sinks(causal):
+        others.append("flash_attention_2")
+    results = []
+    for implementation in ("eager", *others):
+        causal.set_attn_implementation(implementation)
+        causal.zero_grad()
+        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
+        loss.backward()
+        results.append((loss.item(), {name: parameter.grad.float().clone() for name, parameter in causal.named_parameters()}))
+    (expected, gradients), *found = results
+    for loss, ours in found:
+        assert loss == pytest.approx(expected, rel=2e-3)
+        for name, gradient in gradients.items():
+            assert (ours[name] - gradient).norm() < 0.06 * gradient.norm() + 1e-5, name
 
 
 def test_the_loss_of_a_large_vocabulary_takes_less_than_two_gib_and_what_the_plan_says() -> None:
