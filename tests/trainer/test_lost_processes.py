@@ -1,0 +1,58 @@
+"""Who dies first in a real run, and that the others follow: launcher, ranks, Adam workers."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import log, records, start, tiny
+
+from so_tui.runs import RunDirectory, create_run
+from so_tui.runs.records import EndRecord, StepRecord
+from so_tui.spec import RunSpec
+
+pytestmark = pytest.mark.slow
+
+
+def started(run: RunDirectory, spec: RunSpec, attempt: int) -> tuple[psutil.Process, list[psutil.Process], list[psutil.Process]]:
+    """The next attempt, in training: DeepSpeed's runner, all processes below it, and of these the Adam workers."""
+    runner = start(run, spec)
+    while not any(isinstance(record, StepRecord) and record.attempt == attempt for record in records(run)):
+        assert runner.poll() is None, log(run, attempt)
+        time.sleep(0.05)
+    family = psutil.Process(runner.pid).children(recursive=True)
+    workers = [process for process in family if any(part.endswith("offload/worker.py") for part in process.cmdline())]
+    assert len(workers) == spec.gpus
+    return psutil.Process(runner.pid), family, workers
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Soon. What nobody has reaped yet holds nothing any more."""
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        if not left:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_whoever_dies_first_the_others_follow(tmp_path: Path) -> None:
+    spec = tiny(offload__mode="superoffload", train__steps="10000")
+    run = create_run(spec, tmp_path)
+    runner, family, workers = started(run, spec, 1)
+    workers[-1].kill()
+    assert runner.wait(timeout=120) == 1, log(run)
+    end = records(run)[-1]
+    assert isinstance(end, EndRecord)
+    assert end.state == "failed"
+    assert "The Adam worker" in end.reason
+    assert "was ended by SIGKILL" in end.reason
+    assert gone(family)
+
+    runner, family, _ = started(run, spec, 2)
+    runner.kill()
+    for process in family:
+        if any("launcher.launch" in part or part.endswith("launcher/launch.py") for part in process.cmdline()):
+            process.kill()
+    assert gone(family)
