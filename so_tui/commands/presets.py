@@ -68,7 +68,9 @@ def _add(arguments: argparse.Namespace) -> int:
         print_json({**values, "gpus": spec.ranks, "sequence_length": spec.data.sequence_length, "notes": described.notes})
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
-    print(f"{spec.name}: {spec.label}, {model.parameter_count / 1e9:.2f} B parameters{experts}")
+    count = model.parameter_count
+    size = f"{count / 1e9:.2f} B" if count >= 10**8 else f"{count / 1e6:.2f} M"
+    print(f"{spec.name}: {spec.label}, {size} parameters{experts}")
     print(f"saved as {path}")
     for note in described.notes:
         print(f"note: {note}")
