@@ -85,6 +85,14 @@ def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(monkeypatch: p
     assert not traces()
 
 
+def test_when_deepspeed_fails_after_our_optimizer_started_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = support.ds_config
+    monkeypatch.setattr(support, "ds_config", lambda *settings: {**config(*settings), "scheduler": {"type": "Nonsense"}})
+    with pytest.raises(Exception, match="Nonsense"), support.engine(support.spec("superoffload")):
+        pass
+    assert not traces()
+
+
 def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
     group = SubGroup(torch.zeros(10, dtype=torch.float16), 0, ("weight",), (0,), on_gpu=False)
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10))])

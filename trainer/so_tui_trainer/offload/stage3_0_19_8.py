@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +48,21 @@ def super_offload_config(ds_config: Mapping[str, Any], sub_group_size: int) -> d
 
 @contextmanager
 def own_super_offload(settings: SuperOffloadSettings) -> Iterator[None]:
-    """While this lasts, an engine that wants DeepSpeed's SuperOffload optimizer gets ours."""
+    """While this lasts, an engine that wants DeepSpeed's SuperOffload optimizer gets ours; if it fails to start, nothing of ours stays."""
     original = superoffload_stage3.SuperOffloadOptimizer_Stage3
-    superoffload_stage3.SuperOffloadOptimizer_Stage3 = partial(SuperOffloadStage3, settings)
+    made: list[SuperOffloadStage3] = []
+
+    def make(*arguments: Any, **keywords: Any) -> SuperOffloadStage3:
+        made.append(SuperOffloadStage3(settings, *arguments, **keywords))
+        return made[-1]
+
+    superoffload_stage3.SuperOffloadOptimizer_Stage3 = make
     try:
         yield
+    except BaseException:
+        for optimizer in made:
+            optimizer.release()
+        raise
     finally:
         superoffload_stage3.SuperOffloadOptimizer_Stage3 = original
 
@@ -204,9 +213,13 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         raise OffloadError("This optimizer's state is loaded by so_tui_trainer.offload.load_state.")
 
     def destroy(self) -> None:
+        self.release()
+        super().destroy()
+
+    def release(self) -> None:
+        """Ends what is ours: the worker, the memory and what refers to it, the gates."""
         self.core.close()
         self.fp32_partitioned_groups_flat = []
         for parameter, name, original in self._ungated:
             setattr(parameter, name, original)
         self._ungated.clear()
-        super().destroy()
