@@ -17,6 +17,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     from so_tui.launch import locks
     from so_tui.launch.helpers import stream_tool
+    from so_tui.launch.preparation import visible_machine
     from so_tui.machine import inspect_machine
     from so_tui.plan.calibration import Rates, calibration_of, store
     from so_tui.spec import Refused
@@ -24,11 +25,12 @@ def calibrate(arguments: argparse.Namespace) -> int:
     machine = inspect_machine()
     answer: dict[str, Any] = {}
     try:
-        held = list(locks.take_gpus(locks.lock_folder(), machine.gpus, locks.Holder(run="calibrate", pid=os.getpid())))
+        mine = visible_machine(machine, os.environ)
+        held = locks.take_gpus(locks.lock_folder(), mine.gpus, locks.Holder(run="calibrate", pid=os.getpid()))
     except locks.LockTakenError as error:
         raise Refused([f"{error}. What is measured beside a run would be wrong for both; wait for its end"]) from error
     try:
-        for answer in stream_tool("calibrate", request_of(machine)):
+        for answer in stream_tool("calibrate", request_of(mine)):
             if message := answer.get("message"):
                 print(message, file=sys.stderr if arguments.json else sys.stdout, flush=True)
     finally:

@@ -17,7 +17,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe, model_key
 from so_tui.plan.flops import flops_of
-from so_tui.plan.host_memory import NOT_STEADY
+from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader, read_state
 from so_tui.runs.records import FINAL_STATES, MetricRecord, Sample, StepRecord
@@ -36,8 +36,6 @@ class Measured(Struct, frozen=True, kw_only=True):
 
     figures: Figures
     workload: Workload
-    load_peak_bytes: int
-    """The most host memory that the run's processes had before the first step."""
     steps: int
 
 
@@ -108,9 +106,9 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
             gpu_reserved_bytes=reserved,
             gpu_device_bytes=max(device, default=0) if reserved else 0,
             host_bytes=max(step.host_memory_bytes or 0 for step in steps),
+            host_load_bytes=max(before, default=0),
         ),
         workload=workload_of(counted, plan),
-        load_peak_bytes=max(before, default=0),
         steps=len(counted),
     )
 
@@ -141,7 +139,7 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
     """The plan of a spec for such data, as it is without any probe, and its figures in a probe's terms."""
     plan = make_plan(spec, machine, workload=workload, probed=False)
     step = plan.step
-    node = sum(term.bytes for term in plan.breakdown if term.place == "node" and term.name not in NOT_STEADY)
+    steady, loading = steady_bytes(plan.breakdown), load_bytes(plan.spec, plan.breakdown, plan.gpus)
     return plan, Figures(
         step_s=step.total_s if step else 0.0,
         forward_s=step.forward_s if step else 0.0,
@@ -149,7 +147,8 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
         exposed_optimizer_s=step.exposed_optimizer_s if step else 0.0,
         gpu_reserved_bytes=plan.gpu_reserved_bytes,
         gpu_device_bytes=plan.gpu_bytes,
-        host_bytes=node * plan.gpus,
+        host_bytes=steady * plan.gpus,
+        host_load_bytes=loading,
     )
 
 
@@ -188,6 +187,7 @@ def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
         "gpu_reserved_bytes": 2.0**30,
         "gpu_device_bytes": 2.0**30,
         "host_bytes": 2.0**30,
+        "host_load_bytes": 2.0**30,
     }
     for name, unit in names.items():
         predicted, actual = getattr(probe.predicted, name) / unit, getattr(probe.actual, name) / unit

@@ -55,6 +55,9 @@ class Figures(Struct, frozen=True, kw_only=True):
     gpu_reserved_bytes: int
     gpu_device_bytes: int
     host_bytes: int
+    """Of the run's processes while it trains."""
+    host_load_bytes: int = 0
+    """The most before the first step."""
 
 
 class Probe(Struct, frozen=True, kw_only=True):

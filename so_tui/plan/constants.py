@@ -31,6 +31,8 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     cuda_process_bytes: int
     """Host memory of a training process beside its tensors: Python, torch, CUDA libraries, data."""
     cpu_process_bytes: int
+    launcher_bytes: int
+    """DeepSpeed's runner and launcher and our supervisor, once a host."""
     own_worker_bytes: int
     deepspeed_worker_bytes: int
     block_share: float

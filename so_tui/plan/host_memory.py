@@ -21,12 +21,27 @@ _READING_BYTES = 64 * 2**20
 _MESSAGES_SHM_BYTES = 16_000_000
 
 
+def steady_bytes(terms: Sequence[MemoryTerm]) -> int:
+    """Host memory of one rank while it trains."""
+    return sum(entry.bytes for entry in terms if entry.place == "node" and entry.rank is None and entry.name not in NOT_STEADY)
+
+
+def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
+    """The most host memory of a run of ``ranks`` on one host before its first step, with what starts it.
+
+    DeepSpeed's optimizers make their moments in that step, ours before.
+    """
+    later = {SAVING} if own_engine(spec) else {SAVING, "moments"}
+    return sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in terms if entry.place == "node" and entry.name not in later)
+
+
 def host_terms(
     spec: RunSpec, layout: StateLayout, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool
 ) -> Iterator[MemoryTerm]:
     memory = constants().memory
     process = memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes
     yield term_of("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    yield term_of("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     later = sum(term.bytes for term in states if term.place == "node") if has_gpu else 0
     if own_engine(spec):
         yield term_of("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")

@@ -43,7 +43,7 @@ def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
     nothing = planner_fit.Figures(
         step_s=1, forward_s=1, backward_s=1, exposed_optimizer_s=1, gpu_reserved_bytes=1, gpu_device_bytes=1, host_bytes=1
     )
-    measured = Measured(figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), load_peak_bytes=0, steps=4)
+    measured = Measured(figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), steps=4)
     empty = planner_fit.Case(spec, site, measured)
     with using(made_by):
         return planner_fit.Case(spec, site, replace(measured, figures=planner_fit.predicted(empty)))

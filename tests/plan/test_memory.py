@@ -182,7 +182,7 @@ def test_keeping_more_takes_more(name: str) -> None:
 def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() -> None:
     spec = with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4"})
     plan = make_plan(spec, superchips(4))
-    assert len(set(plan.host_bytes_per_node.values())) == 1
+    assert len({plan.host_bytes_per_node[node] for node in (1, 2, 3)}) == 1
     (loading,) = (term for term in plan.breakdown if term.name == LOADING)
     assert loading.bytes == pytest.approx(2 * state_layout(plan.spec, 4).numel, rel=0.05)
     offloaded = make_plan(with_values(spec, {"offload.mode": "superoffload"}), superchips(4))
