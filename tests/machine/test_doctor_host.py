@@ -146,8 +146,8 @@ def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
     assert found(machine, {**SEGMENTS, **mapped}, tmp_path / "u") == ()
 
 
-def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int = 1) -> dict[str, str]:
-    return {f"/proc/{pid}/stat": f"{pid} (a b) S {parent} 1 1\n", f"/proc/{pid}/environ": environ, f"/proc/{pid}/cmdline": cmdline}
+def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int = 1, session: int = 49) -> dict[str, str]:
+    return {f"/proc/{pid}/stat": f"{pid} (a b) S {parent} 1 {session}\n", f"/proc/{pid}/environ": environ, f"/proc/{pid}/cmdline": cmdline}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,9 @@ def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int =
         (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "another distributed run"),
         (orphan(50, cmdline="python\0-u\0-m\0deepspeed.launcher.launch\0"), "another distributed run"),
         (orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "without a supervisor"),
+        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49, session=48), **orphan(49, cmdline="adopter\0")}, "without a supervisor"),
+        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49), **orphan(49, cmdline="a script of one's own\0")}, None),
+        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49), **orphan(49, cmdline="python\0so_tui\0supervise\0/runs/a\0")}, None),
         (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0", parent=49), None),
         (orphan(50, cmdline="sshd\0"), None),
         ({**orphan(50, cmdline="python\0-m\0deepspeed.launcher.launch\0"), "/proc/1/comm": "bash\n"}, None),

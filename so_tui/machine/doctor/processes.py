@@ -14,6 +14,8 @@ _TRAINER = "so_tui_trainer"
 _RUN_VARIABLE = "SO_TUI_RUN="
 """Set in the environment of every process of a run."""
 _SHELLS = ("bash", "sh", "dash", "zsh", "fish", "tmux: server", "slurmstepd")
+_SESSION = 3
+"""Of the fields behind the command's name in /proc/PID/stat."""
 _SHM = "/dev/shm"
 _SEGMENT = re.compile(r"torch_\d+_|psm_|deepspeed_allreduce_buffer_|nccl-")
 """What torch, Python, DeepSpeed and NCCL name theirs."""
@@ -25,21 +27,21 @@ _TRUE = ("yes", "true", "1", "on")
 
 
 def orphans(look: Look) -> Iterator[Finding]:
-    """Training processes of this user whose parent is gone. A run whose supervisor died looks the same, and is fine."""
+    """Training processes of this user that nobody watches over. A run whose supervisor died looks the same, and is fine."""
     if not look.tree:
         return
     ours: dict[int, str] = {}
     others: list[int] = []
     for pid in sorted(int(name) for name in look.tree.names("/proc") if name.isdigit()):
-        if not _is_orphan(look.tree, pid):
+        if not _own_and_alive(look.tree, pid):
             continue
         arguments = _strings(look.tree, pid, "cmdline")
         run = run_of(look.tree, pid)
         # Adam workers are spawned by multiprocessing: only their environment tells what they belong to.
         if run is not None or any(_TRAINER in argument for argument in arguments):
-            if "supervise" not in arguments:
+            if _left_alone(look.tree, pid):
                 ours[pid] = run or ""
-        elif _is_rank(look.tree, pid, arguments):
+        elif _adopted(look.tree, pid) and _is_rank(look.tree, pid, arguments):
             others.append(pid)
     if ours:
         runs = ", ".join(sorted({run for run in ours.values() if run})) or "unknown"
@@ -47,7 +49,7 @@ def orphans(look: Look) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             title="Training processes without a supervisor",
-            evidence=f"process {processes}, parent gone; run: {runs}",
+            evidence=f"process {processes}, no supervisor above; run: {runs}",
             cost="They hold cores, memory and GPUs.",
             remedy=f"`so-tui runs` tells whether the run is still alive, and watches over it again; if not: `kill {processes}`.",
         )
@@ -76,25 +78,49 @@ def _is_rank(tree: Tree, pid: int, arguments: list[str]) -> bool:
     return {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} <= names or any("deepspeed.launcher" in argument for argument in arguments)
 
 
-def _is_orphan(tree: Tree, pid: int) -> bool:
+def _own_and_alive(tree: Tree, pid: int) -> bool:
     try:
-        if tree.path(f"/proc/{pid}").stat().st_uid != os.getuid():
-            return False
+        return tree.path(f"/proc/{pid}").stat().st_uid == os.getuid() and _state_and_parent(tree, pid)[0] not in "ZX"
     except OSError:
         return False
+
+
+def _state_and_parent(tree: Tree, pid: int) -> tuple[str, int]:
+    """("Z", 0) for a process that is gone."""
     # The name in parentheses may hold spaces and parentheses: state and parent follow the last one.
-    state_and_parent = (tree.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()[:2]
-    return len(state_and_parent) == 2 and state_and_parent[0] != "Z" and _is_init(tree, int(state_and_parent[1]))
+    fields = (tree.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return (fields[0], int(fields[1])) if len(fields) > 1 else ("Z", 0)
+
+
+def _left_alone(tree: Tree, pid: int) -> bool:
+    """Whether no supervisor is above the process, and the uppermost of its run has lost its parent or the leader of its session.
+
+    Who adopts orphans differs from machine to machine; a run that a script started by itself still has the script's session.
+    """
+    top = pid
+    while pid > 1:
+        if "supervise" in _strings(tree, pid, "cmdline"):
+            return False
+        if run_of(tree, pid) is not None:
+            top = pid
+        pid = _state_and_parent(tree, pid)[1]
+    fields = (tree.text(f"/proc/{top}/stat") or "").rpartition(")")[2].split()
+    leaderless = len(fields) > _SESSION and not tree.exists(f"/proc/{fields[_SESSION]}")
+    return leaderless or _adopted(tree, top)
+
+
+def _adopted(tree: Tree, pid: int) -> bool:
+    """Whether the parent is the first process, or a user's service manager: who mostly inherits orphans.
+
+    In a container the first process may be the shell one works in.
+    """
+    parent = _state_and_parent(tree, pid)[1]
+    name = tree.text(f"/proc/{parent}/comm")
+    return name not in _SHELLS if parent == 1 else name == "systemd"
 
 
 def _strings(tree: Tree, pid: int, name: str) -> list[str]:
     return (tree.text(f"/proc/{pid}/{name}") or "").split("\0")
-
-
-def _is_init(tree: Tree, parent: int) -> bool:
-    """The first process, or a user's service manager: who inherits orphans. In a container the first may be the shell one works in."""
-    name = tree.text(f"/proc/{parent}/comm")
-    return name not in _SHELLS if parent == 1 else name == "systemd"
 
 
 def killed_at_logout(look: Look) -> Iterator[Finding]:
