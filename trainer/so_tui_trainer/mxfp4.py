@@ -45,7 +45,7 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     both = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
     byte = torch.arange(256)
     pairs = torch.stack((both[byte & 15], both[byte >> 4]), dim=-1).view(torch.int32).flatten()
-    values = pairs[blocks.to(torch.int64).flatten()].view(torch.bfloat16).view(*scales.shape, 32)
+    values = pairs.index_select(0, blocks.flatten().to(torch.int32)).view(torch.bfloat16).view(*scales.shape, 32)
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
     return (values * powers[scales.to(torch.int64)][..., None]).flatten(1).t().contiguous()
 
