@@ -188,8 +188,8 @@ def _export_is_equal(run: RunDirectory) -> bool:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from so_tui_trainer.checkpoint import newest, optimizer_folder
-    from so_tui_trainer.export import masters
+    from so_tui_trainer.checkpoint import newest
+    from so_tui_trainer.export import weights
 
     factory: Any = AutoModelForCausalLM
     model, info = factory.from_pretrained(run.path / "export", dtype=torch.bfloat16, output_loading_info=True)
@@ -200,8 +200,8 @@ def _export_is_equal(run: RunDirectory) -> bool:
         raise RuntimeError(f"{run.path} has no checkpoint")
     other = factory.from_config(model.config, dtype=torch.bfloat16).eval()
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    weights = {name: weight.to(torch.bfloat16) for name, weight in masters(optimizer_folder(found.path), shapes)}
-    other.load_state_dict(weights, strict=set(weights) == set(other.state_dict()))
+    saved = weights(found.path, shapes)
+    other.load_state_dict(saved, strict=set(saved) == set(other.state_dict()))
     ids = torch.arange(5, 105)[None]
     with torch.no_grad():
         return torch.equal(model.eval()(input_ids=ids).logits, other(input_ids=ids).logits)

@@ -148,11 +148,15 @@ def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(run
     with pytest.raises(InputError, match="gpus"):
         resume(run, machine, values={"gpus": "none"})
     assert (run.attempts(), read_spec(run).gpus) == ((1,), 2)
-    assert resume(run, machine, values={"gpus": "1", "checkpoint.every_minutes": "30"}) == 2
-    again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training")
+    command = [sys.executable, "-m", "so_tui", "resume", str(run.path), "--plain", "--force", "--gpus", "1"]
+    command += ["--set", "checkpoint.every_minutes=30"]
+    shown = subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL)
+    again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2)
     assert {process.rank for process in again.processes if process.role == "rank"} == {0}
     assert (read_spec(run).gpus, read_spec(run).checkpoint.every_minutes) == (1, 30)
-    assert stop(run, grace_s=30).state == "stopped"
+    shown.send_signal(signal.SIGUSR1)  # a scheduler's warning to the batch script, which waits for the end
+    assert shown.wait(timeout=2 * WITHIN_S) == 4
+    assert read_state(run).state == "stopped"
 
 
 def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:

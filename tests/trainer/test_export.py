@@ -1,13 +1,25 @@
-"""What an export may replace, and what it leaves behind; real checkpoints are exported in ``test_runs.py``."""
+"""What an export holds for every architecture, may replace and leaves behind; checkpoints of real runs are exported in ``test_runs.py``."""
 
 import json
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
+from launching import tiny
+from test_architectures import ONE_OF_EACH, scaled_down
+from transformers import AutoModelForCausalLM
 
-from so_tui.spec import InputError
+from so_tui.spec import InputError, RunSpec
+from so_tui_trainer.checkpoint import Manifest, optimizer_folder
 from so_tui_trainer.export import Mark, export, refuse_foreign, replacing
+from so_tui_trainer.model import PREFIX, load_config
+from so_tui_trainer.offload import checkpoint as on_disk
+from so_tui_trainer.offload.deepspeed_0_19_8 import SubGroupState
 
 MARK = Mark(run="r", step=5, version="1")
 
@@ -77,3 +89,78 @@ def test_folders_of_others_beside_it_are_not_taken_for_leftovers(suffix: str, tm
     with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
         pytest.fail("began to write")
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the states of two ranks, in two sub-groups each."""
+    torch.manual_seed(0)
+    spec = tiny(data__sequence_length="128")
+    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny"))
+    model: Any = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)  # norms and biases are not all ones and zeros
+    checkpoint_of(model, spec, tmp_path / "checkpoint")
+    transformers_log = logging.getLogger("transformers")
+    monkeypatch.setattr(transformers_log, "propagate", True)
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        export(tmp_path / "checkpoint", tmp_path / "model", "r")
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert [str(warning.message) for warning in warned if "transformers" in warning.filename] == []
+    assert not any(info.values()), info
+    assert loaded.dtype == torch.bfloat16
+    # Not model.bfloat16(), which rounds the frequencies of the rotary embedding too.
+    expected: Any = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.bfloat16)
+    expected.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
+    ids = torch.arange(5, 69)[None]
+    with torch.no_grad():
+        logits, wanted = (each.eval()(input_ids=ids).logits for each in (loaded, expected))
+    assert torch.equal(logits, wanted)
+
+
+def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path) -> None:
+    """What two ranks that trained the model would have saved, as far as an export reads it."""
+    ranks, named = 2, [(f"{PREFIX}{name}", parameter.detach()) for name, parameter in model.named_parameters()]
+    groups = [named[: len(named) // 2], named[len(named) // 2 :]]
+    for rank in range(ranks):
+        states = [SubGroupState("cpu", share, share, share, share, 1, lambda step: None) for share in shares(groups, rank, ranks)]
+        members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]
+        manifest = on_disk.Manifest(
+            deepspeed="0.19.8",
+            mode="gpu",
+            engine="deepspeed",
+            ratio=0.0,
+            rank=rank,
+            ranks=ranks,
+            sub_groups=on_disk.records(states, members),
+        )
+        on_disk.write(optimizer_folder(folder), manifest, states)
+    saved = Manifest(
+        step=5,
+        total_steps=5,
+        ranks=ranks,
+        consumed_sequences=10,
+        useful_tokens=0,
+        trained_tokens=0,
+        data="",
+        last_loss=None,
+        spec=spec,
+    )
+    (folder / "checkpoint.json").write_bytes(msgspec.json.encode(saved))
+
+
+def shares(groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int) -> Iterator[torch.Tensor]:
+    """This rank's part of every sub-group, flat, each parameter padded to a multiple of the ranks."""
+    for group in groups:
+        parts = []
+        for _, parameter in group:
+            flat = parameter.flatten()
+            share = -(-len(flat) // ranks)
+            parts.append(torch.cat([flat, flat.new_zeros(share * ranks - len(flat))])[rank * share : (rank + 1) * share])
+        yield torch.cat(parts)
