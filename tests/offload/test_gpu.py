@@ -16,7 +16,7 @@ import torch
 from so_tui.spec.types import RunSpec
 from so_tui_trainer import offload
 from so_tui_trainer.offload.deepspeed_0_19_8 import sub_group_states, super_offload
-from tests.offload import support
+from tests.offload import support, test_ranks
 from tests.offload.reference import Reference, distance
 
 pytestmark = [
@@ -125,6 +125,16 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: Literal["superoffload", "zerooff
         offload.load_state(second, tmp_path / "middle")
         assert support.train(second, data[5:]) == losses
         assert support.states(second, tmp_path / "end") == expected
+
+
+def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Every mode, twenty steps; the worker ends with its rank."""
+    (rank,) = test_ranks.start("first", tmp_path, 1, accelerator="cuda")
+    worker = test_ranks.worker_of(rank)
+    rank.kill()
+    rank.communicate()
+    assert test_ranks.gone([worker])
+    test_ranks.finish(test_ranks.start("second", tmp_path, 1, accelerator="cuda"))
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])

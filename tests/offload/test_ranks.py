@@ -37,9 +37,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(what: str, folder: Path, ranks: int, port: int | None = None) -> list[subprocess.Popen[str]]:
+def start(what: str, folder: Path, ranks: int, port: int | None = None, accelerator: str = "cpu") -> list[subprocess.Popen[str]]:
     environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": accelerator,
         "WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -75,6 +75,14 @@ def worker_of(rank: subprocess.Popen[str]) -> int:
     pytest.fail("".join(output)[-4000:])
 
 
+def gone(pids: list[int]) -> bool:
+    """Soon."""
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 @pytest.mark.slow
 def test_three_ranks_of_which_some_hold_only_padding() -> None:
     finish(start("reference", Path(), 3))
@@ -91,10 +99,7 @@ def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path:
         rank.kill()
     for rank in ranks:
         rank.communicate()
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert gone(workers)
     assert not list(Path("/dev/shm").glob(f"*_{port}_*"))
     finish(start("second", tmp_path, 2))
 
@@ -201,7 +206,7 @@ def fingerprint(made: object) -> str:
     with deepspeed.zero.GatheredParameters(parameters):
         digest = hashlib.sha256()
         for parameter in parameters:
-            digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+            digest.update(parameter.detach().view(torch.int16).cpu().numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -223,6 +228,7 @@ def endless(folder: Path) -> None:
 if __name__ == "__main__":
     from so_tui_trainer import offload
 
-    offload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    backend = "nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo"
+    offload.join_process_group(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     parts = {"reference": reference, "first": first, "second": second, "endless": endless}
     parts[sys.argv[1]](Path(sys.argv[2]))
