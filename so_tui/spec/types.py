@@ -136,8 +136,8 @@ class DataSpec(Spec, frozen=True):
         float,
         Meta(
             ge=0,
-            description="Documents to evaluate on instead of training on them, chosen by the seed: a share below 1, or a count.",
-            extra={"unit": "documents"},
+            description="Rows to evaluate on instead of training on them, chosen by the seed: a share below 1, or a count.",
+            extra={"unit": "rows"},
         ),
     ] = 0.0
     evaluation: Annotated[str, Meta(description="Other data to evaluate on (hub id, file or folder); empty means none.")] = ""

@@ -40,6 +40,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "checkpoint.export",
         ),
     ),
+    ("Evaluation", ("data.held_out", "data.evaluation", "data.evaluation_split", "train.evaluate_every_steps")),
     ("Logging", ("train.log_interval", "train.seed", "train.deterministic")),
 )
 
@@ -51,11 +52,14 @@ LABELS = {
     "train.gradient_accumulation": "accumulation",
     "train.tokens_per_step": "tokens a step",
     "train.warmup_ratio": "warm-up share",
-    "train.decay_ratio": "decay share (wsd)",
-    "train.min_learning_rate_ratio": "lowest rate, share",
+    "train.decay_ratio": "decay share",
+    "train.min_learning_rate_ratio": "lowest rate",
     "train.gradient_clipping": "clipping",
     "checkpoint.every_steps": "save every, steps",
     "checkpoint.every_minutes": "save every, minutes",
+    "data.evaluation": "other data",
+    "data.evaluation_split": "other split",
+    "train.evaluate_every_steps": "evaluate every",
     "checkpoint.at_end": "save at the end",
     "checkpoint.export": "export at the end",
 }

@@ -55,6 +55,19 @@ def test_twenty_steps_are_those_of_float32_adamw(ratio: float, clipping: float, 
             assert torch.equal(state.weights, state.master.to(dtype))
 
 
+@pytest.mark.parametrize("left_out", [False, True])
+def test_waiting_between_steps_can_be_kept_out_of_the_next_ones_figures(left_out: bool) -> None:
+    """A checkpoint or an evaluation meets the weights before the next forward does, which then has nothing to wait for."""
+    with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
+        one, other = support.batches(2)
+        support.train(made, [one])
+        offload.settle(made)
+        if left_out:
+            offload.leave_out_waits(made)
+        support.train(made, [other])
+        assert (offload.stats(made).exposed_in_forward_s == 0.0) == left_out
+
+
 @pytest.mark.parametrize(("ratio", "accumulation"), [(0.37, 8), (1.0, 1)])
 def test_so_are_odd_sizes_clipped_now_and_then(ratio: float, accumulation: int) -> None:
     """A parameter larger than a sub-group, one of a single element, and a limit that some norms exceed; a step with learning rate 0."""

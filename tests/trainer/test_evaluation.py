@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec import InputError
 from so_tui_trainer.batches import Batches
+from so_tui_trainer.documents import Counts, Part
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model import TrainedModel, load_config
@@ -23,20 +24,37 @@ from so_tui_trainer.ranks import Ranks
 
 @pytest.mark.parametrize(("wanted", "count"), [("0", 0), ("0.1", 5), ("7", 7)])
 def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(wanted: str, count: int) -> None:
-    parts = divide(50, spec(data__held_out=wanted))
+    docs = documents(50)
+    parts = divide(docs, spec(data__held_out=wanted))
     assert len(parts.held_out) == count
     assert sorted([*parts.training, *parts.held_out]) == list(range(50))
-    again, other = divide(50, spec(data__held_out=wanted)), divide(50, spec(data__held_out=wanted, train__seed="43"))
+    again, other = divide(docs, spec(data__held_out=wanted)), divide(docs, spec(data__held_out=wanted, train__seed="43"))
     assert again.held_out.tolist() == parts.held_out.tolist()
     assert not count or other.held_out.tolist() != parts.held_out.tolist()
-    batches = Batches(documents(50), spec(data__held_out=wanted), 0, members=parts.training)
+    batches = Batches(docs, spec(data__held_out=wanted), 0, members=parts.training)
     assert sorted(batches.sequences.documents) == parts.training.tolist()
 
 
 @pytest.mark.parametrize("wanted", ["0.001", "50", "1000"])
 def test_a_part_that_leaves_nothing_on_one_side_is_refused(wanted: str) -> None:
     with pytest.raises(InputError, match=r"data\.held_out"):
-        divide(50, spec(data__held_out=wanted))
+        divide(documents(50), spec(data__held_out=wanted))
+
+
+def test_a_row_that_was_cut_is_held_out_whole() -> None:
+    """Rows of one to three documents; the second source begins with the number that the first one ended with."""
+    cut = np.array([1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 7, 7])
+    counts = Counts(3, 0, 0)
+    sources = (Part("a", 1.0, "text", 6, counts), Part("b", 1.0, "text", 6, counts))
+    docs = documents(12)._replace(rows=cut, parts=sources)
+    held_out = divide(docs, spec(data__held_out="3")).held_out
+    rows = [(document < 6, cut[document]) for document in range(12)]
+    out = {rows[document] for document in held_out}
+    assert len(out) == 3
+    assert [document for document in range(12) if rows[document] in out] == held_out.tolist()
+    assert divide(docs, spec(data__held_out="7")).training.size
+    with pytest.raises(InputError, match="8 of 8 rows"):
+        divide(docs, spec(data__held_out="8"))
 
 
 def test_data_with_a_part_held_out_are_other_training_data() -> None:
@@ -74,7 +92,7 @@ def test_the_measured_loss_is_the_mean_over_tokens(packing: str, ranks: int, alo
     model = TrainedModel(AutoModelForCausalLM.from_config(load_config(tiny().model), dtype=torch.float32), "sdpa")
     docs = documents(40)
     shape = spec(data__held_out="11", data__packing=packing)
-    members = divide(40, shape).held_out
+    members = divide(docs, shape).held_out
     total, tokens = 0.0, 0
     with torch.no_grad():
         for member in members:

@@ -30,19 +30,30 @@ class Parts(NamedTuple):
     held_out: npt.NDArray[np.int64]
 
 
-def divide(documents: int, spec: RunSpec) -> Parts:
+def divide(documents: Documents, spec: RunSpec) -> Parts:
     """The documents to train on and those to hold out, by seed alone: every rank and every attempt finds the same.
 
-    Raises InputError when nothing would be left on one of the sides.
+    A row that was cut into several documents is held out whole. Raises InputError when nothing would be left on one of the sides.
     """
-    wanted = spec.data.held_out
-    count = round(wanted * documents) if wanted < 1 else int(wanted)
-    if wanted and not 0 < count < documents:
-        message = f"would hold out {count} of {documents} documents"
-        remedy = "Give a share below 1, or a count that leaves documents on both sides."
+    wanted, row_of = spec.data.held_out, _rows(documents)
+    rows = int(row_of[-1]) + 1
+    count = round(wanted * rows) if wanted < 1 else int(wanted)
+    if wanted and not 0 < count < rows:
+        message = f"would hold out {count} of {rows} rows"
+        remedy = "Give a share below 1, or a count that leaves rows on both sides."
         raise InputError([Problem(field="data.held_out", value=f"{wanted:g}", message=message, remedy=remedy)])
-    order = np.random.default_rng((spec.train.seed, documents)).permutation(documents)
-    return Parts(np.sort(order[count:]), np.sort(order[:count]))
+    out = np.zeros(rows, dtype=np.bool_)
+    out[np.random.default_rng((spec.train.seed, rows)).permutation(rows)[:count]] = True
+    return Parts(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
+
+
+def _rows(documents: Documents) -> npt.NDArray[np.int64]:
+    """Of each document, which of all rows it comes from, counted over the sources; a row's documents lie side by side."""
+    if documents.rows is None:
+        return np.arange(len(documents.offsets) - 1)
+    begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
+    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = True  # every source numbers its own
+    return np.cumsum(begins) - 1
 
 
 def training_data(fingerprint: str, spec: RunSpec) -> str:

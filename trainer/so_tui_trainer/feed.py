@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -20,6 +21,8 @@ class Movable(Protocol):
 
     def to(self, device: torch.device) -> Movable: ...
 
+
+_PATIENCE_S = 10.0
 
 Item = TypeVar("Item", bound=Movable)
 
@@ -63,9 +66,10 @@ class Feed(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """End the thread, whatever it was about to bring. Safe to call twice."""
+        """End the thread, whatever it was about to bring; one that reads from a disk that hangs is left to itself. Safe to call twice."""
         self._closing.set()
-        while self._thread.is_alive():
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._queue.get(timeout=0.01)
             except queue.Empty:

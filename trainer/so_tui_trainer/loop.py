@@ -90,7 +90,7 @@ class Loop:
             asked = control.poll()
             stopped = "stop" in asked
             every = self.spec.train.evaluate_every_steps
-            if step.number == self.total_steps or (every and step.number % every == 0):
+            if step.number == self.total_steps or (every and step.number % every == 0 and not stopped):
                 self.evaluate()
             every = self.spec.checkpoint.every_steps
             if "checkpoint" in asked or (every and step.number % every == 0):
@@ -144,7 +144,7 @@ class Loop:
         if self.ranks.first:
             print(f"step {record.step}/{self.total_steps}  evaluation loss {record.loss:.4f}", flush=True)
         self._phase("training", "")
-        self.clock.restart()
+        self._leave_out()
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless there is one. Raises NonFiniteError: spoilt weights are never saved."""
@@ -169,7 +169,12 @@ class Loop:
         self.saved_step, self.saved = self.step, record.path
         if self.step < self.total_steps:
             self._phase("training", "")
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """What happened since the last step is no part of the next one."""
         self.clock.restart()
+        offload.leave_out_waits(self.engine)
 
     def _count(self, number: int, work: Work) -> None:
         self.step = number

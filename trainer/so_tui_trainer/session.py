@@ -183,7 +183,7 @@ class Session:
     def _data(self, ranks: Ranks) -> TrainingData:
         self._phase("loading", "reading the data")
         documents = self._documents(self.spec, ranks)
-        training, held_out = divide(len(documents.lengths), self.spec)
+        training, held_out = divide(documents, self.spec)
         other = evaluation_spec(self.spec)
         evaluated = documents if other is None else self._documents(other, ranks)
         members = held_out if other is None else np.arange(len(evaluated.lengths))

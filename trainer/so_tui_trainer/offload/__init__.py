@@ -34,6 +34,7 @@ __all__ = [
     "gradient_norm",
     "initialize",
     "join_process_group",
+    "leave_out_waits",
     "load_state",
     "own_part",
     "save_state",
@@ -136,6 +137,13 @@ def stats(engine: Any) -> OffloadStats:
     """What the last step cost, from the end of the step before. May wait for the GPU."""
     core = deepspeed_0_19_8.super_offload(engine)
     return core.stats() if core else OffloadStats()
+
+
+def leave_out_waits(engine: Any) -> None:
+    """Keeps what was waited for since the last step (to save or to evaluate) out of the next step's ``stats``."""
+    core = deepspeed_0_19_8.super_offload(engine)
+    if core:
+        core.leave_out_waits()
 
 
 def settle(engine: Any) -> None:

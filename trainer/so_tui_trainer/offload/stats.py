@@ -52,6 +52,10 @@ class Meter:
     def end_step(self) -> None:
         self._last, self.current = self.current, Interval()
 
+    def leave_out_waits(self) -> None:
+        """Forget who waited for weights since the last step: it was no forward pass of a step."""
+        self.current.landing.clear()
+
     def stats(self) -> OffloadStats:
         """From the end of the step before the last to the end of the last one. May wait for the GPU."""
         last, seconds = self._last, self._transfers.seconds

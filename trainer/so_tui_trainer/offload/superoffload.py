@@ -247,6 +247,10 @@ class SuperOffload:
         """From the end of the step before the last to the end of the last one."""
         return self._meter.stats()
 
+    def leave_out_waits(self) -> None:
+        """Keep what was waited for since the last step (to save or to evaluate) out of the next step's figures."""
+        self._meter.leave_out_waits()
+
     def close(self) -> None:
         """Ends the worker and gives the memory back. Safe to call twice."""
         self._closed = True

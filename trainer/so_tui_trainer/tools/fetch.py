@@ -16,6 +16,7 @@ from so_tui_trainer.tools.hub import missing_files, remote_files
 
 def fetch(request: Answer) -> Iterator[Answer]:
     """Raises InputError for what cannot be had; what is here already is not downloaded again."""
+    from so_tui_trainer.evaluation import evaluation_spec
     from so_tui_trainer.sources import open_sources
     from so_tui_trainer.tokens import load_tokenizer
 
@@ -27,7 +28,8 @@ def fetch(request: Answer) -> Iterator[Answer]:
             yield answer
     load_tokenizer(spec)
     yield {"message": f"tokenizer of {spec.model.tokenizer or spec.model.id}: ready"}
-    for opened in open_sources(spec.data):
+    other = evaluation_spec(spec)
+    for opened in (*open_sources(spec.data), *(open_sources(other.data) if other else ())):
         yield {"message": f"data: {len(opened.rows):,} rows of {opened.source.source} ready"}
     yield {"message": f"everything of {spec.name} is here", "bytes": total, "done": True}
 
