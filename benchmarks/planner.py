@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -109,6 +110,8 @@ SETS: dict[str, tuple[Setting, ...]] = {
 
 def main() -> int:
     arguments = _arguments()
+    root = Path(__file__).resolve().parents[1]
+    os.environ["PYTHONPATH"] = f"{root}:{root / 'trainer'}"  # the run's processes stand in another folder
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if arguments.table or arguments.fit:
         from planner_fit import fit, sweep_table, tables
