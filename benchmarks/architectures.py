@@ -59,6 +59,8 @@ SHAPE: dict[str, Any] = {
 """In place of a preset's own values, where it has them."""
 OF_THE_TOKENIZER = ("rope_scaling", "pad_token_id", "bos_token_id", "eos_token_id")
 STEPS, CUT = 8, 4
+_ONE_MODEL = threading.Lock()
+"""Building a model sets torch's default type for the whole process."""
 _MEMORY = ("gpu_reserved_bytes", "host_bytes")
 Row = dict[str, Any]
 
@@ -87,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
     parser.add_argument("--full", nargs="+", metavar="NAME", help="presets to train at full size instead")
     parser.add_argument("--gpus", default="1", help="at full size: how many GPUs")
-    parser.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help="at full size: change the preset")
+    parser.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help="change the spec, as `so-tui run --set` does")
     parser.add_argument("--limit-s", type=float, default=400, help="longest time for one run")
     parser.add_argument("--again", action="store_true", help="run what is already in the file once more")
     parser.add_argument("--table", action="store_true", help="print what is in the file and end")
@@ -102,7 +104,7 @@ def _measure(arguments: argparse.Namespace, machine: Machine, rows: list[Row]) -
     key = {"kind": kind, "device": device, "gpus": gpus}
     wanted = [name for name in arguments.full or arguments.only if arguments.again or not _done(rows, {"name": name} | key)]
     work: Callable[[str], Row] = (
-        (lambda name: _full(name, machine, arguments)) if arguments.full else (lambda name: _scaled_down(name, machine, arguments.limit_s))
+        (lambda name: _full(name, machine, arguments)) if arguments.full else (lambda name: _scaled_down(name, machine, arguments))
     )
     with ThreadPoolExecutor(1 if arguments.full else arguments.jobs) as pool:
         running = {pool.submit(work, name): name for name in wanted}
@@ -120,6 +122,10 @@ def _measure(arguments: argparse.Namespace, machine: Machine, rows: list[Row]) -
     return rows
 
 
+def _changes(arguments: argparse.Namespace) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in arguments.set)
+
+
 def _same(row: Row, identity: Row) -> bool:
     return all(row.get(name) == value for name, value in identity.items())
 
@@ -131,9 +137,11 @@ def _done(rows: list[Row], identity: Row) -> bool:
 # -- scaled down ------------------------------------------------------------------------------------------------------------------------
 
 
-def _scaled_down(name: str, machine: Machine, limit_s: float) -> Row:
+def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
     """Raises RuntimeError when a run fails."""
-    spec = _small(name, "superoffload" if machine.gpus else "auto")
+    with _ONE_MODEL:
+        spec = with_values(_small(name, "superoffload" if machine.gpus else "auto"), _changes(arguments))
+    limit_s = arguments.limit_s
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         straight, plan = _run(spec, machine, Path(folder) / "straight", limit_s)
@@ -142,6 +150,8 @@ def _scaled_down(name: str, machine: Machine, limit_s: float) -> Row:
         shutil.copytree(straight.checkpoints_dir / saved, again.checkpoints_dir / saved)
         _attempt(again, spec, machine, limit_s)
         losses, resumed = _losses(straight), _losses(again)
+        with _ONE_MODEL:
+            equal = _export_is_equal(straight)
         return {
             "model_type": spec.model.config["model_type"],
             "mode": plan.mode,
@@ -150,7 +160,8 @@ def _scaled_down(name: str, machine: Machine, limit_s: float) -> Row:
             "resume_exact": list(resumed) == list(range(CUT + 1, STEPS + 1))
             and resumed == {step: loss for step, loss in losses.items() if step > CUT}
             and _states(straight) == _states(again),
-            "export_equal": _export_is_equal(straight),
+            "resume_loss_difference": max(abs(loss - losses[step]) for step, loss in resumed.items()),
+            "export_equal": equal,
             "seconds": round(time.monotonic() - began, 1),
         }
 
@@ -222,7 +233,7 @@ def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
         "benchmark.warmup_steps": "3",
         "benchmark.measured_steps": "7",
     }
-    spec = with_values(find_preset(name).spec, changes | dict(text.split("=", 1) for text in arguments.set))
+    spec = with_values(find_preset(name).spec, changes | _changes(arguments))
     began = time.time()
     with tempfile.TemporaryDirectory() as folder, _DeviceMemory() as device:
         run, plan = _run(spec, machine, Path(folder) / "run", arguments.limit_s)
