@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from so_tui.machine import load_machine
 from so_tui.machine.types import Machine
@@ -24,18 +22,15 @@ from so_tui.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
-    GpuSample,
-    NodeSample,
     PhaseRecord,
     ResumedRecord,
     RunState,
-    Sample,
     StartRecord,
     StepRecord,
     WarningRecord,
 )
-from so_tui.runs.rollup import roll_up
 from so_tui.spec import InputError, RunSpec
+from so_tui.ui.loads import GpuView, Loads, NodeView
 from so_tui.ui.series import Axis, Line, Series
 from so_tui.ui.stretch import Stretch
 
@@ -49,39 +44,6 @@ MOST_POLLS = 10
 def smoothing(total_steps: int) -> float:
     """Decay of the moving averages: they look back over a twenty-fifth of the run, 5 steps at least and 50 at most."""
     return 1 - 1 / min(50, max(5, total_steps / 25))
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """One NUMA node of one host: its newest sample, and its load over time."""
-
-    host: str
-    id: int
-    cpus: tuple[int, ...]
-    sample: NodeSample
-    mean: Series
-    band: Series
-    times: array[float]
-    length: int
-
-    def lines(self) -> tuple[Line, Line]:
-        """Band and mean, to be drawn in this order."""
-        return Line(self.band, self.length, self.times, None, "band"), Line(self.mean, self.length, self.times, None, "main")
-
-
-@dataclass(frozen=True, slots=True)
-class GpuView:
-    """One GPU of one host: its newest sample and its load over time."""
-
-    host: str
-    sample: GpuSample
-    busy: Series
-    times: array[float]
-    length: int
-
-    def line(self) -> Line:
-        """Its load, drawn over that of its node."""
-        return Line(self.busy, self.length, self.times, None, "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +114,6 @@ class Snapshot:
         return statistics.median(values) if values else math.nan
 
 
-@dataclass(slots=True)
-class _Load:
-    mean: Series = field(default_factory=Series)
-    band: Series = field(default_factory=Series)
-    times: array[float] = field(default_factory=lambda: array("d"))
-
-
 class RunFollower:
     """Follows one run for one thread at a time."""
 
@@ -166,10 +121,7 @@ class RunFollower:
         self.run = run
         self._watch = HeartbeatWatch()
         self._reader = RunReader(run, watch=self._watch)
-        self._nodes: dict[tuple[str, int], _Load] = {}
-        self._gpus: dict[tuple[str, int], _Load] = {}
-        self._latest_samples: dict[str, Sample] = {}
-        self._means: dict[str, Sample] = {}
+        self._loads = Loads(self._reader)
         self._evaluations: tuple[EvaluationRecord, ...] = ()
         self._evaluation_line: Line | None = None
         self._attempt = -1
@@ -205,11 +157,11 @@ class RunFollower:
                 for record in update.steps:
                     self._add_step(record)
                 for host, samples in update.samples.items():
-                    self._add_samples(host, samples)
+                    self._loads.add(host, samples, self._whole.times)
                 self._read_attempt(update.state)
                 if not update.more:
                     break
-            self._average()
+            self._loads.average(self._whole.times)
             self._look_closer(window)
         except OSError as error:
             trouble = f"{error.strerror or error} ({error.filename or self.run.path})"
@@ -243,44 +195,6 @@ class RunFollower:
             self._closer = Stretch(self._decay())
             self._closer.add_columns(self._reader, int(max(first, low - width)), int(min(latest.step, high + width)))
 
-    def _add_samples(self, host: str, samples: tuple[Sample, ...]) -> None:
-        if host not in self._latest_samples and samples:
-            start = self._reader.start
-            # A run that was resumed shows its earlier attempts too.
-            since = min([*self._whole.times[:1], *([start.time] if start is not None else [])], default=samples[0].time)
-            if samples[0].time - since > 2:
-                for rollup in self._reader.sample_history(host, since, math.nextafter(samples[0].time, 0), HISTORY_ROWS):
-                    self._add_sample(host, rollup.mean)
-        for sample in samples:
-            self._add_sample(host, sample)
-            self._latest_samples[host] = sample
-
-    def _average(self) -> None:
-        """Once a run has ended: what each host did on average between the first step of its last attempt and the last step."""
-        state, start, latest = self._reader.state, self._reader.start, self._reader.latest
-        if state is None or state.state not in FINAL_STATES or start is None or latest is None:
-            self._means = {}
-            return
-        first = bisect_left(self._whole.times, start.time)
-        for host in self._latest_samples.keys() - self._means.keys():
-            since = self._whole.times[first] if first < len(self._whole) else math.inf
-            parts = self._reader.sample_history(host, since, latest.time, HISTORY_ROWS) if since < latest.time else ()
-            if parts:
-                self._means[host] = roll_up(parts).mean
-
-    def _add_sample(self, host: str, sample: Sample) -> None:
-        for node in sample.nodes:
-            if not node.cores:
-                continue
-            load = self._nodes.setdefault((host, node.id), _Load())
-            load.times.append(sample.time)
-            load.mean.append(sum(node.cores) / len(node.cores))
-            load.band.append(float(min(node.cores)), float(max(node.cores)))
-        for gpu in sample.gpus:
-            load = self._gpus.setdefault((host, gpu.index), _Load())
-            load.times.append(sample.time)
-            load.mean.append(math.nan if gpu.busy_percent is None else float(gpu.busy_percent))
-
     def _read_attempt(self, state: RunState | None) -> None:
         """Plan and machine of the newest attempt, once each."""
         import msgspec
@@ -297,7 +211,6 @@ class RunFollower:
 
     def _snapshot(self, lines: tuple[LogLine, ...], trouble: str) -> Snapshot:
         reader, state = self._reader, self._reader.state
-        samples = self._latest_samples | self._means
         return Snapshot(
             run=self.run,
             spec=self._spec,
@@ -317,14 +230,9 @@ class RunFollower:
             whole=self._whole,
             length=len(self._whole),
             closer=self._closer,
-            nodes=tuple(self._node_views(samples)),
-            gpus=tuple(
-                GpuView(host, gpu, load.mean, load.times, len(load.mean))
-                for host, sample in samples.items()
-                for gpu in sample.gpus
-                if (load := self._gpus.get((host, gpu.index))) is not None
-            ),
-            averaged=bool(self._means),
+            nodes=self._loads.nodes(self._machine),
+            gpus=self._loads.gpus(),
+            averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,
             silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
@@ -341,25 +249,3 @@ class RunFollower:
             times, steps = array("d", (record.time for record in records)), array("d", (float(record.step) for record in records))
             self._evaluation_line = Line(series, len(series), times, steps, "second") if records else None
         return self._evaluation_line
-
-    def _node_views(self, samples: Mapping[str, Sample]) -> list[NodeView]:
-        cpus = {node.id: node.cpus for node in self._machine.numa_nodes} if self._machine else {}
-        views = []
-        for host, sample in samples.items():
-            for node in sample.nodes:
-                load = self._nodes.get((host, node.id))
-                if load is not None and node.cores:
-                    known = cpus.get(node.id, ())
-                    views.append(
-                        NodeView(
-                            host,
-                            node.id,
-                            known if len(known) == len(node.cores) else tuple(range(len(node.cores))),
-                            node,
-                            load.mean,
-                            load.band,
-                            load.times,
-                            len(load.mean),
-                        )
-                    )
-        return views

@@ -15,7 +15,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Where", ("gpus",)),
     ("Offload", ("offload.mode", "offload.ratio", "offload.cpu_adam_cores_fraction", "offload.engine")),
     ("Batch", ("train.micro_batch", "train.gradient_accumulation", "train.tokens_per_step", "data.sequence_length", "data.packing")),
-    ("Data", ("data.source", "data.split", "data.format")),
+    ("Data", ("data.source", "data.subset", "data.split", "data.format", "data.loss")),
     ("Length", (LENGTH,)),
     (
         "Optimizer",
@@ -47,6 +47,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 LABELS = {
     "gpus": "GPUs",
     LENGTH: "train for",
+    "data.loss": "loss on",
     "offload.ratio": "ratio on the CPU",
     "offload.cpu_adam_cores_fraction": "CPU-Adam cores",
     "train.gradient_accumulation": "accumulation",

@@ -93,7 +93,7 @@ def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
     return (low, high) if high > low else (low, low + 1)
 
 
-HELD_SHARE = 1 / 150
+HELD_SHARE = 1 / 90
 """The right end of a growing axis waits until it moved by about a dot: until then a plot that is drawn again would look the same."""
 
 

@@ -23,6 +23,7 @@ from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.nodes import NodePanel
+from so_tui.ui.widgets.words import Words
 
 SIZES = [(80, 24), (120, 36)]
 
@@ -45,7 +46,9 @@ async def until(pilot: Pilot[None], happened: Callable[[], object], limit_s: flo
 
 
 def shown(pilot: Pilot[None], selector: str) -> str:
-    return str(pilot.app.screen.query_one(selector, Static).content)
+    widget = pilot.app.screen.query_one(selector)
+    assert isinstance(widget, Static | Words)
+    return str(widget.content)
 
 
 def screen_text(pilot: Pilot[None]) -> str:
@@ -162,6 +165,32 @@ async def test_edits_survive_other_screens_and_other_presets_and_are_saved_as_a_
         assert 'extends = "tiny"' in saved.read_text()
         await until(pilot, lambda: "my-tiny" in shown(pilot, "#form-title"))
         assert "no changes" in shown(pilot, "#form-title")
+
+
+async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "taken.toml").write_text('name = "taken"\nextends = "tiny"\n')
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
+        pilot.app.screen.query_one("#field-train-learning_rate", FieldRow).focus_control()
+        await pilot.press("ctrl+u", *"2e-4", "escape")
+        await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
+        for name, said in (("tiny", "The preset was not saved"), ("taken", "Replace your preset taken?")):
+            await pilot.press("ctrl+s")
+            await until(pilot, lambda: pilot.app.screen.query(Input))
+            await pilot.press("ctrl+u", *name, "enter")
+            await until(pilot, lambda said=said: said in screen_text(pilot))  # type: ignore[misc]
+            await pilot.press("enter")  # closes what was told; keeps what is there
+            await until(pilot, lambda: "1 change" in screen_text(pilot))
+        assert (folder / "taken.toml").read_text() == 'name = "taken"\nextends = "tiny"\n'
+        assert not (folder / "tiny.toml").exists()
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: pilot.app.screen.query(Input))
+        await pilot.press("ctrl+u", *"taken", "enter", "y")
+        await until(pilot, lambda: "learning_rate = 0.0002" in (folder / "taken.toml").read_text())
 
 
 async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,40 +15,18 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 
 from so_tui.spec import InputError, Refused, RunSpec, field_index, save_preset, with_values
+from so_tui.ui.advice import advice, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import Page
-from so_tui.ui.text import plural, thousands
+from so_tui.ui.text import plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Machine
-    from so_tui.plan.types import Plan
+    pass
 
 DEBOUNCE_S = 0.12
-
-
-def launch_facts(plan: Plan) -> list[Content]:
-    """What the question before a launch says."""
-    spec = plan.spec
-    steps = spec.train.steps
-    return [
-        plan_view.headline(plan),
-        *plan_view.memory_lines(plan, 70),
-        Content(plan_view.length_text(plan, steps)),
-        Content.styled("Closing this screen does not stop it.", "$faint"),
-    ]
-
-
-def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
-    """The field that makes a plan impossible on this machine, with the reason; two empty texts where nothing does."""
-    if plan is None or plan.possible:
-        return "", ""
-    gpus = plan.spec.gpus
-    present = {gpu.index for gpu in machine.gpus}
-    absent = gpus > len(present) if isinstance(gpus, int) else not present.issuperset(gpus)
-    return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reasons[0]
 
 
 class ConfigureScreen(Page):
@@ -204,27 +182,8 @@ class ConfigureScreen(Page):
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
             return
         self.query_one("#verdict", Static).update(plan_view.headline(plan))
-        self.query_one("#plan-text", Static).update(self._plan_content(plan, message.command))
-
-    def _plan_content(self, plan: Plan, command: str) -> Content:
         width = max(30, self.query_one("#plan-pane").content_size.width - 1)
-        sections: list[tuple[str, list[Content]]] = [
-            ("", [*plan_view.memory_lines(plan, width), *plan_view.step_lines(plan, width)]),
-            (
-                "why",
-                [Content(f"{reason}") for reason in plan.reasons]
-                + [Content.assemble(("mind: ", "$warning"), text) for text in plan.warnings],
-            ),
-            ("where the GPU memory goes", plan_view.terms_table([term for term in plan.breakdown if term.place == "gpu"], width)),
-            ("where the host memory goes", plan_view.terms_table([term for term in plan.breakdown if term.place == "node"], width)),
-            ("binding", plan_view.binding_lines(plan)),
-            ("the command   y copies it", [Content(command)]),
-        ]
-        lines: list[Content] = []
-        for title, body in sections:
-            if body:
-                lines += [*([Content(""), Content.styled(title, "bold $faint")] if title else []), *body]
-        return Content("\n").join(lines)
+        self.query_one("#plan-text", Static).update(plan_view.whole(plan, message.command, width))
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
         """Mark what differs and what is wrong; ``field`` is the one that makes the plan impossible here."""
@@ -233,36 +192,18 @@ class ConfigureScreen(Page):
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field
             problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
         edits = self._edits
+        given_mode = edits.get("offload.mode", self._base_values.get("offload.mode", ""))
         for row in self.query(FieldRow):
             if row.path == LENGTH:
                 edited = any(path in edits for path in LENGTH_KEYS)
                 was = " ".join(reversed(self._length_was())) if edited else None
             else:
                 was = self._base_values.get(row.path, "") if row.path in edits else None
-            row.show_status(was=was, problem=problems.get(row.path, ""), advice=self._advice(row.path, message.plan))
+            row.show_status(was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.so.machine, given_mode))
 
     def _length_was(self) -> tuple[str, str]:
         key, text = length_of(self._base_values)
         return key.rpartition(".")[2], text
-
-    def _advice(self, path: str, plan: Plan | None) -> str:
-        """What the plan makes of a field, where that says more than its range."""
-        machine = self.so.machine
-        if path == "gpus" and machine is not None:
-            return f"of {len(machine.gpus)}, or a list: 0,1" if machine.gpus else "ranks: no GPU here"
-        if plan is None:
-            return ""
-        if path == "offload.mode" and plan.spec.offload.mode != self._edits.get(path, self._base_values.get(path)):
-            return f"→ {plan.mode}"
-        if path == "train.gradient_accumulation":
-            micro_steps = f"{plan.spec.micro_steps} " if plan.spec.train.tokens_per_step else ""
-            return f"{micro_steps}= {thousands(plan.tokens_per_step)} tokens"
-        if path == LENGTH and plan.spec.train.steps:
-            return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
-        if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
-            rank = plan.binding[0]
-            return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)} a rank"
-        return ""
 
     def _show_title(self) -> None:
         assert self._base is not None
@@ -283,7 +224,7 @@ class ConfigureScreen(Page):
             forced = planned.plan.spec if planned.command else None
             self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reasons, retry_forced=forced))
         else:
-            self.so.ask_launch(planned.plan.spec, launch_facts(planned.plan))
+            self.so.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         if planned.problems:
@@ -307,9 +248,23 @@ class ConfigureScreen(Page):
 
         def named(name: str | None) -> None:
             if name:
-                self._save(spec, name, base.name)
+                self._save_unless_taken(spec, name, base.name)
 
         self.app.push_screen(AskName("Save as preset", "A short name: small letters, digits, - . _", f"{base.name}-mine"), named)
+
+    def _save_unless_taken(self, spec: RunSpec, name: str, base: str) -> None:
+        """Save over another preset of the user only where that is said to be meant."""
+        taken = self.so.catalog.presets.get(name) if self.so.catalog is not None else None
+        if taken is None or taken.origin == "built-in" or name == base:
+            self._save(spec, name, base)
+            return
+        from so_tui.ui.screens.dialogs import Question
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._save(spec, name, base)
+
+        self.app.push_screen(Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"), answered)
 
     def _save(self, spec: RunSpec, name: str, base: str) -> None:
         try:

@@ -11,26 +11,27 @@ from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
-from textual.reactive import var
 from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import RunFollower, Snapshot
 from so_tui.ui.messages import SnapshotReady
-from so_tui.ui.page import Page
+from so_tui.ui.screens.dashboard_axis import AxisKeys
+from so_tui.ui.screens.dashboard_log import LogSearch
 from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
 from so_tui.ui.series import Axis
 from so_tui.ui.text import plural, rate, significant
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets import stats
 from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.drawing import GUTTER, Mark
+from so_tui.ui.widgets.drawing import Mark
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.nodes import NodePanel, NodePicture
 from so_tui.ui.widgets.rule import Rule
+from so_tui.ui.widgets.words import Words
 
 POLL_S = 1.0
 MOST_NEWS_ROWS = 3
@@ -41,7 +42,7 @@ EMPTY = (
 )
 
 
-class DashboardScreen(RunActions, Page):
+class DashboardScreen(AxisKeys, LogSearch, RunActions):
     PAGE = "dashboard"
     CSS_PATH = "dashboard.tcss"
     AUTO_FOCUS = "#loss"
@@ -79,14 +80,10 @@ class DashboardScreen(RunActions, Page):
         Binding("y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"),
     ]
 
-    view: var[View] = var(View())
-
     def __init__(self) -> None:
         self._run: RunDirectory | None = None
         self._follower: RunFollower | None = None
         self._generation = 0
-        self._snapshot: Snapshot | None = None
-        self._said: dict[str, Content] = {}
         self._axis: Axis | None = None
         super().__init__()
 
@@ -94,16 +91,16 @@ class DashboardScreen(RunActions, Page):
         glyphs = self.so.glyphs
         yield Static(Content.from_markup(EMPTY), id="empty")
         with VerticalScroll(id="panels", can_focus=False):
-            yield Static(id="title")
-            yield Static(id="news")
+            yield Words(id="title")
+            yield Words(id="news")
             with Horizontal(id="charts"):
                 yield Chart("loss", glyphs=glyphs, id="loss")
                 yield Chart("throughput", zero=True, glyphs=glyphs, id="throughput")
                 yield Chart("gradient norm", glyphs=glyphs, id="norm")
-            yield Static(id="anatomy")
+            yield Words(id="anatomy")
             yield Rule("NUMA nodes", id="nodes-rule")
             yield NodePanel(glyphs=glyphs, id="nodes")
-            yield Static(id="gpus")
+            yield Words(id="gpus")
             yield Rule("log", id="log-rule")
             yield Entry(placeholder="search the log: enter and n go back through the matches, esc ends", compact=True, id="search")
             yield LogView(id="log")
@@ -132,7 +129,7 @@ class DashboardScreen(RunActions, Page):
         self._run = run
         self._generation += 1
         self._follower = RunFollower(run)
-        self._snapshot = None
+        self.snapshot = None
         self._axis = None
         self.view = View(unit=self.view.unit)
         self.query_one(LogView).clear()
@@ -161,14 +158,14 @@ class DashboardScreen(RunActions, Page):
     def _take(self, message: SnapshotReady) -> None:
         if message.generation != self._generation:
             return
-        before, self._snapshot = self._snapshot, message.snapshot
+        before, self.snapshot = self.snapshot, message.snapshot
         self._show(message.snapshot)
         if before is None or before.live != message.snapshot.live:
             self.refresh_bindings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "checkpoint", "resume"):
-            state = self._snapshot.state if self._snapshot is not None else None
+            state = self.snapshot.state if self.snapshot is not None else None
             if state is None:
                 return False
             return state.state in RESUMABLE if action == "resume" else state.state not in FINAL_STATES
@@ -181,11 +178,9 @@ class DashboardScreen(RunActions, Page):
         width = self.query_one("#panels").scrollable_content_region.width or self.size.width - 2
         self._say("#title", stats.title_line(snapshot, now, width))
         news = stats.news_line(snapshot)
-        news_rows = 0 if news is None else min(MOST_NEWS_ROWS, len(news.wrap(width)))
-        self.query_one("#news").display = news is not None
-        self.query_one("#news").styles.height = news_rows
-        if news is not None:
-            self._say("#news", news)
+        news_lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
+        self.query_one("#news").display = bool(news_lines)
+        self._say("#news", Content("\n").join(news_lines))
         anatomy = stats.anatomy_lines(snapshot, width)
         self._say("#anatomy", anatomy)
         gpus = stats.gpu_lines(snapshot.gpus, width)
@@ -193,17 +188,12 @@ class DashboardScreen(RunActions, Page):
         self._say("#gpus", gpus)
         log = self.query_one(LogView)
         log.extend((line.text for line in snapshot.log_lines), snapshot.log_partial)
-        self._share_rows(snapshot, anatomy.plain.count("\n") + 1, gpus.plain.count("\n") + 1 if snapshot.gpus else 0, news_rows)
-        self._show_log_rule()
+        self._share_rows(snapshot, anatomy.plain.count("\n") + 1, gpus.plain.count("\n") + 1 if snapshot.gpus else 0, len(news_lines))
+        self.show_log_rule()
         self._draw_charts(snapshot)
 
     def _say(self, selector: str, content: Content) -> None:
-        """Update a line; the screen is laid out again only where the number of lines changed."""
-        before = self._said.get(selector)
-        if content != before:
-            self._said[selector] = content
-            lines = -1 if before is None else before.plain.count("\n")
-            self.query_one(selector, Static).update(content, layout=content.plain.count("\n") != lines)
+        self.query_one(selector, Words).update(content)
 
     def _share_rows(self, snapshot: Snapshot, anatomy: int, gpus: int, news: int) -> None:
         height = self.size.height - 3
@@ -221,10 +211,9 @@ class DashboardScreen(RunActions, Page):
         cursor = self.view.cursor
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
-        for chart in self.query(Chart):
-            chart.waiting = stats.waiting_words(snapshot)
         step_axis = axis if snapshot.length else None
-        loss = self.query_one("#loss", Chart)
+        loss, throughput, norm = (self.query_one(selector, Chart) for selector in ("#loss", "#throughput", "#norm"))
+        loss.waiting = throughput.waiting = norm.waiting = stats.waiting_words(snapshot)
         lines = [snapshot.line("loss", "raw", axis), snapshot.line("ema", "main", axis)]
         names = ["now", "mean"]
         if snapshot.evaluations is not None:
@@ -232,7 +221,6 @@ class DashboardScreen(RunActions, Page):
             names.append("evaluation")
         loss.show(lines, names, step_axis, marks=marks, cursor=cursor, note=note)
         latest = snapshot.latest
-        throughput = self.query_one("#throughput", Chart)
         wide = throughput.size.width >= 52
         throughput.title = "throughput" if wide else "speed"
         speed = "TFLOPS/GPU"
@@ -241,7 +229,6 @@ class DashboardScreen(RunActions, Page):
             mfu = f"   MFU {100 * latest.mfu:.1f} %" if latest.mfu is not None else ""
             speed = f"TFLOPS/GPU   {tokens} tokens/s{mfu}" if wide else f"TFLOPS  {tokens} tok/s"
         throughput.show([snapshot.line("model_tflops_per_gpu", "main", axis)], ["."], step_axis, marks=marks, cursor=cursor, note=speed)
-        norm = self.query_one("#norm", Chart)
         if norm.display:
             rate_words = "" if latest is None or cursor is not None else f"learning rate {significant(latest.learning_rate)}"
             norm.show(
@@ -278,69 +265,16 @@ class DashboardScreen(RunActions, Page):
             pictures.append(NodePicture(node, f"{host} {words}".strip(), adam, main, gpus))
         return tuple(pictures)
 
-    def _show_log_rule(self) -> None:
-        log = self.query_one(LogView)
-        words = "log   following" if log.following else "log   paused, f follows"
-        if log.needle:
-            words += f"   {plural(log.matches, 'line')} with “{log.needle}”, n and N go through them"
-        self.query_one("#log-rule", Rule).update(Content.styled(words, "$faint"))
-
     def on_resize(self) -> None:
-        if self._snapshot is not None:
-            self._show(replace(self._snapshot, log_lines=()))
+        if self.snapshot is not None:
+            self._show(replace(self.snapshot, log_lines=()))
 
     def watch_view(self) -> None:
         self._axis = None
-        if self._snapshot is not None:
-            self._draw_charts(self._snapshot)
+        if self.snapshot is not None:
+            self._draw_charts(self.snapshot)
             if self.view.window is not None:
                 self._tick()  # a stretch that was zoomed to is read more closely
-
-    # The axis.
-
-    def _extent(self) -> tuple[float, float] | None:
-        return extent_of(self._snapshot, self.view.unit) if self._snapshot is not None else None
-
-    def action_axis(self) -> None:
-        self.view = View(unit="time" if self.view.unit == "step" else "step")
-
-    def action_zoom(self, factor: float) -> None:
-        extent = self._extent()
-        if extent is not None:
-            self.view = self.view.zoomed(factor, extent)
-
-    def action_whole(self) -> None:
-        self.view = View(unit=self.view.unit)
-
-    def action_inspect(self) -> None:
-        extent = self._extent()
-        if self.view.cursor is not None:
-            self.view = replace(self.view, cursor=None)
-        elif extent is not None:
-            self.view = self.view.at(self.view.resolved(extent)[1], extent)
-            self.query_one("#loss").focus()
-
-    def action_point(self, columns: int) -> None:
-        extent = self._extent()
-        if extent is None:
-            return
-        if self.view.cursor is None:
-            self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
-        else:
-            chart = self.query_one("#loss", Chart)
-            self.view = self.view.pointed(columns, extent, max(8, chart.size.width - GUTTER))
-
-    @on(Chart.CursorMoved)
-    def _pointed(self, message: Chart.CursorMoved) -> None:
-        extent = self._extent()
-        if extent is not None:
-            self.view = self.view.at(message.x, extent)
-
-    @on(Chart.Zoomed)
-    def _wheel(self, message: Chart.Zoomed) -> None:
-        extent = self._extent()
-        if extent is not None:
-            self.view = self.view.zoomed(message.factor, extent, message.x)
 
     def action_log_scale(self) -> None:
         loss = self.query_one("#loss", Chart)
@@ -355,37 +289,10 @@ class DashboardScreen(RunActions, Page):
             self.maximize(focused if focused is not None and focused.allow_maximize else self.query_one("#loss"))
         self.call_after_refresh(self.watch_view)
 
-    # The log.
-
-    @on(LogView.Moved)
-    def _log_moved(self) -> None:
-        self._show_log_rule()
-
-    def action_find(self) -> None:
-        field = self.query_one("#search", Input)
-        field.display = True
-        field.focus()
-
-    @on(Input.Changed, "#search")
-    def _search_changed(self, event: Input.Changed) -> None:
-        self.query_one(LogView).needle = event.value
-
-    @on(Input.Submitted, "#search")
-    def _search_done(self) -> None:
-        log = self.query_one(LogView)
-        log.focus()
-        log.action_next_match(-1)
-
-    def action_follow(self) -> None:
-        self.query_one(LogView).action_follow()
-
     def action_leave_field(self) -> None:
-        field = self.query_one("#search", Input)
         if self.maximized is not None:
             self.minimize()
-        elif field.display:
-            field.value = ""
-            field.display = False
+        elif self.left_search():
             self.query_one("#loss").focus()
         elif self.view.cursor is not None:
             self.view = replace(self.view, cursor=None)

@@ -13,10 +13,10 @@ from textual.content import Content
 from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Static
 
 from so_tui.ui.messages import Failed
-from so_tui.ui.page import Page
+from so_tui.ui.screens.filtered import FilteredPage
 from so_tui.ui.summary import rank_counts
 from so_tui.ui.text import count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
@@ -46,7 +46,7 @@ class PresetTable(DataTable[Text]):
     ]
 
 
-class PresetsScreen(Page):
+class PresetsScreen(FilteredPage):
     PAGE = "presets"
     AUTO_FOCUS = "#table"
     CSS_PATH = "presets.tcss"
@@ -154,7 +154,7 @@ class PresetsScreen(Page):
         self._table.move_cursor(row=max(0, len(self._shown_rows()) - 1), column=self._fixed)
 
     def _shown_rows(self) -> list[PlanRow]:
-        wanted = self.query_one("#filter", Input).value.strip().lower()
+        wanted = self.filter_text
         return [row for row in self.rows if wanted in row.title.lower() or wanted in row.preset.lower()]
 
     def _fill(self) -> None:
@@ -266,9 +266,7 @@ class PresetsScreen(Page):
         if not plan.fits:
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reasons))
             return
-        from so_tui.ui.screens.configure import launch_facts
-
-        self.so.ask_launch(plan.spec, launch_facts(plan))
+        self.so.ask_launch(plan.spec, plan_view.launch_facts(plan))
 
     def action_look(self) -> None:
         if (chosen := self._chosen()) is not None:
@@ -287,22 +285,6 @@ class PresetsScreen(Page):
 
         self.app.push_screen(AddModel(), added)
 
-    def action_find(self) -> None:
-        field = self.query_one("#filter", Input)
-        field.display = True
-        field.focus()
-
-    @on(Input.Changed, "#filter")
-    def _filter_changed(self) -> None:
+    def filter_changed(self) -> None:
         self._fill()
         self._show_detail()
-
-    @on(Input.Submitted, "#filter")
-    def _filter_done(self) -> None:
-        self._table.focus()
-
-    def action_leave_field(self) -> None:
-        field = self.query_one("#filter", Input)
-        field.value = ""
-        field.display = False
-        self._table.focus()

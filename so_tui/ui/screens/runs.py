@@ -14,22 +14,22 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Static
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
-from so_tui.ui.form import values_of
 from so_tui.ui.messages import Failed
-from so_tui.ui.page import Page
+from so_tui.ui.run_words import comparison, facts
 from so_tui.ui.runlist import RunRow
+from so_tui.ui.screens.filtered import FilteredPage
 from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
 from so_tui.ui.series import Axis
 from so_tui.ui.sketch import Sketch, Sketcher
-from so_tui.ui.text import age, plural, rate, shorten, shorten_path, thousands
+from so_tui.ui.text import age, plural, rate, shorten, thousands
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.rule import Rule
-from so_tui.ui.widgets.stats import SIGNS, state_content
+from so_tui.ui.widgets.stats import SIGNS
 
 EMPTY = (
     "No runs yet. Every run you start is listed here, with its loss, its settings and what it left on disk.\n\n"
@@ -51,7 +51,7 @@ class RunTable(DataTable[Text]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
 
 
-class RunsScreen(RunActions, Page):
+class RunsScreen(RunActions, FilteredPage):
     PAGE = "runs"
     CSS_PATH = "runs.tcss"
     AUTO_FOCUS = "#table"
@@ -146,7 +146,7 @@ class RunsScreen(RunActions, Page):
 
     def _fill(self) -> None:
         """Draw the table again, the cursor on the run it was on."""
-        wanted = self.query_one("#filter", Input).value.strip().lower()
+        wanted = self.filter_text
         chosen = self.chosen_run
         self._rows = [row for row in self.so.runs if wanted in f"{row.run.name} {_model(row)} {row.state.state}".lower()]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.so.runs)]
@@ -225,23 +225,7 @@ class RunsScreen(RunActions, Page):
             Axis("step", min(low for low, _ in ends), max(max(high for _, high in ends), min(low for low, _ in ends) + 1)) if ends else None
         )
         chart.show(lines, names, axis)
-        self.query_one("#facts", Static).update(self._facts(row))
-
-    def _facts(self, row: RunRow) -> Content:
-        state = row.state
-        lines = [state_content(state.state)]
-        if state.reason:
-            lines.append(Content.styled(state.reason, "$error" if state.state in ("failed", "lost") else "$warning"))
-        if state.suggestion:
-            lines.append(Content.assemble(("next: ", "$faint"), state.suggestion))
-        if state.detail and row.live:
-            lines.append(Content(state.detail))
-        if row.spec is not None:
-            lines.append(Content.assemble(("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"))
-        saved = f"checkpoint of step {thousands(state.saved_step)}" if state.saved_step is not None else "no checkpoint"
-        lines.append(Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}"))
-        lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, self.size.width * 2 // 5 - 12))))
-        return Content("\n").join(lines)
+        self.query_one("#facts", Static).update(facts(row, self.size.width))
 
     # Commands.
 
@@ -279,25 +263,13 @@ class RunsScreen(RunActions, Page):
             super().action_differences()
 
     def _compare(self, left: RunRow, right: RunRow) -> None:
-        """Settings of two runs side by side, those that differ on top."""
         from so_tui.ui.screens.dialogs import Notice
 
-        if left.spec is None or right.spec is None:
+        compared = comparison(left, right, self.size.width)
+        if compared is None:
             self.notify("The settings of one of them cannot be read", severity="error")
-            return
-        one, two = values_of(left.spec), values_of(right.spec)
-        paths = sorted(one.keys() | two.keys(), key=lambda path: (one.get(path) == two.get(path), path))
-        differing = sum(one.get(path) != two.get(path) for path in paths)
-        width = max(map(len, paths))
-        column = max(12, min(40, (self.size.width - width - 16) // 2))
-        rows = [f"{'':{width}}  {shorten(left.run.name, column):<{column}}  {shorten(right.run.name, column)}"]
-        for index, path in enumerate(paths):
-            if index == differing:
-                rows.append("the same in both:")
-            rows.append(f"{path:{width}}  {shorten(one.get(path, ''), column):<{column}}  {shorten(two.get(path, ''), column)}")
-        self.app.push_screen(
-            Notice(f"{plural(differing, 'setting')} that differ{'s' if differing == 1 else ''}", ["\n".join(rows)], bad=False)
-        )
+        else:
+            self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
 
     def action_delete(self) -> None:
         run = self.chosen_run
@@ -327,27 +299,8 @@ class RunsScreen(RunActions, Page):
         chart.log_scale = not chart.log_scale
         chart.redraw()
 
-    def action_find(self) -> None:
-        field = self.query_one("#filter", Input)
-        field.display = True
-        field.focus()
-
-    @on(Input.Changed, "#filter")
-    def _filter_changed(self) -> None:
+    def filter_changed(self) -> None:
         self._fill()
-
-    @on(Input.Submitted, "#filter")
-    def _filter_done(self) -> None:
-        self._table.focus()
-
-    def action_leave_field(self) -> None:
-        field = self.query_one("#filter", Input)
-        if self.maximized is not None:
-            self.minimize()
-        else:
-            field.value = ""
-            field.display = False
-            self._table.focus()
 
 
 def _model(row: RunRow) -> str:

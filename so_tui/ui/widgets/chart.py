@@ -14,7 +14,7 @@ from textual.widget import Widget
 
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import significant
-from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, changed_rows, gutter_text, plot_key, plot_rows, value_at, x_text
+from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, gutter_text, plot_key, plot_rows, repaint, value_at, x_text
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale, fit_scale
 
 
@@ -139,7 +139,7 @@ class Chart(Widget, can_focus=True):
             self.redraw()
             return
         before, self._strips = self._strips, self._draw()
-        self.refresh(*changed_rows(before, self._strips, self.size.width))
+        repaint(self, before, self._strips)
 
     def _look(self) -> tuple[object, ...]:
         """What strips depend on besides the data."""

@@ -149,11 +149,16 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str])
 
 
 def changed_rows(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
-    """The rows that differ; all of them where their number does. At least one: a refresh without a region repaints everything."""
+    """The rows that differ; all of them where their number does."""
     if len(before) != len(after):
         return [Region(0, 0, width, max(len(before), len(after)))]
-    rows = [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-    return rows or [Region(0, 0, width, 1)]
+    return [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+
+
+def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:
+    """Have the rows that differ painted again, if there are any: painting a row costs more than drawing it."""
+    if regions := changed_rows(before, after, widget.size.width):  # without a region everything would be painted
+        widget.refresh(*regions)
 
 
 class RoleStyles:

@@ -11,10 +11,10 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.ui.follow import GpuView, NodeView
+from so_tui.ui.loads import GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import GIB, plural, shorten
-from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, changed_rows, gutter_text, joined, plot_key, plot_rows
+from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows, repaint
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
 
@@ -103,7 +103,7 @@ class NodePanel(Widget, can_focus=True):
             self.refresh(layout=rows != len(pictures))
             return
         before, self._strips = self._strips, self._draw()
-        self.refresh(*changed_rows(before, self._strips, self.size.width))
+        repaint(self, before, self._strips)
 
     def _look(self) -> tuple[object, ...]:
         """What strips depend on besides the data."""

@@ -39,6 +39,33 @@ def headline(plan: Plan) -> Content:
     return Content("   ").join(facts)
 
 
+def whole(plan: Plan, command: str, width: int) -> Content:
+    """All there is to say: memory and step, why, the terms, the binding, and the command that would be started."""
+    sections: list[tuple[str, list[Content]]] = [
+        ("", [*memory_lines(plan, width), *step_lines(plan, width)]),
+        ("why", [*map(Content, plan.reasons), *(Content.assemble(("mind: ", "$warning"), text) for text in plan.warnings)]),
+        ("where the GPU memory goes", terms_table([term for term in plan.breakdown if term.place == "gpu"], width)),
+        ("where the host memory goes", terms_table([term for term in plan.breakdown if term.place == "node"], width)),
+        ("binding", binding_lines(plan)),
+        ("the command   y copies it", [Content(command)]),
+    ]
+    lines: list[Content] = []
+    for title, body in sections:
+        if body:
+            lines += [*([Content(""), Content.styled(title, "bold $faint")] if title else []), *body]
+    return Content("\n").join(lines)
+
+
+def launch_facts(plan: Plan) -> list[Content]:
+    """What the question before a launch says."""
+    return [
+        headline(plan),
+        *memory_lines(plan, 70),
+        Content(length_text(plan, plan.spec.train.steps)),
+        Content.styled("Closing this screen does not stop it.", "$faint"),
+    ]
+
+
 def mode_words(plan: Plan) -> str:
     """``superoffload, ratio 0.35``."""
     return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"

@@ -7,7 +7,8 @@ from datetime import datetime
 
 from textual.content import Content
 
-from so_tui.ui.follow import PARTS, GpuView, Snapshot
+from so_tui.ui.follow import PARTS, Snapshot
+from so_tui.ui.loads import GpuView
 from so_tui.ui.text import GIB, age, duration, plural, shorten, thousands
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
 

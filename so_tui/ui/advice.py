@@ -1,0 +1,42 @@
+"""What a plan says about single fields of the form. Pure functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from so_tui.ui.form import LENGTH
+from so_tui.ui.text import thousands
+from so_tui.ui.widgets import plan_view
+
+if TYPE_CHECKING:
+    from so_tui.machine.types import Machine
+    from so_tui.plan.types import Plan
+
+
+def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
+    """The field that makes a plan impossible on this machine, with the reason; two empty texts where nothing does."""
+    if plan is None or plan.possible:
+        return "", ""
+    gpus = plan.spec.gpus
+    present = {gpu.index for gpu in machine.gpus}
+    absent = gpus > len(present) if isinstance(gpus, int) else not present.issuperset(gpus)
+    return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reasons[0]
+
+
+def advice(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
+    """What the plan makes of a field, where that says more than its range; ``given_mode``: the offload mode that stands in the form."""
+    if path == "gpus" and machine is not None:
+        return f"of {len(machine.gpus)}, or a list: 0,1" if machine.gpus else "ranks: no GPU here"
+    if plan is None:
+        return ""
+    if path == "offload.mode" and plan.spec.offload.mode != given_mode:
+        return f"→ {plan.mode}"
+    if path == "train.gradient_accumulation":
+        micro_steps = f"{plan.spec.micro_steps} " if plan.spec.train.tokens_per_step else ""
+        return f"{micro_steps}= {thousands(plan.tokens_per_step)} tokens"
+    if path == LENGTH and plan.spec.train.steps:
+        return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
+    if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
+        rank = plan.binding[0]
+        return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)} a rank"
+    return ""

@@ -1,0 +1,90 @@
+"""Lines of styled words that change every second: painted from their spans, without being wrapped and laid out anew like a Static."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.content import Content
+from textual.strip import Strip
+from textual.widget import Widget
+
+from so_tui.ui.widgets.drawing import repaint
+
+Styles = tuple[object, ...]
+"""Styles that lie over each other, as a span names them."""
+
+
+class Words(Widget):
+    """A line of ``content`` is a row; what does not fit is cut off."""
+
+    DEFAULT_CSS = """
+    Words { height: auto; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.content = Content("")
+        self._strips: list[Strip] = []
+        self._drawn: tuple[object, ...] = ()
+        self._styles_of: dict[Styles, Style] = {}
+
+    def update(self, content: Content) -> None:
+        """Other words; only rows that came out different are painted."""
+        if content == self.content:
+            return
+        rows = self.content.plain.count("\n")
+        self.content = content
+        if content.plain.count("\n") != rows:
+            self.refresh(layout=True)
+        elif self._drawn != self._look():
+            self.refresh()
+        else:
+            before, self._strips = self._strips, self._draw()
+            repaint(self, before, self._strips)
+            return
+        self._drawn = ()
+
+    def _look(self) -> tuple[object, ...]:
+        return self.outer_size, self.app.theme
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return self.content.plain.count("\n") + 1
+
+    def notify_style_update(self) -> None:
+        self._styles_of, self._drawn = {}, ()
+        super().notify_style_update()
+
+    def render_line(self, y: int) -> Strip:
+        look = self._look()
+        if look != self._drawn:
+            self._strips, self._drawn = self._draw(), look
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self._style(()))
+
+    def _draw(self) -> list[Strip]:
+        width = self.size.width
+        plain = self.content.plain
+        worn: list[Styles] = [()] * len(plain)
+        for span in self.content.spans:
+            stretch = worn[span.start : span.end]
+            worn[span.start : span.end] = [(*styles, span.style) for styles in stretch] if any(stretch) else [(span.style,)] * len(stretch)
+        strips, start = [], 0
+        for line in plain.split("\n"):
+            segments, at = [], start
+            for styles, characters in groupby(worn[start : start + len(line)]):
+                end = at + sum(1 for _ in characters)
+                segments.append(Segment(plain[at:end], self._style(styles)))
+                at = end
+            strips.append(Strip(segments).adjust_cell_length(width, self._style(())))
+            start += len(line) + 1
+        return strips
+
+    def _style(self, styles: Styles) -> Style:
+        found = self._styles_of.get(styles)
+        if found is None:
+            style = self.visual_style
+            for one in styles:
+                style += self._get_style(one)  # type: ignore[arg-type]
+            found = self._styles_of[styles] = style.rich_style
+        return found
