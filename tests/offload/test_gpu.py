@@ -137,6 +137,25 @@ def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Pa
     test_ranks.finish(test_ranks.start("second", tmp_path, 1, accelerator="cuda"))
 
 
+def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> None:
+    with engine(spec("superoffload", 0.5, clipping=1.0)) as first:
+        support.train(first, support.batches(5))
+        offload.save_state(first, tmp_path / "first")
+    expected = support.by_name(tmp_path / "first")
+    modes: tuple[tuple[Literal["superoffload", "zerooffload", "gpu"], float], ...] = (
+        ("gpu", 0.0),
+        ("zerooffload", 0.5),
+        ("superoffload", 1.0),
+    )
+    before = tmp_path / "first"
+    for mode, ratio in modes:
+        with engine(spec(mode, ratio, clipping=1.0, sub_group_size=3000)) as made:
+            offload.load_state(made, before)
+            before = tmp_path / mode
+            offload.save_state(made, before)
+        assert support.by_name(before) == expected
+
+
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(clipping: float, tmp_path: Path) -> None:
     with engine(spec("superoffload", 0.5, clipping=clipping)) as made:

@@ -93,7 +93,9 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def serve() -> None:
     """``fork PORT FOLDER STEPS`` answers with the process group of the new ranks; ``reap`` with how they ended."""
-    from tests.offload import support  # imports torch and DeepSpeed
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 -- as DeepSpeed does for every engine, and torch's compiler with it
+
+    from tests.offload import support
 
     assert support.DEVICE.type == "cpu"
     pids: list[int] = []
