@@ -67,8 +67,8 @@ class ConfigureScreen(Page):
                 with Horizontal(id="buttons"):
                     yield Button("Launch  F5", id="launch", compact=True, disabled=True)
                     yield Button("Save  ^s", id="save", compact=True)
-                    yield Button("Look at data  d", id="look", compact=True)
-                    yield Button("Copy command  y", id="copy", compact=True)
+                    yield Button("Data  d", id="look", compact=True, tooltip="Look at the data as the model will see it")
+                    yield Button("Copy  y", id="copy", compact=True)
 
     def on_mount(self) -> None:
         self.watch(self.app, "machine", self._machine_known)
