@@ -149,7 +149,7 @@ def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> 
     )
     before = tmp_path / "first"
     for mode, ratio in modes:
-        with engine(spec(mode, ratio, clipping=1.0, sub_group_size=3000)) as made:
+        with engine(support.spec(mode, ratio, clipping=1.0, sub_group_size=2 * SUB_GROUP)) as made:
             offload.load_state(made, before)
             before = tmp_path / mode
             offload.save_state(made, before)
