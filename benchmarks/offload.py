@@ -227,7 +227,6 @@ def _measure(arguments: argparse.Namespace) -> None:
     ]
     binding.bind(mine)  # before torch makes its threads
 
-    import deepspeed
     import torch
 
     from so_tui_trainer import offload
@@ -237,7 +236,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda", arguments.rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    offload.join_process_group(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
     spec = _spec(configuration, arguments)
     begun = time.monotonic()
     model = _model(spec, device, arguments.shape)

@@ -42,12 +42,12 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.comparison.model import device_of, packed_attention, random_model
     from so_tui.spec import find_preset, with_values
-    from so_tui_trainer import attention, cache, tokens
+    from so_tui_trainer import attention, cache, offload, tokens
     from so_tui_trainer.batches import Batches
 
     begun = time.perf_counter()
     device = device_of(shape)
-    deepspeed.init_distributed(dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    offload.join_process_group(dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False)
     changes = spec_changes(part, shape, job["ground"]["rows"], job["ground"]["tokenizer"])
     changes |= {"train.micro_batch": str(SEQUENCES), "train.gradient_accumulation": str(part.micro_steps)}
     spec = with_values(find_preset(shape.preset).spec, changes)
