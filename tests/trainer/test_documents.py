@@ -242,3 +242,10 @@ def test_what_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
     assert "no such file" in problem(tmp_path / "absent.jsonl", tmp_path)
     (tmp_path / "empty").mkdir()
     assert "empty" in problem(tmp_path / "empty", tmp_path)
+
+
+def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tiny().model.config))
+    told = problem(lines(tmp_path, [ROWS["alpaca"]]), tmp_path, model__tokenizer=str(tmp_path / "model"))
+    assert "model.tokenizer" in told

@@ -48,13 +48,18 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = resolve_source(spec.model.tokenizer or spec.model.id)
+    field = "model.tokenizer" if spec.model.tokenizer else "model.id"
     try:
-        return AutoTokenizer.from_pretrained(name, revision=spec.model.revision, trust_remote_code=spec.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=spec.model.revision, trust_remote_code=spec.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        field = "model.tokenizer" if spec.model.tokenizer else "model.id"
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
         raise InputError([Problem(field=field, value=name, message=f"no tokenizer ({reason})", remedy=remedy)]) from error
+    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
+        # What transformers makes of a folder with weights and config.json only.
+        remedy = "Name one in `model.tokenizer`, or put the model's tokenizer files into that folder."
+        raise InputError([Problem(field=field, value=name, message="has no tokenizer files: its tokenizer knows no tokens", remedy=remedy)])
+    return tokenizer
 
 
 def prepare(spec: RunSpec, cache_dir: Path | None = None, tell: Callable[[int, int], None] | None = None) -> Path:
