@@ -217,6 +217,8 @@ GOOD = json.dumps(ROWS["alpaca"])
         ("rows.json", '[{"instruction": "a", "output": "b"},', ("rows.json", "cannot be read")),
         ("rows.jsonl", "[1, 2]\n3", ("rows.jsonl", "cannot be read")),
         ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', ("rows.jsonl, row 3", "no JSON")),
+        ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', ("rows.jsonl, row 2", "no JSON")),
+        ("rows.jsonl", "", ("rows.jsonl", "the file is empty")),
         ("rows.jsonl", f'{GOOD}\n{{"instruction": "a", "output": ["b"]}}', ("row 2", "column output", "not text")),
         ("rows.jsonl", '{"instruction": {"a": 1}, "output": "b"}', ("rows.jsonl, row 1", "column instruction", "not text")),
         (

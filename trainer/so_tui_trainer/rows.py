@@ -165,7 +165,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
             field="data.format",
             value=f"{source.format} for {source.source}",
             message=f"{has}, and this layout needs {', '.join(candidates[0].columns)}",
-            remedy="Rename the columns, or leave `data.format` at auto.",
+            remedy="Rename the columns, or give `data.format=auto`, which tries every layout.",
         )
     raise InputError([problem])
 

@@ -59,17 +59,17 @@ def _load(source: DataSource) -> Dataset:
     path = Path(name).expanduser()
     try:
         if path.is_file():
+            if path.stat().st_size == 0:
+                raise ValueError("the file is empty")
             return datasets.load_dataset(_reader(path, source), data_files=str(path), split=source.split)
         if path.is_dir():
             return _load_folder(path, source)
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
         return datasets.load_dataset(name, source.subset or None, split=source.split)
-    except datasets.exceptions.DatasetGenerationError as error:
-        if path.is_file():
-            _raise_for_bad_json(path, source)
-        raise InputError([_unreadable(source, error)]) from error
     except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
+        if path.is_file() and not isinstance(error, OSError):
+            _raise_for_bad_json(path, source)
         raise InputError([_unreadable(source, error)]) from error
 
 
@@ -107,7 +107,7 @@ def _unreadable(source: DataSource, error: Exception) -> Problem:
     if "config name is missing" in said or "builderconfig" in said:
         return Problem(field="data.subset", value=source.subset, message=f"{source.source}: {reason}", remedy="Name one of its subsets.")
     if "split" in said:
-        return Problem(field="data.split", value=source.split, message=reason, remedy=f"Name a split that {source.source} has.")
+        return Problem(field="data.split", value=source.split, message=reason.rstrip("."), remedy=f"Name a split that {source.source} has.")
     if "gated" in said or "401" in said or "403" in said:
         remedy = "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
     elif _looks_like_path(source.source) or Path(source.source).expanduser().exists():
