@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from so_tui.plan import loss as plan_loss
-from so_tui_trainer.loss import HeadLoss
+from so_tui_trainer.model.loss import HeadLoss
 
 _SAMPLED_ROWS = 512
 

@@ -120,9 +120,10 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
 
     import torch
 
-    from so_tui_trainer import cache, offload, tokens
-    from so_tui_trainer.batches import Batches
-    from so_tui_trainer.model import build, parameter_groups
+    from so_tui_trainer import offload
+    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data.batches import Batches
+    from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
 
     ranks = join(use_gpu=arguments.shape != "tiny")
@@ -166,7 +167,7 @@ def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
 def _with_lever(model: Any, spec: Any, lever: str) -> Any:
     """Adds the lever to the model; the spec that holds from now on."""
     from so_tui.spec import with_values
-    from so_tui_trainer import kernels, recompute
+    from so_tui_trainer.model import kernels, recompute
 
     if lever in kernels.ALL:
         print(lever, kernels.install(model.causal, [lever]), flush=True)

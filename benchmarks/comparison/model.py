@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.comparison.parts import Shape
 from so_tui.spec import find_preset
-from so_tui_trainer import attention
+from so_tui_trainer.model import attention
 
 
 def device_of(shape: Shape) -> torch.device:

@@ -22,7 +22,7 @@ from benchmarks.comparison.processes import tell
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from so_tui_trainer.batches import Batch
+    from so_tui_trainer.data.batches import Batch
 
 LEARNING_RATE = 1e-3
 """The script's constant: its ``--lr`` reaches no optimizer."""
@@ -42,8 +42,10 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.comparison.model import device_of, packed_attention, random_model
     from so_tui.spec import find_preset, with_values
-    from so_tui_trainer import attention, cache, offload, tokens
-    from so_tui_trainer.batches import Batches
+    from so_tui_trainer import offload
+    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data.batches import Batches
+    from so_tui_trainer.model import attention
 
     begun = time.perf_counter()
     device = device_of(shape)

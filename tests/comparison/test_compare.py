@@ -150,8 +150,8 @@ def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> 
     import torch
 
     from benchmarks.comparison.packed import labels
-    from so_tui_trainer import cache, tokens
-    from so_tui_trainer.batches import Batches
+    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data.batches import Batches
 
     laid = _laid(tmp_path)
     changes = spec_changes(BY_NAME["original-packed"], TINY, laid.rows, laid.tokenizer) | {"train.micro_batch": "2"}

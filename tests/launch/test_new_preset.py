@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
-    from so_tui_trainer.matching import meta_model
+    from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.describe_model import describe
     from so_tui_trainer.tools.presets import model_config, parameter_table
 

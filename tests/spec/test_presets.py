@@ -45,7 +45,7 @@ def test_sizes_and_settings_are_those_published(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_table_is_that_of_the_model(name: str) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.matching import meta_model
+    from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.presets import model_config, parameter_table
 
     model = spec_of(name).model
@@ -77,7 +77,7 @@ def _partial(rope: dict[str, object]) -> dict[str, object]:
 
 def test_leaf_modules_exist_in_the_models() -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.matching import meta_model
+    from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.presets import model_config
 
     for name in ("gpt-oss-20b", "qwen3-30b-a3b"):

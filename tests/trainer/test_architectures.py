@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from so_tui.spec import InputError, ModelSpec, load_catalog
-from so_tui_trainer import attention, flash, recompute
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.matching import meta_model
-from so_tui_trainer.model import TrainedModel, load_config, without_dropout
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.model import attention, flash, recompute
+from so_tui_trainer.model.build import TrainedModel, load_config, without_dropout
+from so_tui_trainer.model.matching import meta_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

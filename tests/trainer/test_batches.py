@@ -4,8 +4,8 @@ import torch
 from launching import tiny
 
 from so_tui.spec import RunSpec
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.documents import Counts, Documents
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.documents import Counts, Documents
 
 
 def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:

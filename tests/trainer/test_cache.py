@@ -15,9 +15,9 @@ import pytest
 from launching import tiny
 
 from so_tui.spec import InputError, RunSpec
-from so_tui_trainer import tokens
-from so_tui_trainer.cache import intact, read
-from so_tui_trainer.tokens import load_tokenizer, prepare
+from so_tui_trainer.data import tokens
+from so_tui_trainer.data.cache import intact, read
+from so_tui_trainer.data.tokens import load_tokenizer, prepare
 
 
 def spec_of(path: Path, **changes: str) -> RunSpec:
@@ -93,7 +93,8 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str) -> None:
 def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
     path = rows_file(tmp_path, 500)
     code = (
-        "import sys; from pathlib import Path; from so_tui.spec import find_preset, with_values; from so_tui_trainer.tokens import prepare;"
+        "import sys; from pathlib import Path; from so_tui.spec import find_preset, with_values;"
+        "from so_tui_trainer.data.tokens import prepare;"
         "spec = with_values(find_preset('tiny').spec, {'data.source': sys.argv[1]});"
         "sys.stdin.readline(); print(prepare(spec, Path(sys.argv[2])))"
     )

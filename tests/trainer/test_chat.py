@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from so_tui.spec import InputError
 from so_tui.spec.types import LossOn
-from so_tui_trainer.chat import TemplateError, chat_of, segments
-from so_tui_trainer.rows import Message
-from so_tui_trainer.tokens import Encoder, joins, load_tokenizer
+from so_tui_trainer.data.chat import TemplateError, chat_of, segments
+from so_tui_trainer.data.rows import Message
+from so_tui_trainer.data.tokens import Encoder, joins, load_tokenizer
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + ASK

@@ -14,10 +14,10 @@ import pytest
 from launching import tiny
 
 from so_tui.spec import InputError, RunSpec
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.cache import read
-from so_tui_trainer.documents import Documents
-from so_tui_trainer.tokens import load_tokenizer, prepare
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.cache import read
+from so_tui_trainer.data.documents import Documents
+from so_tui_trainer.data.tokens import load_tokenizer, prepare
 
 ROWS = {
     "alpaca": {"instruction": "Add the numbers.", "input": "2 and 3", "output": "They make 5."},

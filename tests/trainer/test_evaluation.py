@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec import InputError
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.documents import Counts, Part
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.documents import Counts, Part
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
 from so_tui_trainer.failures import NonFiniteError
-from so_tui_trainer.model import TrainedModel, load_config
+from so_tui_trainer.model.build import TrainedModel, load_config
 from so_tui_trainer.ranks import Ranks
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
 from so_tui_trainer.export import Mark, export, refuse_foreign, replacing
-from so_tui_trainer.model import PREFIX, load_config
+from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.offload import checkpoint as on_disk
 from so_tui_trainer.offload.deepspeed_0_19_8 import SubGroupState
 

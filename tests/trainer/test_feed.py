@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_batches import documents, spec
 
-from so_tui_trainer.batches import Batches, Portion
-from so_tui_trainer.feed import AHEAD, Feed
+from so_tui_trainer.data.batches import Batches, Portion
+from so_tui_trainer.data.feed import AHEAD, Feed
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from so_tui_trainer.flash import FLASH, Documents, Kernels, attend
+from so_tui_trainer.model.flash import FLASH, Documents, Kernels, attend
 
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from so_tui.plan.loss import loss_bytes
 from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
-from so_tui_trainer import attention, flash
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.feed import Feed
-from so_tui_trainer.loss import HeadLoss
-from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config, without_dropout
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.feed import Feed
+from so_tui_trainer.model import attention, flash
+from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, without_dropout
+from so_tui_trainer.model.loss import HeadLoss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from so_tui_trainer import kernels
-from so_tui_trainer.kernels.gate import gated
-from so_tui_trainer.kernels.rotary import rotate
-from so_tui_trainer.kernels.softmax import cross_entropy_gradient, log_sum_exp
-from so_tui_trainer.model import without_dropout
+from so_tui_trainer.model import kernels
+from so_tui_trainer.model.build import without_dropout
+from so_tui_trainer.model.kernels.gate import gated
+from so_tui_trainer.model.kernels.rotary import rotate
+from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp
 
 SHAPE = {
     "vocab_size": 64,

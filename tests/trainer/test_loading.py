@@ -79,7 +79,7 @@ def _compare(folder: Path) -> str:
     from transformers import AutoModelForCausalLM
 
     from so_tui_trainer import offload
-    from so_tui_trainer.model import build
+    from so_tui_trainer.model.build import build
 
     folders = sorted(folder.iterdir())
     for path in folders:
@@ -100,10 +100,10 @@ def _compare(folder: Path) -> str:
 def _measure(folder: Path) -> str:
     import torch
 
-    from so_tui_trainer.loading import host_peak_bytes
-    from so_tui_trainer.matching import match, meta_model
-    from so_tui_trainer.model import build, load_config
-    from so_tui_trainer.stored import read_index
+    from so_tui_trainer.model.build import build, load_config
+    from so_tui_trainer.model.loading import host_peak_bytes
+    from so_tui_trainer.model.matching import match, meta_model
+    from so_tui_trainer.model.stored import read_index
 
     spec = _spec(folder)
     index = read_index(folder)

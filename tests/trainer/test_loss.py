@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from so_tui.plan import loss as plan_loss
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.loss import HeadLoss
-from so_tui_trainer.model import TrainedModel, expected_first_loss, load_config, parameter_groups
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, parameter_groups
+from so_tui_trainer.model.loss import HeadLoss
 
 
 @pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")

@@ -9,9 +9,9 @@ from test_architectures import ONE_OF_EACH, scaled_down
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from so_tui.spec import InputError, ModelSpec
-from so_tui_trainer.matching import Match, largest_conversion_bytes, match, meta_model, refuse
-from so_tui_trainer.model import load_config
-from so_tui_trainer.stored import read_index
+from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.matching import Match, largest_conversion_bytes, match, meta_model, refuse
+from so_tui_trainer.model.stored import read_index
 
 LAYOUT = {
     "llama": "model.layers.0.mlp.gate_proj.weight",

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from so_tui.spec import InputError, ModelSpec, spec_tree
-from so_tui_trainer.matching import match, meta_model, refuse
-from so_tui_trainer.model import load_config
-from so_tui_trainer.mxfp4 import convert, missing_bytes
-from so_tui_trainer.pretrained import converted_folder, trainable, weights_folder
-from so_tui_trainer.stored import read_index
+from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.matching import match, meta_model, refuse
+from so_tui_trainer.model.mxfp4 import convert, missing_bytes
+from so_tui_trainer.model.pretrained import converted_folder, trainable, weights_folder
+from so_tui_trainer.model.stored import read_index
 
 KERNELS = Path(get_default_build_root())
 """Where this user's compiled kernels are: by default in the cache folder, which the tests move."""

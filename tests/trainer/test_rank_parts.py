@@ -22,8 +22,8 @@ from so_tui.runs.codec import decode_metric
 from so_tui.runs.records import EndRecord, PhaseRecord, RankBindingReport, WarningRecord
 from so_tui.spec import InputError
 from so_tui_trainer import failures
-from so_tui_trainer.batches import Work
 from so_tui_trainer.clocks import StepClock
+from so_tui_trainer.data.batches import Work
 from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
 from so_tui_trainer.offload.errors import NonFiniteGradientError, WorkerLostError

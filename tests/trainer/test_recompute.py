@@ -11,9 +11,9 @@ from test_batches import documents, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from so_tui_trainer import recompute
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.model import TrainedModel, without_dropout
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.model import recompute
+from so_tui_trainer.model.build import TrainedModel, without_dropout
 
 SHAPE = {
     "vocab_size": 2048,

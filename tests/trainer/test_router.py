@@ -13,10 +13,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from so_tui.runs.records import StepRecord
 from so_tui.spec import InputError, RunSpec, load_catalog
-from so_tui_trainer import recompute
-from so_tui_trainer.batches import Batches
-from so_tui_trainer.model import TrainedModel, load_config
-from so_tui_trainer.router import RouterLoss
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.model import recompute
+from so_tui_trainer.model.build import TrainedModel, load_config
+from so_tui_trainer.model.router import RouterLoss
 from so_tui_trainer.tools.presets import parameter_table
 
 SMALL: dict[str, Any] = {

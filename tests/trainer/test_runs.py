@@ -27,7 +27,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui_trainer import checkpoint
-from so_tui_trainer.model import expected_first_loss, load_config
+from so_tui_trainer.model.build import expected_first_loss, load_config
 
 pytestmark = pytest.mark.slow
 

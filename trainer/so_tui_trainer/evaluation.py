@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer.batches import Batch, assemble, width
-from so_tui_trainer.documents import Documents
+from so_tui_trainer.data.batches import Batch, assemble, width
+from so_tui_trainer.data.documents import Documents
+from so_tui_trainer.data.feed import Feed
+from so_tui_trainer.data.packing import fill
 from so_tui_trainer.failures import NonFiniteError
-from so_tui_trainer.feed import Feed
-from so_tui_trainer.packing import fill
 from so_tui_trainer.ranks import Ranks
 
 

@@ -16,8 +16,8 @@ import so_tui
 from so_tui.spec import InputError, Problem
 from so_tui_trainer import offload
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
-from so_tui_trainer.model import PREFIX, load_config
-from so_tui_trainer.tokens import load_tokenizer
+from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.model.build import PREFIX, load_config
 
 _MARK = "so_tui_export.json"
 

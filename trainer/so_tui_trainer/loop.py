@@ -12,13 +12,13 @@ from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import PhaseRecord, StepRecord, WarningRecord
 from so_tui_trainer import checkpoint, offload
-from so_tui_trainer.batches import Batches, Portion, Work
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.control import Control
+from so_tui_trainer.data.batches import Batches, Portion, Work
+from so_tui_trainer.data.feed import Feed
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.feed import Feed
 from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate

@@ -23,8 +23,8 @@ from so_tui.plan.loss import recomputed_logits
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
 from so_tui.spec import RunSpec
-from so_tui_trainer.batches import Work
 from so_tui_trainer.clocks import Laps, StepTimes
+from so_tui_trainer.data.batches import Work
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.trackers import Sidecars, Tracker

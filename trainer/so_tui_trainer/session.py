@@ -34,15 +34,16 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer import binding, cache, checkpoint, failures, offload, tokens
-from so_tui_trainer.batches import Batches
+from so_tui_trainer import binding, checkpoint, failures, offload
 from so_tui_trainer.control import Control, StoppedEarlyError
-from so_tui_trainer.documents import Documents
+from so_tui_trainer.data import cache, tokens
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
-from so_tui_trainer.model import build, expected_first_loss, parameter_count, parameter_groups
+from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.trackers import trackers_of
 

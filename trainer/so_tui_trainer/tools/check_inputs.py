@@ -31,8 +31,8 @@ def check(request: Answer) -> Iterator[Answer]:
 
 
 def _tokenizer(spec: RunSpec) -> list[str]:
-    from so_tui_trainer.model import load_config
-    from so_tui_trainer.tokens import load_tokenizer
+    from so_tui_trainer.data.tokens import load_tokenizer
+    from so_tui_trainer.model.build import load_config
 
     size, vocabulary = len(load_tokenizer(spec)), load_config(spec.model).vocab_size
     if size > vocabulary:
@@ -43,7 +43,7 @@ def _tokenizer(spec: RunSpec) -> list[str]:
 
 def _weights(spec: RunSpec) -> list[str]:
     """Weights that are here must be the model's; others must be reachable, and open to this user."""
-    from so_tui_trainer.pretrained import downloaded
+    from so_tui_trainer.model.pretrained import downloaded
 
     if spec.model.weights == "random":
         return []
@@ -58,10 +58,10 @@ def _weights(spec: RunSpec) -> list[str]:
 
 def _stored(spec: RunSpec, source: Path) -> list[str]:
     """Names and shapes of the stored tensors against the model's; for MXFP4 weights also whether their bf16 folder is there, or fits."""
-    from so_tui_trainer import matching, mxfp4
-    from so_tui_trainer.model import load_config
-    from so_tui_trainer.pretrained import trainable
-    from so_tui_trainer.stored import read_index
+    from so_tui_trainer.model import matching, mxfp4
+    from so_tui_trainer.model.build import load_config
+    from so_tui_trainer.model.pretrained import trainable
+    from so_tui_trainer.model.stored import read_index
 
     folder = trainable(source)
     if not folder.is_dir():
@@ -75,9 +75,9 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
 
 def _data(spec: RunSpec) -> list[str]:
     """Opens every source, reads its first rows and lets the chat template write them."""
-    from so_tui_trainer.chat import chat_of
-    from so_tui_trainer.sources import open_sources
-    from so_tui_trainer.tokens import Encoder, load_tokenizer
+    from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.sources import open_sources
+    from so_tui_trainer.data.tokens import Encoder, load_tokenizer
 
     encoder = Encoder(chat_of(load_tokenizer(spec)), spec.data.loss, spec.data.sequence_length)
     for opened in open_sources(spec.data):

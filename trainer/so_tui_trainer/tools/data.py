@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.documents import Documents
-    from so_tui_trainer.packing import Sequences
+    from so_tui_trainer.data.documents import Documents
+    from so_tui_trainer.data.packing import Sequences
 
 _BINS = 11
 _USUAL = 0.98
@@ -34,10 +34,10 @@ _USUAL = 0.98
 def preview(request: Answer) -> Iterator[Answer]:
     """Raises InputError when data or tokenizer cannot be read."""
     yield {"message": "loading the tokenizer and opening the data"}
-    from so_tui_trainer.cache import read
-    from so_tui_trainer.chat import chat_of
-    from so_tui_trainer.packing import fill
-    from so_tui_trainer.tokens import load_tokenizer
+    from so_tui_trainer.data.cache import read
+    from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.packing import fill
+    from so_tui_trainer.data.tokens import load_tokenizer
 
     spec = requested_spec(request)
     folder = yield from _prepared(spec)
@@ -69,7 +69,7 @@ def preview(request: Answer) -> Iterator[Answer]:
 
 def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
     """Progress of the tokenising; returns the folder of the result."""
-    from so_tui_trainer.tokens import preparing
+    from so_tui_trainer.data.tokens import preparing
 
     steps = preparing(spec)
     while True:

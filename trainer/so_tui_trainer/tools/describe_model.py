@@ -54,7 +54,7 @@ def describe(request: Answer) -> Iterator[Answer]:
     )
     _look_on_hub(asked)
     # torch and transformers take seconds to import.
-    from so_tui_trainer.matching import meta_model
+    from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
 
     config = _read_config(asked)
@@ -185,7 +185,7 @@ def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
 
 
 def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
-    from so_tui_trainer.model import refuse_unsupported
+    from so_tui_trainer.model.build import refuse_unsupported
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         _refuse(model, "has no output projection that so-tui can find", "Choose a model with a plain output projection.")

@@ -16,9 +16,9 @@ from so_tui_trainer.tools.hub import missing_files, remote_files
 
 def fetch(request: Answer) -> Iterator[Answer]:
     """Raises InputError for what cannot be had; what is here already is not downloaded again."""
+    from so_tui_trainer.data.sources import open_sources
+    from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import evaluation_spec
-    from so_tui_trainer.sources import open_sources
-    from so_tui_trainer.tokens import load_tokenizer
 
     spec = requested_spec(request)
     total = 0

@@ -20,8 +20,9 @@ from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 def prepare(request: Answer) -> Iterator[Answer]:
     """Raises InputError: something cannot be had, or the disk has no room for the weights in bf16."""
     stay_offline_when_cut_off()
-    from so_tui_trainer import cache, pretrained, tokens
+    from so_tui_trainer.data import cache, tokens
     from so_tui_trainer.evaluation import evaluation_spec
+    from so_tui_trainer.model import pretrained
 
     spec = requested_spec(request)
     yield from (answer | {"done": False} for answer in fetch(request))

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, decays, find_preset, resolve_source
 from so_tui.spec.table import MARKER, table_text
 from so_tui.spec.types import TensorKind
-from so_tui_trainer.matching import meta_model
+from so_tui_trainer.model.matching import meta_model
 
 _LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
 """A layer's number in a parameter's name, by the names that models give their list of layers."""

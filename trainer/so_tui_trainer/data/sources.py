@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
-from so_tui_trainer.rows import Conversation, Layout, bad_row, layout_of, read_row
+from so_tui_trainer.data.rows import Conversation, Layout, bad_row, layout_of, read_row
 
 if TYPE_CHECKING:
     from datasets import Dataset

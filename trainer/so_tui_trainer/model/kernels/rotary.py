@@ -34,7 +34,7 @@ class _Rotated(torch.autograd.Function):
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """``direction`` -1: the transposed rotation, (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
     if heads.is_cuda:
-        from so_tui_trainer.kernels import cuda
+        from so_tui_trainer.model.kernels import cuda
 
         return cuda.turn(heads, cos, sin, direction)
     cos, sin = cos[:, None], sin[:, None]

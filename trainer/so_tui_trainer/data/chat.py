@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from so_tui.spec import InputError, Problem
 from so_tui.spec.types import LossOn
-from so_tui_trainer.rows import TEXT, Conversation, Message
+from so_tui_trainer.data.rows import TEXT, Conversation, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

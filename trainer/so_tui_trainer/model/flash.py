@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from so_tui_trainer import recompute
+from so_tui_trainer.model import recompute
 
 NAME = "so_tui_varlen"
 """transformers takes names with `flash` in them for packages to import."""

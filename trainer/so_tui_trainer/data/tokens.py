@@ -21,12 +21,12 @@ import numpy.typing as npt
 
 from so_tui.spec import InputError, Problem, RunSpec, resolve_source
 from so_tui.spec.types import LossOn
-from so_tui_trainer import cache
 from so_tui_trainer.binding import die_with_parent
-from so_tui_trainer.chat import Chat, Segment, TemplateError, chat_of, segments
-from so_tui_trainer.documents import Counts
-from so_tui_trainer.rows import TEXT, bad_row
-from so_tui_trainer.sources import Opened, open_sources
+from so_tui_trainer.data import cache
+from so_tui_trainer.data.chat import Chat, Segment, TemplateError, chat_of, segments
+from so_tui_trainer.data.documents import Counts
+from so_tui_trainer.data.rows import TEXT, bad_row
+from so_tui_trainer.data.sources import Opened, open_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer.documents import Documents
-from so_tui_trainer.packing import Sequences, fill
+from so_tui_trainer.data.documents import Documents
+from so_tui_trainer.data.packing import Sequences, fill
 
 _PADDING_MULTIPLE = 8
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from so_tui.spec import InputError, ModelSpec, Problem
-from so_tui_trainer.stored import Stored
+from so_tui_trainer.model.stored import Stored
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from so_tui.spec import InputError, ModelSpec, Problem
-from so_tui_trainer import flash
-from so_tui_trainer.batches import Batch
+from so_tui_trainer.data.batches import Batch
+from so_tui_trainer.model import flash
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.types import decays
-from so_tui_trainer import attention, kernels, loading, matching, recompute
-from so_tui_trainer.batches import Batch
-from so_tui_trainer.loss import HeadLoss
-from so_tui_trainer.matching import meta_model
-from so_tui_trainer.pretrained import weights_folder
-from so_tui_trainer.router import RouterLoss
-from so_tui_trainer.stored import read_index
+from so_tui_trainer.data.batches import Batch
+from so_tui_trainer.model import attention, kernels, loading, matching, recompute
+from so_tui_trainer.model.loss import HeadLoss
+from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.model.pretrained import weights_folder
+from so_tui_trainer.model.router import RouterLoss
+from so_tui_trainer.model.stored import read_index
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
-from so_tui_trainer import mxfp4
+from so_tui_trainer.model import mxfp4
 
 
 def weights_folder(model: ModelSpec) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor
 def log_sum_exp(logits: Tensor) -> Tensor:
     """``logits``: [rows, columns]; [rows] fp32."""
     if logits.is_cuda:
-        from so_tui_trainer.kernels import cuda
+        from so_tui_trainer.model.kernels import cuda
 
         return cuda.log_sum_exp(logits)
     wide = logits.to(torch.float32, copy=True)
@@ -24,7 +24,7 @@ def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, 
     outside of 0 ... columns - 1 where the target is in another block.
     """
     if logits.is_cuda:
-        from so_tui_trainer.kernels import cuda
+        from so_tui_trainer.model.kernels import cuda
 
         return cuda.cross_entropy_gradient(logits, normaliser, targets, scale)
     softmax = logits.to(torch.float32).sub_(normaliser[:, None]).exp_().mul_(scale)

@@ -24,12 +24,12 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from so_tui.spec import DataSpec, InputError, Problem, RunSpec
-from so_tui_trainer.documents import Counts, Documents, Part
+from so_tui_trainer.data.documents import Counts, Documents, Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.sources import Opened
+    from so_tui_trainer.data.sources import Opened
 
 _VERSION = 2
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "trained": np.bool_, "offsets": np.int64, "rows": np.int64}

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from so_tui_trainer import matching, offload
-from so_tui_trainer.matching import Match
-from so_tui_trainer.stored import Stored
+from so_tui_trainer import offload
+from so_tui_trainer.model import matching
+from so_tui_trainer.model.matching import Match
+from so_tui_trainer.model.stored import Stored
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -19,7 +19,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         if gate.is_cuda:
-            from so_tui_trainer.kernels import cuda
+            from so_tui_trainer.model.kernels import cuda
 
             return cuda.gated(gate, up)
         return torch.nn.functional.silu(gate) * up
@@ -29,7 +29,7 @@ class _Gated(torch.autograd.Function):
         (gradient,) = gradients
         gate, up = ctx.saved_tensors
         if gate.is_cuda:
-            from so_tui_trainer.kernels import cuda
+            from so_tui_trainer.model.kernels import cuda
 
             return cuda.gated_backward(gradient, gate, up)
         sigmoid = gate.sigmoid()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.plan.loss import block_columns, kept_blocks
-from so_tui_trainer.kernels.softmax import cross_entropy_gradient, log_sum_exp
+from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp
 
 
 class HeadLoss(nn.Module):

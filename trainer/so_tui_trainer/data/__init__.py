@@ -1,0 +1,1 @@
+"""From rows to micro-batches: read, written as conversations, tokenised once, packed, made ahead of need."""
