@@ -24,6 +24,7 @@ BUILTIN = "builtin:"
 
 Origin = Literal["built-in", "user", "file"]
 
+_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -87,6 +88,9 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
 
     Raises InputError: unknown name (with the nearest one), file missing or malformed, or what is wrong with that preset.
     """
+    if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
+        remedy = f"To train on your own rows name a preset too: tiny --set data.source={name_or_path}"
+        raise InputError([Problem(field="preset", value=shown(name_or_path), message="names data, not a preset", remedy=remedy)])
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         source = _read(Path(name_or_path).expanduser(), "file")
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}

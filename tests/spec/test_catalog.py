@@ -100,6 +100,15 @@ def test_a_missing_or_malformed_file_is_told(tmp_path: Path, text: str | None, t
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "some/rows.csv", "/data/Rows.PARQUET"])
+def test_data_where_a_preset_is_wanted_is_told_where_it_goes(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        find_preset(name)
+    (problem,) = caught.value.problems
+    assert "not a preset" in problem.message
+    assert f"--set data.source={name}" in problem.remedy
+
+
 def test_a_folder_is_not_a_preset(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         find_preset(str(tmp_path) + "/")

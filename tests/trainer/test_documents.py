@@ -241,7 +241,9 @@ def test_what_cannot_be_used_is_named_with_its_row_and_column(tmp_path: Path, na
 
 
 def test_what_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
-    assert "no such file" in problem(tmp_path / "absent.jsonl", tmp_path)
+    told = problem(tmp_path / "absent.jsonl", tmp_path)
+    assert "no such file" in told
+    assert "Errno" not in told
     (tmp_path / "empty").mkdir()
     assert "empty" in problem(tmp_path / "empty", tmp_path)
 
@@ -251,3 +253,5 @@ def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> No
     (tmp_path / "model" / "config.json").write_text(json.dumps(tiny().model.config))
     told = problem(lines(tmp_path, [ROWS["alpaca"]]), tmp_path, model__tokenizer=str(tmp_path / "model"))
     assert "model.tokenizer" in told
+    absent = problem(lines(tmp_path, [ROWS["alpaca"]]), tmp_path, model__tokenizer=str(tmp_path / "absent"))
+    assert "there is no such folder" in absent

@@ -121,7 +121,8 @@ def _reason(error: BaseException) -> str:
     """What really went wrong, in one line: ``datasets`` wraps it in an error that says only that there was one."""
     while type(error).__name__ == "DatasetGenerationError" and (error.__cause__ or error.__context__) is not None:
         error = error.__cause__ or error.__context__ or error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     return " ".join(lines)[:300] if lines else type(error).__name__
 
 

@@ -54,6 +54,8 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
+        if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+            reason, remedy = "there is no such folder", "Name a folder with a tokenizer, or a model on the hub (owner/name)."
         raise InputError([Problem(field=field, value=name, message=f"no tokenizer ({reason})", remedy=remedy)]) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # What transformers makes of a folder with weights and config.json only.
