@@ -146,7 +146,8 @@ def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         reasons.append(
-            f"{copies} checkpoint{'s' if copies > 1 else ''} of {disk_size(plan.disk_bytes)} need {disk_size(needed_bytes)}, and {folder} "
+            f"{copies} checkpoint{'s' if copies > 1 else ''} of {disk_size(plan.disk_bytes)} need{'' if copies > 1 else 's'} "
+            f"{disk_size(needed_bytes)}, and {folder} "
             f"has {disk_size(free_bytes)} free. Free space, set checkpoint.folder, or lower checkpoint.keep"
         )
     shm = Path("/dev/shm")

@@ -68,8 +68,8 @@ def resume(
     if before.state not in FINAL_STATES:
         remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first"
         raise InputError([Problem(field="run", value=run.name, message=f"still runs ({before.state})", remedy=remedy)])
-    if before.state == "finished":
-        remedy = f"Start a new run with more steps, or use what it trained: `so-tui export {run.name}`"
+    if before.state == "finished" and not _lengthens(values or {}, before.total_steps):
+        remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or use what it trained: `so-tui export {run.name}`"
         raise InputError(
             [Problem(field="run", value=run.name, message=f"has finished all of its {before.total_steps} steps", remedy=remedy)]
         )
@@ -122,6 +122,12 @@ def ensure_supervised(run: RunDirectory) -> bool:
             ThisMachine().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))
             return True
     return False
+
+
+def _lengthens(values: Mapping[str, str], steps: int) -> bool:
+    """Whether these settings may leave something to train after ``steps``; how many steps epochs or tokens are only the data says."""
+    given = values.get("train.steps", "")
+    return (given.isdecimal() and int(given) > steps) or "train.epochs" in values or "train.tokens" in values
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:

@@ -70,7 +70,12 @@ def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: 
     assert (last.state, last.exit_code) == ("finished", 0)
     with pytest.raises(InputError, match="has finished all of its 5 steps"):
         resume(run, machine)
+    with pytest.raises(InputError, match="has finished all of its 5 steps"):
+        resume(run, machine, values={"train.steps": "5"})
     assert run.attempts() == (1,)
+    assert resume(run, machine, values={"train.steps": "9"}, force=True) == 2
+    assert wait_for(run, ended, of_attempt=2).state == "finished"
+    assert read_spec(run).train.steps == 9
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def _cpu(nodes: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             if count == len(cpus):
                 bandwidth.append((node["id"], max(found.values())))
-            yield {"message": f"node {node['id']}: CPU Adam on {count} cores: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"}
+            cores = "1 core" if count == 1 else f"{count} cores"
+            yield {"message": f"node {node['id']}: CPU Adam on {cores}: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"}
     yield {"message": "CPU measured", "rates": {"adam": _rising(points), "node_bytes_per_s": bandwidth}}
 
 
