@@ -121,6 +121,14 @@ def test_sinks_are_never_left_out() -> None:
             attention.choose(asked, supports_sdpa=True, has_sinks=True, device=torch.device("cuda"))
 
 
+@pytest.mark.parametrize(("device", "told"), [("cpu", "GPUs only"), ("cuda", "flash_attn, which is not installed")])
+def test_a_flash_attention_that_is_not_here_is_told(device: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda package: None)
+    asked = ModelSpec(id="any", attention="flash_attention_2")
+    with pytest.raises(InputError, match=told):
+        attention.choose(asked, supports_sdpa=True, has_sinks=False, device=torch.device(device))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(tmp_path: Path) -> None:

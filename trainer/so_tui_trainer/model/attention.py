@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _MASKED = ("sdpa", "eager")
+_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 def choose(model: ModelSpec, *, supports_sdpa: bool, has_sinks: bool, device: torch.device) -> str:
@@ -27,12 +28,13 @@ def choose(model: ModelSpec, *, supports_sdpa: bool, has_sinks: bool, device: to
     eager where the model needs it.
 
     Models with sinks get torch's flash kernel on CUDA, which adds them, and eager attention elsewhere. Raises InputError when another
-    one is asked for: flash-attn 2 and 3 and SDPA would leave the sinks out.
+    one is asked for (flash-attn 2 and 3 and SDPA would leave the sinks out), or a package that is not here.
     """
     if has_sinks and model.attention not in ("auto", "eager"):
         message, remedy = "knows no attention sinks, which this model has", "Set it to auto or eager."
         raise InputError([Problem(field="model.attention", value=model.attention, message=message, remedy=remedy)])
     if model.attention != "auto":
+        _refuse_what_is_not_here(model.attention, device)
         return model.attention
     if has_sinks:
         return flash.register() if device.type == "cuda" else "eager"
@@ -43,6 +45,21 @@ def choose(model: ModelSpec, *, supports_sdpa: bool, has_sinks: bool, device: to
     if find_spec("flash_attn") is not None:
         return "flash_attention_2"
     return flash.register()
+
+
+def _refuse_what_is_not_here(name: str, device: torch.device) -> None:
+    """Raises InputError for a flash-attn without its package (transformers also takes one from ``kernels``), or without a GPU."""
+    package = _PACKAGES.get(name)
+    if package is None:
+        return
+    if device.type != "cuda":
+        message = "runs on GPUs only"
+    elif find_spec(package) is None and find_spec("kernels") is None:
+        message = f"needs the package {package}, which is not installed"
+    else:
+        return
+    remedy = "Set it to auto, which takes the fastest one that is here."
+    raise InputError([Problem(field="model.attention", value=name, message=message, remedy=remedy)])
 
 
 def has_sinks(model: nn.Module) -> bool:
