@@ -191,3 +191,8 @@ def test_built_in_sources_resolve_to_files() -> None:
 def test_what_is_not_built_in_is_told(name: str) -> None:
     with pytest.raises(InputError, match="builtin:tiny"):
         resolve_source(name)
+
+
+def test_own_rows_of_any_layout_go_with_every_preset(tmp_path: Path) -> None:
+    specs = [with_values(preset.spec, {"data.source": "rows.jsonl"}) for preset in load_catalog(tmp_path).presets.values()]
+    assert {spec.data.format for spec in specs} == {"auto"}
