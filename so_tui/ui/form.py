@@ -65,6 +65,16 @@ LABELS = {
     "checkpoint.export": "export at the end",
 }
 
+HINTS = {
+    "train.tokens_per_step": "0: accumulation",
+    "data.held_out": "a share, or a count",
+    "data.evaluation": "id, file or folder",
+    "train.evaluate_every_steps": "steps; 0: at the end",
+    "checkpoint.every_steps": "0: not by steps",
+    "checkpoint.every_minutes": "0: not by time",
+}
+"""Where the bare range would leave open what a number means."""
+
 # What identifies a preset rather than configures a run, and what has no single value to type.
 _NOT_IN_FORM = ("name", "title")
 
@@ -82,6 +92,8 @@ def advanced_paths() -> tuple[str, ...]:
 
 def hint(info: FieldInfo) -> str:
     """What to type, short enough to stand beside the field: the range, else the unit; the tooltip says it in full."""
+    if info.path in HINTS:
+        return HINTS[info.path]
     return info.range_text.removesuffix(info.unit).removeprefix("from ").replace("_", " ").replace(" and ", ", ").strip() or info.unit
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import compared, predicted_of, probe_spec, settings_of, workload_of
+from so_tui.launch.probe import compared, loading_peak, predicted_of, probe_spec, settings_of, workload_of
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe
@@ -94,6 +94,12 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
     assert errors["step_s"] == pytest.approx(-0.5)
     assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
     assert "gpu_device_gib" not in errors
+
+
+def test_a_start_too_short_to_see_its_peak_counts_as_not_measured() -> None:
+    assert loading_peak([]) == 0
+    assert loading_peak([170, 170, 170, 1200]) == 0
+    assert loading_peak([170, 170, 1200, 900, 900]) == 1200
 
 
 def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

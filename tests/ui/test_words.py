@@ -6,8 +6,8 @@ import pytest
 from make_run import plan_for, quad_machine
 
 from so_tui.machine.doctor import Finding
-from so_tui.spec import find_preset, with_values
-from so_tui.ui.form import GROUPS, LENGTH, advanced_paths, edits_between, length_of, values_of, with_edit
+from so_tui.spec import field_index, find_preset, with_values
+from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts, rank_counts
@@ -131,3 +131,11 @@ def test_findings_fold_under_their_own_words(width: int) -> None:
     assert all(len(line) <= width for line in lines)
     assert all(line[10] != " " and (line[:10].strip() in ("seen", "costs", "remedy", "")) for line in lines)
     assert " ".join(line[10:] for line in lines) == f"{finding.evidence} {finding.cost} {finding.remedy}"
+
+
+def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
+    fields = field_index()
+    assert hint(fields["train.micro_batch"]) == "1 to 4 096"
+    assert "share" in hint(fields["data.held_out"])
+    assert set(HINTS) <= set(fields)
+    assert max(map(len, HINTS.values())) <= 20

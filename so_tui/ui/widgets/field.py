@@ -22,6 +22,7 @@ class FieldRow(Horizontal):
         height: auto; min-height: 1; width: 100%;
         .field-name { width: 20; color: $foreground; }
         .field-control { width: 20; }
+        .field-text { width: 2fr; min-width: 20; max-width: 60; }
         .field-note { width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
         Input.field-control { background: $surface; }
         Input.field-control:focus { background: $block-cursor-blurred-background; }
@@ -63,7 +64,8 @@ class FieldRow(Horizontal):
                 [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
             )
         else:
-            yield Entry(self._value, compact=True, classes="field-control", select_on_focus=False)
+            kind = "field-control field-text" if info.type_name == "text" else "field-control"
+            yield Entry(self._value, compact=True, classes=kind, select_on_focus=False)
         yield Label(self._note(), classes="field-note")
 
     def _note(self) -> str:
