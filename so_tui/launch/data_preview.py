@@ -88,6 +88,8 @@ class PackedSequence(Struct, frozen=True):
 
 
 class DataPreview(Tally, frozen=True, kw_only=True):
+    held_out: int
+    """Documents to evaluate on; the counts hold them too."""
     longest: int
     mean_length: float
     sequence_length: int
@@ -115,8 +117,10 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
+        told = "have trained tokens" if self.held_out else "are trained on"
         return [
-            ("rows", grouped(self.rows), f"{grouped(kept)} are trained on"),
+            ("rows", grouped(self.rows), f"{grouped(kept)} {told}"),
+            *([("held out", grouped(self.held_out), "documents to evaluate on; the rest is trained on")] if self.held_out else []),
             ("tokens", grouped(self.tokens), f"{grouped(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
             ("lengths", grouped(round(self.mean_length)), f"tokens on average, {grouped(self.longest)} the longest"),
             (

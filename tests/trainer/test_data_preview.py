@@ -56,6 +56,15 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     assert sum(cells) == 80
 
 
+def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
+    preview, _, _ = look(data__held_out="20")
+    facts = {name: (figure, meaning) for name, figure, meaning in preview.facts()}
+    assert facts["held out"] == ("20", "documents to evaluate on; the rest is trained on")
+    assert "355 have" in facts["rows"][1]
+    with pytest.raises(InputError, match="would hold out 1000 of 355 rows"):
+        look(data__held_out="1000")
+
+
 def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a"}')
     with pytest.raises(InputError, match="fit no known layout"):

@@ -42,12 +42,18 @@ def preview(request: Answer) -> Iterator[Answer]:
     spec = requested_spec(request)
     folder = yield from _prepared(spec)
     documents, tokenizer = read(folder, spec.data), load_tokenizer(spec)
+    held_out = 0
+    if spec.data.held_out:
+        from so_tui_trainer.evaluation import divide
+
+        held_out = len(divide(documents, spec).held_out)
     lengths = documents.lengths
     sequences = fill(lengths, documents.epoch(spec.train.seed), spec.data)
     shown = islice(_in_turn(documents), max(0, int(request.get("rows", 3))))
     yield {
         **msgspec.to_builtins(documents.counts),
         "documents": len(lengths),
+        "held_out": held_out,
         "tokens": len(documents.tokens),
         "trained_tokens": int(documents.trained.sum()),
         "longest": int(lengths.max()),
