@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from test_batches import documents, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,9 +67,13 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[
         return function(*arguments, **(keywords or {}))
 
 
+@pytest.mark.parametrize("linear", [torch._C._nn.linear, zero3_linear_wrap])
 @pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 6)])
-def test_selective_repeats_no_matrix_product(policy: recompute.Policy, repeated: int) -> None:
+def test_selective_repeats_no_matrix_product(
+    policy: recompute.Policy, repeated: int, linear: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer feeds nothing that backward needs."""
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)  # DeepSpeed puts its own there under ZeRO-3
     torch.manual_seed(0)
     causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attn_implementation="sdpa")
     recompute.install(causal, policy)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._nn import linear  # nn.functional.linear is DeepSpeed's under ZeRO-3
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
@@ -46,9 +47,13 @@ def install(causal: PreTrainedModel, policy: Policy) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     if policy == "selective":
         options["context_fn"] = _contexts
-        for layer in causal.modules():
-            if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
-                _keep_products(layer)
+    for layer in causal.modules():
+        if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
+            inner, ending = _products(layer)
+            for module in ending:
+                module.forward = partial(_torchs_own, module)  # type: ignore[method-assign]
+            for module in inner if policy == "selective" else ():
+                module.forward = partial(_product, module)  # type: ignore[method-assign]
     causal._set_gradient_checkpointing(True, partial(checkpoint, **options))
 
 
@@ -66,7 +71,7 @@ class Product(torch.autograd.Function):
         """``inputs``: [..., in], ``weight``: [out, in], ``bias``: [out]; the result: [..., out]."""
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        (result,) = keep(lambda: (nn.functional.linear(inputs, weight, bias),))
+        (result,) = keep(lambda: (linear(inputs, weight, bias),))
         return result
 
     @staticmethod
@@ -105,15 +110,21 @@ def _keeping(keeper: Keeper) -> Iterator[None]:
         _local.keeper = before
 
 
-def _keep_products(layer: nn.Module) -> None:
-    """All but the one that ends the layer: nothing but a sum comes after it, so the repetition stops before it."""
-    products = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
-    if products and products[-1][0] != products[0][0]:  # a feed-forward block of its own, after attention
-        products.pop()
-    for _, module in products:
-        module.forward = partial(_product, module)  # type: ignore[method-assign]
+def _products(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """Those within a layer, and the one that ends it: the last of a feed-forward block that has its own, after attention."""
+    found = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+    modules = [module for _, module in found]
+    ends = len({block for block, _ in found}) > 1
+    return (modules[:-1], modules[-1:]) if ends else (modules, [])
 
 
 def _product(module: nn.Linear, inputs: Tensor) -> Tensor:
     result: Tensor = Product.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
     return result
+
+
+def _torchs_own(module: nn.Linear, inputs: Tensor) -> Tensor:
+    """For the product that ends a layer. Nothing but a sum comes after it, so the repetition stops where its inputs are saved: before it
+    is computed, if it is torch's own, which saves first. DeepSpeed's, which ``nn.functional.linear`` is under ZeRO-3, saves afterwards.
+    """
+    return linear(inputs, module.weight, module.bias)
