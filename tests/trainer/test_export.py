@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
-from so_tui_trainer.export import Mark, export, refuse_foreign, replacing
+from so_tui_trainer.export import Mark, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.offload import checkpoint as on_disk
 from so_tui_trainer.offload.deepspeed_0_19_8 import SubGroupState
@@ -74,6 +74,13 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"), replacing(folder, MARK):
         raise OSError("the disk is full")
     assert contents(tmp_path) == before
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    refuse_without_room(tmp_path / "a" / "b", 1)
+    with pytest.raises(InputError, match="are free"):
+        refuse_without_room(tmp_path / "a" / "b", 1 << 62)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_put_there_meanwhile_stays(tmp_path: Path) -> None:

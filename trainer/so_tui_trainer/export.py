@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 
 import so_tui
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError, Problem, disk_size
 from so_tui_trainer import offload
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.tokens import load_tokenizer
@@ -35,7 +35,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     """Write the model of a checkpoint into ``folder``, which ``from_pretrained`` loads; returns its bytes.
 
     The folder appears whole or not at all, and replaces an older export, but nothing else. Raises OSError, InputError (something else lies
-    there; tokenizer or configuration not to be had), ValueError (states that do not fit the model).
+    there; no room; tokenizer or configuration not to be had), ValueError (states that do not fit the model).
     """
     from transformers import AutoModelForCausalLM
 
@@ -48,6 +48,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     with torch.device("meta"):
         model = factory.from_config(config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
     state = weights(checkpoint, shapes)
     if missing := shapes.keys() - state.keys():
         raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
@@ -76,6 +77,15 @@ def refuse_foreign(folder: Path) -> None:
         return
     message = f"holds files that are no export of so-tui (no {_MARK})" if folder.is_dir() else "is not a folder"
     raise InputError([Problem(field="--to", value=str(folder), message=message, remedy="Name a new or an empty folder with --to.")])
+
+
+def refuse_without_room(folder: Path, needed_bytes: int) -> None:
+    """Raises InputError when the disk of ``folder`` has less free; an older export goes only when the new one is whole."""
+    free_bytes = shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.is_dir())).free
+    if free_bytes < needed_bytes:
+        message = f"an export needs {disk_size(needed_bytes)}, and {disk_size(free_bytes)} are free"
+        remedy = "Make room, or name a folder on a larger disk with --to."
+        raise InputError([Problem(field="--to", value=str(folder), message=message, remedy=remedy)])
 
 
 @contextmanager
