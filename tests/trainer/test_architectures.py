@@ -40,14 +40,14 @@ SMALL: dict[str, Any] = {
 }
 ONE_OF_EACH = {
     preset.spec.model.config["model_type"]: name
-    for name, preset in load_catalog().presets.items()
+    for name, preset in load_catalog(Path("/nowhere")).presets.items()
     if preset.spec.model.weights == "pretrained"
 }
 
 
 def scaled_down(name: str) -> ModelSpec:
     """A preset's model with random weights, a thousandth of its size."""
-    full = load_catalog().presets[name].spec.model
+    full = load_catalog(Path("/nowhere")).presets[name].spec.model
     shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
     return ModelSpec(id=full.id, weights="random", config=shape)
 
