@@ -47,9 +47,9 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
     CSS_PATH = "dashboard.tcss"
     AUTO_FOCUS = "#loss"
     HELP_TEXT = (
-        "Everything shares one axis: steps, or time (x). Raw values are dim, their moving average is bright, gaps are values that are not "
-        "numbers. A node's dim band reaches from its idlest to its busiest core. Cells are cores: A runs Adam, m the training process. "
-        "Leaving this screen does not touch the run."
+        "Everything shares one axis: steps, or time (x). Raw values are dim, their moving average is bright, evaluations have a colour of "
+        "their own; ◆ is a checkpoint, ↻ a resume; gaps are values that are not numbers. A node's dim band reaches from its idlest to its "
+        "busiest core. Cells are cores: A runs Adam, m the training process. Leaving this screen does not touch the run."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
