@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from tests.offload.test_ranks import ROOT, finish, free_port
+from tests.offload.test_ranks import ROOT, finish, free_port, leave
 
 MODES: tuple[tuple[Literal["gpu", "superoffload", "zerooffload"], float], ...] = (
     ("superoffload", 0.5),
@@ -74,3 +74,4 @@ def take_over(folder: Path) -> None:
 
 if __name__ == "__main__":
     take_over(Path(sys.argv[1]))
+    leave()
