@@ -348,7 +348,9 @@ def _steps(
     import torch
 
     from so_tui_trainer import offload
+    from so_tui_trainer.offload.transfers import transfers_for
 
+    clock = transfers_for(device)
     generator = torch.Generator(device).manual_seed(arguments.rank)
     vocabulary = engine.module.config.vocab_size
     size = (configuration.accumulation, arguments.micro_batch, arguments.length)
@@ -358,20 +360,20 @@ def _steps(
     last = time.perf_counter()
     for _ in range(configuration.warmup + configuration.measured):
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
-        marks = [_mark(device)]
+        marks = [clock.mark()]
         total = torch.zeros((), device=device)
         for micro_batch in tokens:
             loss = engine(input_ids=micro_batch, labels=micro_batch).loss
-            marks.append(_mark(device))
+            marks.append(clock.mark())
             engine.backward(loss)
-            marks.append(_mark(device))
+            marks.append(clock.mark())
             engine.step()
-            marks.append(_mark(device))
+            marks.append(clock.mark())
             total += loss.detach() / configuration.accumulation
         losses.append(total.item())
         now = time.perf_counter()
         for position, (begin, end) in enumerate(pairwise(marks)):
-            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += _between(begin, end)
+            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
         told = offload.stats(engine)
         laps["forward_s"] -= told.exposed_in_forward_s
         steps.append(
@@ -389,23 +391,6 @@ def _steps(
         )
         last = now
     return steps, losses
-
-
-def _mark(device: Any) -> Any:
-    import torch
-
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 # -- the Adam kernels alone ---------------------------------------------------------------------------------------------------------------

@@ -34,16 +34,12 @@ class Setup:
     mode: str = "gpu"
     accumulation: int = 1
     clipping: float = 1.0
-    whole_layers: bool = False
-    """Gather a layer's weights in one piece instead of module by module."""
 
 
 SETUPS = {
     "gpu": Setup(("plain", "norm", "rotary", "gate", "none, micro-batch 2", "selective")),
-    "gpu, whole layers": Setup(("all",), whole_layers=True),
     "superoffload, 8 micro-steps": Setup(("all",), mode="superoffload", accumulation=8),
     "superoffload": Setup(("all",), mode="superoffload"),
-    "superoffload, whole layers": Setup(("all",), mode="superoffload", whole_layers=True),
 }
 
 
@@ -159,8 +155,6 @@ def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
         "model.kernels": "plain" if plain else "auto",
         "model.activation_checkpointing": "full" if plain else "selective",
     }
-    if setup.whole_layers:
-        changes["model.leaf_modules"] = '["Qwen3DecoderLayer"]'
     return with_values(find_preset("tiny" if arguments.shape == "tiny" else "qwen3-4b-random").spec, changes)
 
 
@@ -185,10 +179,13 @@ def _steps(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
     """Medians of the measured steps."""
     import torch
 
-    from so_tui.plan.flops import flops_of, hw_flops, model_flops
+    from so_tui.plan.architecture import architecture
+    from so_tui.plan.flops import flops_of, model_flops
     from so_tui_trainer import offload
+    from so_tui_trainer.metrics import executed_flops
+    from so_tui_trainer.offload.transfers import transfers_for
 
-    flops = flops_of(spec.model)
+    flops, shape, clock = flops_of(spec.model), architecture(spec.model.config), transfers_for(device)
     steps, losses = [], []
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -198,34 +195,31 @@ def _steps(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
     for number in range(1, WARMUP + MEASURED + 1):
         work = batches.work(number)
         weights = 1 / work.trained_tokens, 1 / work.useful_tokens
-        marks = [_mark(device)]
+        marks = [clock.mark()]
         total = torch.zeros((), device=device)
         for batch in batches.micro_batches(number):
             loss = engine(batch.to(device), *weights)
-            marks.append(_mark(device))
+            marks.append(clock.mark())
             engine.backward(loss, scale_wrt_gas=False)
-            marks.append(_mark(device))
+            marks.append(clock.mark())
             engine.step()
-            marks.append(_mark(device))
+            marks.append(clock.mark())
             total += loss.detach()
         losses.append(total.item())
         now = time.perf_counter()
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
         for position, (begin, end) in enumerate(pairwise(marks)):
-            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += _between(begin, end)
+            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
         told = offload.stats(engine)
         laps["forward_s"] -= told.exposed_in_forward_s
         laps["optimizer_s"] += told.exposed_in_forward_s
         lengths = work.document_lengths.tolist()
-        repeated = spec.model.repeats_whole_layers
-        hardware = hw_flops(flops, work.computed_tokens, lengths, checkpointing=repeated, head_recomputed=False)
-        hardware -= 6.0 * flops.head_parameters * (work.computed_tokens - work.trained_tokens)
         steps.append(
             {
                 "step_s": now - last,
                 **laps,
                 "model_tflops": model_flops(flops, work.useful_tokens, lengths) / (now - last) / 1e12,
-                "hw_tflops": hardware / (now - last) / 1e12,
+                "hw_tflops": executed_flops(spec, flops, shape, work) / (now - last) / 1e12,
                 "useful_tokens": work.useful_tokens,
                 "trained_tokens": work.trained_tokens,
                 "computed_tokens": work.computed_tokens,
@@ -264,23 +258,6 @@ def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
     text = head + averages.table(sort_by=order, row_limit=60, max_name_column_width=90)
     text += "\n" + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
     path.write_text(text)
-
-
-def _mark(device: Any) -> Any:
-    import torch
-
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 if __name__ == "__main__":

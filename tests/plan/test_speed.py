@@ -99,16 +99,7 @@ def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
 
 
 def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
-    link = Speed(
-        matrix_flops=1,
-        hbm_bytes_per_s=1,
-        down_bytes_per_s=1e30,
-        up_bytes_per_s=1e30,
-        peer_bytes_per_s=1,
-        adam=(),
-        node_bytes_per_s=1,
-        source="",
-    )
+    link = replace(ONE, down_bytes_per_s=1e30, up_bytes_per_s=1e30)
     halves = [((0.0, 0.5), 10), ((0.5, 1.0), 10)]
     # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
     assert landing_wait_s(halves, 10, link, 0.0, forward_s=1.0, backward_s=2.0, start_s=0.0) == pytest.approx(1.5)

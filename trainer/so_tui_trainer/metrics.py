@@ -227,12 +227,7 @@ class Metrics:
         """Every field of a record that is a time or a quantity by time."""
         checkpointing, lengths = self._spec.model.repeats_whole_layers, work.document_lengths.tolist()
         model = model_flops(self._flops, work.useful_tokens, lengths)
-        hardware = hw_flops(self._flops, work.computed_tokens, lengths, checkpointing=checkpointing, head_recomputed=False)
-        # The head runs on trained tokens only; some of its logits are made twice.
-        hardware -= 6.0 * self._flops.head_parameters * (work.computed_tokens - work.trained_tokens)
-        micro_batches = self._spec.micro_steps * self._ranks.size
-        twice = recomputed_logits(work.trained_tokens // micro_batches, self._shape.vocabulary)
-        hardware += 2.0 * self._shape.hidden * twice * micro_batches
+        hardware = executed_flops(self._spec, self._flops, self._shape, work)
         seed = seed_tflops_total(
             self._parameters, self._shape, self._spec.data.sequence_length, work.sequences, times.total, checkpointing=checkpointing
         )
@@ -259,6 +254,16 @@ class Metrics:
             self._memory_at = time.monotonic()
             self._memory_bytes = sum(map(_pss, _tree(os.getpid())))
         return self._memory_bytes
+
+
+def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, work: Work) -> float:
+    """What all GPUs execute for a step: with what is computed again, padding included. The head runs on trained tokens only."""
+    lengths = work.document_lengths.tolist()
+    executed = hw_flops(flops, work.computed_tokens, lengths, checkpointing=spec.model.repeats_whole_layers, head_recomputed=False)
+    executed -= 6.0 * flops.head_parameters * (work.computed_tokens - work.trained_tokens)
+    micro_batches = spec.micro_steps * spec.ranks
+    twice = recomputed_logits(work.trained_tokens // micro_batches, shape.vocabulary)
+    return executed + 2.0 * shape.hidden * twice * micro_batches
 
 
 def _optimizer_apart(times: StepTimes, exposed_in_forward_s: float) -> StepTimes:
