@@ -123,6 +123,30 @@ def test_tool_calls_are_answers_too() -> None:
     assert trained(tokenizer_with(template), talk) == ["['add']<|im_end|>", "It is 5.<|im_end|>"]
 
 
+def test_calls_that_the_layout_does_not_write_are_no_answers() -> None:
+    talk = (*TALK[:1], Message("assistant", "", (("tool_calls", ["add"]),)), Message("tool", "5"), TALK[1])
+    assert trained(tokenizer_with(CHATML), talk) == ["It is 5.<|im_end|>"]
+    assert trained(tokenizer_with(""), talk) == ["It is 5.<|eos|>"]
+    assert trained(tokenizer_with(CHATML), talk[:2], loss="all") == []
+
+
+def test_a_template_gets_the_tools_and_the_mask_does_not_mind() -> None:
+    template = "{% if tools %}{{ '<|header|>' + tools | map(attribute='name') | join + '<|/header|>' }}{% endif %}"
+    talk = (Message("tools", "", (("tools", [{"name": "add"}]),)), *TALK)
+    for rest in (CHATML, BRACKETS):
+        tokenizer = tokenizer_with(template + rest)
+        parts = segments(chat_of(tokenizer), talk)
+        assert "".join(part.text for part in parts).startswith("<|header|>add<|/header|>")
+        assert trained(tokenizer, talk) == trained(tokenizer)
+    assert trained(tokenizer_with(""), talk) == trained(tokenizer_with(""))
+
+
+def test_a_stop_token_that_the_data_has_already_is_trained_once() -> None:
+    said = (TALK[0], Message("assistant", "It is 5.<|im_end|>\n"))
+    assert trained(tokenizer_with(CHATML), said) == ["It is 5.<|im_end|>"]
+    assert trained(tokenizer_with(""), (TALK[0], Message("assistant", "It is 5.<|eos|>"))) == ["It is 5.<|eos|>"]
+
+
 def test_a_stop_token_that_is_none_is_told_and_the_end_of_text_is_trained_instead() -> None:
     tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|over|>"))
     assert trained(tokenizer) == ["It is 5.<|eos|>", "Then 6.<|eos|>"]

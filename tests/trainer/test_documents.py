@@ -17,6 +17,7 @@ from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.cache import read
 from so_tui_trainer.data.documents import Documents
+from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
 
 ROWS = {
@@ -36,6 +37,17 @@ VARIANTS = {
     },
     "OpenAI's keys in ShareGPT's column": {"conversations": ROWS["messages"]["messages"]},
     "other roles": {"conversations": [{"from": "user", "value": "Add."}, {"from": "model", "value": "They make 5."}]},
+    "roles in the wild": {"conversations": [{"from": "Human", "value": "Add."}, {"from": "AI ", "value": "They make 5."}]},
+    "parts that are texts": {
+        "messages": [{"role": "user", "content": ["Add", "."]}, {"role": "assistant", "content": ["They ", "make 5."]}]
+    },
+    "a prompt that is a number": {"prompt": 5, "completion": "They make 5."},
+    "a stop token in the data": {"prompt": "Add 2 and 3.", "completion": "They make 5.<|eos|>\n"},
+}
+ASIDE = {
+    "alpaca": ({"system": "Be kind.", "history": [["Hi.", "Hello."]]}, "Be kind.\n\n### Instruction:\nHi.\n\n### Response:\n"),
+    "sharegpt": ({"system": "Be kind."}, "Be kind.\n\n### Instruction:\n"),
+    "messages": ({"system": "Be kind."}, "Be kind.\n\n### Instruction:\n"),
 }
 
 
@@ -83,6 +95,37 @@ def test_only_the_response_and_its_stop_token_are_trained(tmp_path: Path, layout
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_people_write_instead_is_read_as_well(tmp_path: Path, variant: str) -> None:
     assert texts(documents_of(tmp_path, lines(tmp_path, [VARIANTS[variant]])))[1] == "They make 5.<|eos|>"
+
+
+@pytest.mark.parametrize("layout", ASIDE)
+def test_what_stands_in_columns_of_its_own_comes_first(tmp_path: Path, layout: str) -> None:
+    columns, expected = ASIDE[layout]
+    assert texts(documents_of(tmp_path, lines(tmp_path, [ROWS[layout] | columns])))[0].startswith(expected)
+
+
+def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
+    add, halve = {"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "halve", "arguments": {"of": 4}}
+    rows = [
+        {"messages": [ROWS["messages"]["messages"][0], {"role": "assistant", "tool_calls": [{"function": call}]}], "tools": given}
+        for call, given in ((add, json.dumps(tools)), (halve, ""))
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (opened,) = open_sources(spec_of(tmp_path / "rows.parquet").data)
+    first, second = opened.conversations()
+    assert (first[0].role, first[0].extra) == ("tools", (("tools", tools),))
+    assert dict(first[-1].extra)["tool_calls"] == [{"function": add}]
+    assert [message.role for message in second] == ["user", "assistant"]
+    assert dict(second[-1].extra)["tool_calls"] == [{"function": halve}]
+
+
+def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [ROWS["messages"], {"messages": None}, {"messages": []}, {"messages": [{"role": "system", "content": "Be kind."}]}]
+    counts = documents_of(tmp_path, lines(tmp_path, rows)).counts
+    assert (counts.rows, counts.dropped) == (4, 3)
+    question, answer = ROWS["messages"]["messages"]
+    completions = [{"prompt": [question], "completion": said} for said in ([], [answer])]
+    assert documents_of(tmp_path, lines(tmp_path, completions)).counts.dropped == 1
 
 
 def test_the_layout_can_be_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from so_tui.spec import InputError, Problem
 from so_tui.spec.types import LossOn
-from so_tui_trainer.data.rows import TEXT, Conversation, Message
+from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +52,10 @@ class Chat:
         """What the template writes. Raises TemplateError."""
         from jinja2.exceptions import TemplateError as JinjaError
 
-        turns = [{**dict(message.extra), "role": message.role, "content": message.content} for message in messages]
+        turns = [{**dict(message.extra), "role": message.role, "content": message.content} for message in messages if message.role != TOOLS]
+        tools = [tool for message in messages if message.role == TOOLS for tool in dict(message.extra)[TOOLS]] or None
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask))
+            return str(self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=ask))
         except (JinjaError, TypeError, ValueError, KeyError) as error:
             raise TemplateError(str(error) or type(error).__name__) from error
 
@@ -81,31 +82,40 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
 
 
 def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[Segment]:
-    """A conversation cut where training starts and stops; each answer ends with its stop token. Raises TemplateError."""
+    """A conversation cut where training starts and stops; each answer ends with its stop token, once. Raises TemplateError.
+
+    Of a conversation without answers nothing is left. An answer that only calls tools, which the layout does not write, is context.
+    """
+    conversation = tuple(_unended(chat, message) if message.role in ("assistant", TEXT) else message for message in conversation)
     answers = [index for index, message in enumerate(conversation) if message.answers]
     if loss == "last-turn":
         answers = answers[-1:]
+    if not answers:
+        return [Segment("", False)]
     if conversation[0].role == TEXT:
-        return [Segment(conversation[0].content + chat.end, bool(answers))]
-    if not chat.templated:
-        parts = _alpaca(chat, conversation, frozenset(answers))
-    elif answers:
-        parts = _templated(chat, conversation, answers)
-    else:
-        parts = [Segment(chat.render(conversation), False)]
-    return [Segment("".join(part.text for part in parts), bool(answers))] if loss == "all" else parts
+        return [Segment(conversation[0].content + chat.end, True)]
+    parts = _templated(chat, conversation, answers) if chat.templated else _alpaca(chat, conversation, frozenset(answers))
+    return [Segment("".join(part.text for part in parts), any(part.trained for part in parts))] if loss == "all" else parts
+
+
+def _unended(chat: Chat, message: Message) -> Message:
+    """The message without a stop token that the data has already: it would be trained twice."""
+    said = message.content.rstrip()
+    ending = next((token for token in (chat.stop, chat.end) if token and said.endswith(token)), "")
+    return message._replace(content=said.removesuffix(ending)) if ending else message
 
 
 def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[Segment]:
     parts = []
     for index, message in enumerate(conversation):
         if message.role == "assistant":
-            parts += [Segment("### Response:\n", False), Segment(message.content + chat.end, index in answers)]
+            said = index in answers and bool(message.content.strip())
+            parts += [Segment("### Response:\n", False), Segment(message.content + chat.end, said)]
             if index + 1 < len(conversation):
                 parts.append(Segment("\n\n", False))
         elif message.role in ("system", "developer"):
             parts.append(Segment(f"{message.content}\n\n", False))
-        else:
+        elif message.role != TOOLS:
             parts.append(Segment(f"### Instruction:\n{message.content}\n\n", False))
     return parts
 
@@ -120,7 +130,8 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
         following = [contents[later][0] for later in sorted(contents) if later > index]
         end, closed = _closed(chat, whole, stop, following[0] if following else len(whole), bool(conversation[index].extra))
         start = _begin(chat, conversation[:index], whole, position, start)
-        parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), True)]
+        said = whole[start:end].removesuffix(chat.stop if closed else "").strip()
+        parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), bool(said))]
         position = end
     return [*parts, Segment(whole[position:], False)]
 
@@ -170,7 +181,7 @@ def _begin(chat: Chat, before: Sequence[Message], whole: str, position: int, con
             if at >= 0:
                 return at + length if length == len(chat.asking) else _header_end(whole, at + length, content)
         return content
-    if before:
+    if any(message.role != TOOLS for message in before):
         prompt = chat.render(before, ask=True)
         if whole.startswith(prompt) and position <= len(prompt) <= content:
             return len(prompt)

@@ -1,11 +1,13 @@
 """Rows of a data set as conversations: which layout they have, how each is read, what is wrong with one that cannot be.
 
-A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from its first token on.
+A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from its first token on. What tools there are
+is a message of the role ``tools`` at the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from so_tui.spec import DataSource, InputError, Problem
@@ -13,6 +15,8 @@ from so_tui.spec import DataSource, InputError, Problem
 Row = Mapping[str, Any]
 TEXT = "text"
 """The role of plain text."""
+TOOLS = "tools"
+"""The role of the message whose ``extra`` holds the descriptions of tools, for chat templates that write them."""
 
 
 class Message(NamedTuple):
@@ -50,13 +54,22 @@ class RowError(Exception):
 def _alpaca(row: Row) -> Conversation:
     instruction, context = _text(row, "instruction"), _text(row, "input")
     prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-    return Message("user", prompt), Message("assistant", _text(row, "output"))
+    return *_history(row), Message("user", prompt), Message("assistant", _text(row, "output"))
+
+
+def _history(row: Row) -> Iterator[Message]:
+    """Earlier rounds, as LLaMA-Factory's data sets have them: pairs of a prompt and its answer."""
+    for index, pair in enumerate(row.get("history") or ()):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or not len(pair) == 2 or not all(isinstance(said, str) for said in pair):
+            raise RowError(f"history[{index}]", f"is {_shown(pair)}, not a pair of texts")
+        yield Message("user", pair[0])
+        yield Message("assistant", pair[1])
 
 
 def _prompt_completion(row: Row) -> Conversation:
     sides: list[Message] = []
     for column, role in (("prompt", "user"), ("completion", "assistant")):
-        sides += [Message(role, _text(row, column))] if isinstance(row[column], str | None) else _turns(row, column)
+        sides += [Message(role, _text(row, column))] if isinstance(row[column], str | int | float | None) else _turns(row, column)
     return tuple(sides)
 
 
@@ -72,26 +85,21 @@ def _sharegpt(row: Row) -> Conversation:
     return _turns(row, "conversations")
 
 
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
+_NAMES = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "model", "chatgpt", "bot", "chatbot", "ai", "bing", "bard", "function_call"),
+    "tool": ("tool", "observation", "function", "function_response", "tool_response", "ipython"),
 }
+_ROLES = {name: role for role, names in _NAMES.items() for name in names}
 _TURN_KEYS = (("role", "content"), ("from", "value"))
 
 
 def _turns(row: Row, column: str) -> Conversation:
     """A list of turns, in OpenAI's keys (role, content) or ShareGPT's (from, value)."""
-    turns = row[column]
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+    turns = row[column] if row[column] is not None else ()
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise RowError(column, f"is {_shown(turns)}, not a list of turns")
     return tuple(_turn(turn, f"{column}[{index}]") for index, turn in enumerate(turns))
 
@@ -102,10 +110,10 @@ def _turn(turn: object, column: str) -> Message:
     for role_key, content_key in _TURN_KEYS:
         if turn.get(role_key) is None:
             continue
-        role = _ROLES.get(str(turn[role_key]).lower())
+        role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
         if role is None:
             raise RowError(f"{column}.{role_key}", f"is {_shown(turn[role_key])}, which is none of {', '.join(_ROLES)}")
-        extra = tuple((name, value) for name, value in turn.items() if name not in (role_key, content_key) and value is not None)
+        extra = tuple((name, _known(value)) for name, value in turn.items() if name not in (role_key, content_key) and value is not None)
         return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
     raise RowError(column, f"has the keys {', '.join(turn) or '(none)'}, and neither role and content nor from and value")
 
@@ -113,7 +121,7 @@ def _turn(turn: object, column: str) -> Message:
 def _content(value: object, column: str) -> str:
     """A turn's text; OpenAI's lists of text parts are joined."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
         if not all(isinstance(part, str) for part in parts):
             raise RowError(column, "has parts that are not text")
         return "".join(str(part) for part in parts)
@@ -129,6 +137,40 @@ def _text(row: Row, column: str) -> str:
     if isinstance(value, bool | int | float):
         return str(value)
     raise RowError(column, f"is {_shown(value)}, not text")
+
+
+def _known(value: Any) -> Any:
+    """A value without what is null in it: where rows differ in their keys, columns have all of them."""
+    if isinstance(value, Mapping):
+        return {name: _known(inner) for name, inner in value.items() if inner is not None}
+    return [_known(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _around(row: Row, layout: Layout) -> Conversation:
+    """The row's conversation, behind what stands in columns of its own: tools, and what the system says."""
+    said = layout.read(row)
+    if not said or said[0].role == TEXT:
+        return said
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and said[0].role != "system":
+        said = (Message("system", system), *said)
+    tools = _tools(row.get("tools"))
+    return (Message(TOOLS, "", ((TOOLS, tools),)), *said) if tools else said
+
+
+def _tools(value: object) -> list[Any]:
+    """Descriptions of tools: a list, or one written as JSON."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise RowError(TOOLS, f"is no JSON ({error.msg})") from error
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise RowError(TOOLS, f"is {_shown(value)}, not a list of tools")
+    found: list[Any] = _known(value)
+    return found
 
 
 def _shown(value: object) -> str:
@@ -173,7 +215,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
 def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
     """Row ``number`` (from 1) of a source. Raises InputError naming the row and the column."""
     try:
-        return layout.read(row)
+        return _around(row, layout)
     except RowError as error:
         raise bad_row(source, number, f"{error} (read as {layout.name})") from error
 

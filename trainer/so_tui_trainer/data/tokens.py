@@ -108,7 +108,7 @@ class Encoder:
 
     def _apart(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         texts = [segment.text for parts in batch for segment in parts]
-        encoded = iter(self.chat.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        encoded = iter(self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
         found = []
         for parts in batch:
             pieces = list(islice(encoded, len(parts)))
@@ -118,7 +118,7 @@ class Encoder:
 
     def _whole(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         texts = ["".join(segment.text for segment in parts) for parts in batch]
-        encoded = self.chat.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.chat.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         found = []
         for parts, ids, places in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             ends = np.cumsum([len(part.text) for part in parts])
@@ -143,7 +143,7 @@ class Encoder:
                 except TemplateError as error:
                     raise bad_row(opened.source.source, number, f"the chat template refuses it: {error}") from error
             for index, (conversation, tokens) in enumerate(zip(batch, self.encode(parts), strict=True), number - len(batch) + 1):
-                bare = conversation[0].role == TEXT
+                bare = bool(conversation) and conversation[0].role == TEXT
                 yield self._fitted(index, leading if bare or not self.chat.templated else [], tokens, bare=bare)
 
     def _fitted(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
