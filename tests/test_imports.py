@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.python_path import python_path
+
 HEAVY = ["torch", "deepspeed", "transformers", "datasets", "numpy", "pandas"]
 SCREEN = ["textual", "rich"]
 CORE = ["so_tui.spec", "so_tui.machine", "so_tui.plan", "so_tui.runs", "so_tui.launch", "so_tui.cli", "so_tui.commands.run"]
@@ -46,12 +48,15 @@ def test_the_wheel_works_from_any_directory(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
-    code = "import so_tui, so_tui_trainer, sys; from so_tui.cli import main; print(so_tui.__file__); sys.exit(main(['presets', '--json']))"
-    # -P and a foreign folder: nothing of the checkout may be found, but for the dependencies that this environment holds.
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+    code = (
+        "import so_tui, so_tui_trainer, sys; from so_tui.cli import main\n"
+        "print(so_tui.__file__, so_tui_trainer.__file__); sys.exit(main(['presets', '--json']))"
+    )
+    # -P, a foreign folder and the wheel first: of this environment only the dependencies may be used.
+    environment = {**os.environ, "PYTHONPATH": python_path(site)}
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     first, _, listing = done.stdout.partition("\n")
-    assert first.startswith(str(site))
+    assert all(Path(file).is_relative_to(site) for file in first.split())
     names = [preset["name"] for preset in json.loads(listing)["presets"]]
     assert "tiny" in names
     assert "llama-3.3-70b" in names

@@ -13,10 +13,7 @@ from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
 
 
-def test_this_machine_is_measured_and_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     rates = answer["calibration"]["rates"]

@@ -20,9 +20,8 @@ from so_tui.spec import find_preset
 
 
 @pytest.fixture
-def ended_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+def ended_run(tmp_path: Path) -> RunDirectory:
     """A run that failed for a reason in which rich would see markup, and so-tui must not."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
     state = read_state(run)
     reason = "[/lib/gloo/pair.cc:553] closed [bold] by :x: peer"

@@ -17,6 +17,7 @@ from so_tui.machine import Machine, inspect_machine
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec, find_preset
+from tests.python_path import python_path
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer"
 Until = Callable[[RunState], bool]
@@ -67,8 +68,7 @@ class Runs:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: RunSpec, machine: Machine) -> Iterator[Runs]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FAKE_TRAINER), os.environ.get("PYTHONPATH")])))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", python_path(FAKE_TRAINER))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     started = Runs(tmp_path / "runs", two_ranks, machine)
     yield started

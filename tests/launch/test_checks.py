@@ -16,6 +16,7 @@ from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
 from so_tui.spec.types import TrackingSpec
 from tests.launch.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
+from tests.python_path import python_path
 
 
 def fields_refused(spec: RunSpec) -> list[str]:
@@ -144,7 +145,7 @@ class TestHelpers:
             "print('what went wrong', file=sys.stderr)\n"
             "sys.exit(request.get('code', 0))\n"
         )
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
 
     def test_answer(self) -> None:
         assert helpers.call_tool("probe", {"lines": ['{"rows": 3}']}) == {"rows": 3}
@@ -173,7 +174,7 @@ def test_a_helper_without_the_training_software_refuses(tmp_path: Path, monkeypa
     for folder in (tools.parent, tools):
         (folder / "__init__.py").touch()
     (tools / "lonely.py").write_text("import no_such_torch\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     with pytest.raises(Refused, match=r"no_such_torch is not installed here\. Install the training extra"):
         helpers.call_tool("lonely", {})
     with pytest.raises(Refused, match="no_such_torch"):

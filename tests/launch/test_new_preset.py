@@ -22,7 +22,6 @@ MOE = {**GROUPED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_pe
 
 @pytest.fixture(autouse=True)
 def own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 

@@ -109,7 +109,6 @@ def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     actual = answer["probe"]["actual"]

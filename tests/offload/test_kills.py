@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.offload.test_ranks import ROOT, free_port
+from tests.offload.test_ranks import free_port
+from tests.python_path import checkout_path
 
 ROUNDS = 20
 RANKS = 2
@@ -28,7 +29,7 @@ class Nursery:
 
     def __init__(self) -> None:
         environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"WORLD_SIZE": str(RANKS), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer")])}
+        environment |= {"WORLD_SIZE": str(RANKS), "PYTHONPATH": checkout_path()}
         self._process = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )

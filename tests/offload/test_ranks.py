@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import pytest
 
+from tests.python_path import checkout_path
+
 if TYPE_CHECKING:
     from so_tui.spec.types import RunSpec
 
-ROOT = Path(__file__).parents[2]
 SAVED, RESUMED = 5, 20
 """Steps before the save, and after it."""
 MODES: tuple[tuple[Literal["gpu", "superoffload", "zerooffload"], float, float, int], ...] = (
@@ -45,7 +46,7 @@ def start(what: str, folder: Path, ranks: int, port: int | None = None, accelera
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port or free_port()),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer")]),
+        "PYTHONPATH": checkout_path(),
     }
     return [
         subprocess.Popen(

@@ -10,7 +10,8 @@ from typing import Literal
 
 import pytest
 
-from tests.offload.test_ranks import ROOT, finish, free_port, leave
+from tests.offload.test_ranks import finish, free_port, leave
+from tests.python_path import checkout_path
 
 MODES: tuple[tuple[Literal["gpu", "superoffload", "zerooffload"], float], ...] = (
     ("superoffload", 0.5),
@@ -35,7 +36,7 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
             losses[mode] = support.train(made, data[4:])
     torch.save(losses, tmp_path / "losses")
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer")])}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": checkout_path()}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(tmp_path)],

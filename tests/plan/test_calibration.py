@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
@@ -30,11 +28,6 @@ RATES = Rates(
     adam=((1, 8e9), (16, 100e9)),
     node_bytes_per_s=((0, 110e9),),
 )
-
-
-@pytest.fixture(autouse=True)
-def own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 def test_plans_use_the_machines_own_rates_and_say_so() -> None:

@@ -1,9 +1,8 @@
-"""What the tests of the run directory share: folders of their own, and records."""
+"""What the tests of the run directory share: a run, and records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +11,6 @@ from so_tui.runs.records import StepRecord
 from so_tui.spec.types import DataSpec, ModelSpec, RunSpec
 
 SPEC = RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.delenv("SO_TUI_RUNS_DIR", raising=False)
 
 
 @pytest.fixture

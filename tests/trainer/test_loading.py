@@ -14,7 +14,8 @@ import pytest
 from test_architectures import ONE_OF_EACH
 from test_matching import saved
 
-ROOT = Path(__file__).parents[2]
+from tests.python_path import checkout_path
+
 DS_CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 MIB = 1 << 20
 
@@ -31,7 +32,7 @@ def run_ranks(ranks: int, *arguments: str) -> list[str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "trainer"), str(Path(__file__).parent)]),
+        "PYTHONPATH": checkout_path(Path(__file__).parent),
     }
     processes = [
         subprocess.Popen(

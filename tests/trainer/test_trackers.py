@@ -1,6 +1,5 @@
 """Trackers beside a run: real event files, and trackers that fail or hang without anyone noticing but in a warning."""
 
-import os
 import struct
 import threading
 import time
@@ -15,6 +14,7 @@ from so_tui_trainer import trackers
 from so_tui_trainer.metrics import Recorder
 from so_tui_trainer.tensorboard import EventFile, crc32c
 from so_tui_trainer.trackers import Sidecars, TensorBoard, figures, trackers_of
+from tests.python_path import python_path
 
 Event = tuple[int, dict[str, float], bool]
 """Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is not older is taken back."""
@@ -199,8 +199,7 @@ def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(tmp_path: P
     )
     spec = tiny(gpus="1", train__steps="4", checkpoint__at_end="false", tracking__wandb="true", tracking__tensorboard="true")
     run = create_run(spec, tmp_path / "runs")
-    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
-    assert start(run, spec, {"PYTHONPATH": path}).wait(timeout=400) == 0, log(run)
+    assert start(run, spec, {"PYTHONPATH": python_path(package.parent)}).wait(timeout=400) == 0, log(run)
     found = records(run)
     warnings = [record.message for record in found if isinstance(record, WarningRecord)]
     assert any("Weights & Biases ConnectionError: no route to host" in message for message in warnings)
