@@ -166,14 +166,17 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
         }
 
 
-def _small(name: str, mode: str) -> RunSpec:
+def scaled_down(original: ModelSpec) -> ModelSpec:
+    """A model of the same architecture with random weights, a ten-thousandth of its size."""
     from so_tui_trainer.tools.presets import parameter_table
 
-    original = find_preset(name).spec.model
     shape = {key: SHAPE.get(key, value) for key, value in original.config.items() if key not in OF_THE_TOKENIZER}
     shape |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     model = ModelSpec(id="builtin:tiny", weights="random", config=shape, leaf_modules=original.leaf_modules)
-    model = msgspec.structs.replace(model, parameters=parameter_table(model))
+    return msgspec.structs.replace(model, parameters=parameter_table(model))
+
+
+def _small(name: str, mode: str) -> RunSpec:
     changes = {
         "gpus": "1",
         "train.steps": str(STEPS),
@@ -186,7 +189,7 @@ def _small(name: str, mode: str) -> RunSpec:
         "checkpoint.export": "true",
     }
     spec = with_values(find_preset("tiny").spec, changes)
-    return msgspec.structs.replace(spec, name=name, title=f"{name}, scaled down", model=model)
+    return msgspec.structs.replace(spec, name=name, title=f"{name}, scaled down", model=scaled_down(find_preset(name).spec.model))
 
 
 def _states(run: RunDirectory) -> list[bytes]:

@@ -1,11 +1,12 @@
-"""Measures forward and backward lever by lever: Qwen3-4B shape, random weights, packed rows of a file, 4 x 4096 tokens, one GPU.
+"""Measures forward and backward lever by lever: a preset's shape, random weights, packed rows of a file, 4 x 4096 tokens, one GPU.
 
-    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.json             # what is not in the file yet
-    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.json --table     # what was measured so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl             # what is not in the file yet
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table     # what was measured so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out moe.jsonl --only gpu --model qwen3-30b-a3b --layers 8
 
 Each setup is a process of its own that adds one lever after the other to the same model and engine; rows are appended to the file as they
-come. ``--profile FOLDER`` also writes where the GPU's time goes in the last row of each setup. ``--shape tiny`` runs the same code on a
-machine without GPU, to try it out.
+come. ``--layers`` takes fewer layers than the preset has, where the whole model does not fit. ``--profile FOLDER`` also writes where the
+GPU's time goes in each row. ``--tiny`` runs the same code with a model scaled down, on a machine without GPU, to try it out.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 WARMUP, MEASURED = 2, 5
+MODEL = "qwen3-4b-random"
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,22 @@ SETUPS = {
     "superoffload, 8 micro-steps": Setup(("all",), mode="superoffload", accumulation=8),
     "superoffload": Setup(("all",), mode="superoffload"),
 }
+LEVERS = tuple(dict.fromkeys(lever for setup in SETUPS.values() for lever in setup.levers))
 
 
 def main() -> int:
     arguments = _arguments()
     if arguments.setup:
-        _measure(arguments, SETUPS[arguments.setup])
+        setup = SETUPS[arguments.setup]
+        _measure(arguments, replace(setup, levers=tuple(arguments.levers or setup.levers)))
         return 0
     if arguments.table:
         print(_table(_rows(arguments.out)))
         return 0
     failed = 0
     for name in arguments.only or SETUPS:
-        done = {row["lever"] for row in _rows(arguments.out) if row["setup"] == name}
-        if done >= set(SETUPS[name].levers):
+        done = {row["lever"] for row in _rows(arguments.out) if _identity(arguments, name).items() <= row.items()}
+        if done >= set(arguments.levers or SETUPS[name].levers):
             print(f"{name}: already measured", flush=True)
             continue
         process = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--setup", name], env=_environment(arguments), check=False)
@@ -67,12 +72,20 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="builtin:tiny/rows.jsonl", help="rows to train on")
     parser.add_argument("--out", type=Path, default=Path("speed.jsonl"), help="file to which rows are appended")
+    parser.add_argument("--model", default=MODEL, metavar="PRESET", help="whose shape")
+    parser.add_argument("--layers", type=int, help="how many layers of it, the first ones; otherwise all")
     parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure")
-    parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
-    parser.add_argument("--profile", type=Path, help="folder for a list of the GPU's kernels")
+    parser.add_argument("--levers", nargs="+", choices=LEVERS, help="these levers in this order, instead of all of the setup's")
+    parser.add_argument("--tiny", action="store_true", help="scaled down, on the CPU")
+    parser.add_argument("--profile", type=Path, help="folder for lists of the GPU's kernels")
     parser.add_argument("--table", action="store_true", help="print what is in the file and end")
     parser.add_argument("--setup", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _identity(arguments: argparse.Namespace, setup: str) -> dict[str, Any]:
+    """What rows that are to be compared have in common."""
+    return {"model": arguments.model, "layers": arguments.layers, "setup": setup}
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, str]:
@@ -80,21 +93,27 @@ def _environment(arguments: argparse.Namespace) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    cpu = {"DS_ACCELERATOR": "cpu"} if arguments.shape == "tiny" else {}
+    cpu = {"DS_ACCELERATOR": "cpu"} if arguments.tiny else {}
     return os.environ | single | cpu | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Those of files from when there was one model say so too."""
+    only: dict[str, Any] = {"model": MODEL, "layers": None}
+    return [only | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"{row['model']}, {row['layers']} layers" if row["layers"] else str(row["model"])
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| setup | with | s/step | model TFLOPS/GPU | hardware TFLOPS/GPU | forward | backward | optimizer | GPU memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | setup | with | s/step | model TFLOPS/GPU | hardware TFLOPS/GPU | forward | backward | optimizer | GPU memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['setup']} | {row['lever']} | {row['step_s']:.3f} | {row['model_tflops']:.0f} | {row['hw_tflops']:.0f} |"
+        f"| {_shape(row)} | {row['setup']} | {row['lever']} | {row['step_s']:.3f} | {row['model_tflops']:.0f} | {row['hw_tflops']:.0f} |"
         f" {row['forward_s']:.3f} | {row['backward_s']:.3f} | {row['optimizer_s']:.3f} | {row['gpu_reserved_gib']:.0f} GiB |"
         for row in rows
     ]
@@ -116,46 +135,72 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
 
     import torch
 
+    from so_tui.plan.architecture import architecture
     from so_tui_trainer import offload
     from so_tui_trainer.data import cache, tokens
     from so_tui_trainer.data.batches import Batches
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
 
-    ranks = join(use_gpu=arguments.shape != "tiny")
+    ranks = join(use_gpu=not arguments.tiny)
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
     engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
     binding.settle(mine)
+    experts = model.causal.config._experts_implementation if architecture(spec.model.config).experts else None
     for lever in setup.levers:
         used = _with_lever(model, spec, lever)
         batches = Batches(documents, used, 0, pin=ranks.device.type == "cuda")
-        row = {"setup": arguments.setup, "lever": lever, **_steps(engine, batches, used, ranks.device)}
+        row = _identity(arguments, arguments.setup) | {"lever": lever, "parameters": spec.model.parameter_count, "experts": experts}
+        row |= _steps(engine, batches, used, ranks.device)
         with arguments.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
-    if arguments.profile:
-        _profile(engine, batches, ranks.device, arguments.profile / f"{arguments.setup.replace(' ', '-').replace(',', '')}.txt")
+        if arguments.profile:
+            name = "-".join(re.findall(r"[\w.]+", f"{arguments.model} {arguments.setup} {lever}"))
+            _profile(engine, batches, ranks.device, arguments.profile / f"{name}.txt")
     offload.close(engine)
     sys.stdout.flush()
     os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived
 
 
 def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
+    import msgspec
+
     from so_tui.spec import find_preset, with_values
 
     plain = setup.levers[0] == "plain"
     changes = {
         "data.source": arguments.data,
         "data.format": "auto",
-        "offload.mode": "superoffload" if arguments.shape == "tiny" else setup.mode,
+        "offload.mode": "superoffload" if arguments.tiny else setup.mode,
         "train.gradient_accumulation": str(setup.accumulation),
         "train.gradient_clipping": str(setup.clipping),
         "model.kernels": "plain" if plain else "auto",
         "model.activation_checkpointing": "full" if plain else "selective",
     }
-    return with_values(find_preset("tiny" if arguments.shape == "tiny" else "qwen3-4b-random").spec, changes)
+    base = find_preset("tiny" if arguments.tiny else MODEL).spec
+    return with_values(msgspec.structs.replace(base, model=_model(arguments)), changes)
+
+
+def _model(arguments: argparse.Namespace) -> Any:
+    """The preset's model with random weights, and perhaps fewer layers."""
+    import msgspec
+    from architectures import scaled_down
+
+    from so_tui.spec import find_preset
+    from so_tui_trainer.tools.presets import parameter_table
+
+    whole = find_preset(arguments.model).spec.model
+    model = scaled_down(whole) if arguments.tiny else msgspec.structs.replace(whole, weights="random", tokenizer="builtin:tiny")
+    if arguments.layers:
+        fewer: dict[str, Any] = {"num_hidden_layers": arguments.layers}
+        if "layer_types" in model.config:
+            fewer["layer_types"] = model.config["layer_types"][: arguments.layers]
+        model = msgspec.structs.replace(model, config=model.config | fewer)
+        model = msgspec.structs.replace(model, parameters=parameter_table(model))
+    return model
 
 
 def _with_lever(model: Any, spec: Any, lever: str) -> Any:
@@ -230,6 +275,7 @@ def _steps(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
     measured = steps[WARMUP:]
     return {key: statistics.median(step[key] for step in measured) for key in measured[0]} | {
         "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0,
+        "gpu_allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "losses": losses,
