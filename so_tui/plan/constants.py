@@ -25,9 +25,13 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     fitted: bool
     """Whether the figures are a fit to many settings, rather than taken from few."""
     cuda_context_bytes: int
-    """Driver and kernels, per GPU, outside torch's allocator."""
+    """Per GPU, outside torch's allocator: what the driver keeps before anything runs, the process's context, kernels, libraries."""
+    offload_context_bytes: int
+    """The same beyond that where states are offloaded."""
+    second_context_bytes: int
+    """A bare context of one more process."""
     nccl_bytes: int
-    """The same for NCCL's buffers where several GPUs take part."""
+    """NCCL's buffers where several GPUs take part."""
     cuda_process_bytes: int
     """Host memory of a training process beside its tensors: Python, torch, CUDA libraries, data."""
     cpu_process_bytes: int

@@ -30,8 +30,10 @@ LIVE_PARAMETERS = 1_000_000_000
 soon has as many as it may."""
 OWN_LARGEST_BUCKET = 100_000_000
 """Parameters in a reduce bucket of the project's own SuperOffload, at most."""
-OWN_BUCKETS_IN_FLIGHT = 3
-"""Buckets of gradients that may be on their way to the host in the project's own engine: two that wait and one that is filled."""
+BUCKETS_AHEAD = 3
+"""Buckets of gradients by which the host may be ahead of the GPU: ZeRO-3 waits for all but two reductions before it begins another."""
+OWN_BUCKETS_IN_FLIGHT = BUCKETS_AHEAD + 1
+"""Reduced buckets that exist at once in the project's own engine: those the GPU has yet to hear of, and one on its way to the host."""
 OUTSIDE_ALLOCATOR = frozenset({"CUDA context", "NCCL buffers", "context of the Adam worker"})
 """GPU terms that torch's allocator does not see: the rest is what it reserves."""
 
@@ -120,6 +122,7 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool
 def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
     ranks, bucket = layout.ranks, reduce_bucket_size(spec)
     yield term_of("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {count(bucket)} (reduce_bucket_size)")
+    yield _reduced(spec, layout, gpu)
     block = largest_block(spec.model.parameters)
     if ranks > 1:
         small = 0 if own_engine(spec) else _small_parameters(spec.model.parameters)
@@ -141,6 +144,17 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         f"2 B x {count(layout.largest_parameter)} + (2 + 4) B x {count(share)}",
         phase="optimizer",
     )
+
+
+def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
+    """ZeRO-3 reduces a flat copy of a bucket on a stream of its own. What torch's allocator holds for one stream, no other can use: the
+    room for these copies stays taken in every phase.
+    """
+    bucket = min(reduce_bucket_size(spec), layout.parameters)
+    copies = OWN_BUCKETS_IN_FLIGHT if own_engine(spec) and layout.cpu_numel else 1
+    cast = 4 * partition_numel(bucket, layout.ranks) if spec.micro_steps > 1 and not own_engine(spec) else 0
+    formula = f"{copies} x 2 B x {count(bucket)}" + (f" + 4 B x {count(partition_numel(bucket, layout.ranks))}" if cast else "")
+    return term_of("buckets being reduced", gpu, copies * 2 * bucket + cast, "estimate", f"{formula}, on a stream that shares no memory")
 
 
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:
@@ -188,27 +202,30 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
 
 
 def _gradients_waiting(spec: RunSpec, layout: StateLayout, shape: Architecture, layer_bytes: int, working: int) -> int:
-    """What gradients on their way add to the peak of backward. By the time that a bucket is full, the activations of the layers that
-    filled it are gone; and where one bucket takes several layers, its flat copy exists between two of them, with half a working set.
+    """What gradients on their way add to the peak of backward: those of the buckets by which the host is ahead, less the activations of the
+    layers that filled them. DeepSpeed's CPU optimizers keep the host waiting, and a bucket of theirs is full between two layers.
     """
     block = largest_block(spec.model.parameters)
     bucket = min(reduce_bucket_size(spec), layout.parameters)
-    buckets = OWN_BUCKETS_IN_FLIGHT if own_engine(spec) and layout.cpu_numel else 1
-    layers_done = min(shape.layers, buckets * bucket / block) if block else 0
-    freed = layers_done * layer_bytes + (0 if buckets > 1 else working / 2)
-    return max(0, int(2 * buckets * bucket - freed))
+    waits = layout.cpu_numel > 0 and not own_engine(spec)
+    numel = min(layout.parameters, bucket if waits else BUCKETS_AHEAD * bucket)
+    layers_done = min(shape.layers, numel / block) if block else 0
+    freed = layers_done * layer_bytes + (working / 2 if waits else 0)
+    return max(0, int(2 * numel - freed))
 
 
 def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTerm], has_gpu: bool) -> Iterator[MemoryTerm]:
     if not has_gpu:
         return
     memory = constants().memory
-    yield term_of("CUDA context", "gpu", memory.cuda_context_bytes, "calibrated", "driver and kernels")
+    offloads = spec.offload.mode != "gpu" and layout.cpu_numel > 0
+    context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
+    yield term_of("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")
     if layout.ranks > 1:
         yield term_of("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
     if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
         formula = "its page-locked memory opens a second CUDA context"
-        yield term_of("context of the Adam worker", "gpu", memory.cuda_context_bytes, "calibrated", formula)
+        yield term_of("context of the Adam worker", "gpu", memory.second_context_bytes, "calibrated", formula)
     changing = max(phase_bytes(moving, "gpu").values(), default=0)
     yield term_of(
         "allocator slack", "gpu", int(memory.slack_share * changing), "calibrated", f"{memory.slack_share:.1%} of what comes and goes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -60,6 +61,17 @@ def test_a_fit_predicts_what_it_was_fitted_to() -> None:
         assert prediction.host_bytes == pytest.approx(true.host_bytes, rel=0.01)
         assert prediction.step_s == pytest.approx(true.step_s, rel=0.03)
     assert constants() != found
+
+
+@pytest.mark.parametrize("row", planner_fit.kept_rows(), ids=lambda row: f"{row['label']} {row['name']}")
+def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
+    """On an H200, for the data that was trained on."""
+    one = planner_fit.case_of(row)
+    told, found = planner_fit.predicted(one), one.measured.figures
+    assert told.step_s == pytest.approx(found.step_s, rel=0.06)
+    for name in ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes"):
+        if measured := getattr(found, name):
+            assert 0.99 < getattr(told, name) / measured < 1.02, name
 
 
 def test_the_constants_file_is_written_as_it_is_read() -> None:

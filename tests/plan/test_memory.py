@@ -141,7 +141,7 @@ def test_measured_peaks_are_met(mode: str, gpu_gb: float, host_gb: float) -> Non
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": mode})
     host = x86("NVIDIA H200")
     plan = make_plan(spec, replace(host, software=replace(host.software, torch="2.11.0")))
-    assert plan.gpu_reserved_bytes / 1e9 == pytest.approx(gpu_gb, rel=0.02)
+    assert plan.gpu_reserved_bytes / 1e9 == pytest.approx(gpu_gb, rel=0.03)
     assert plan.host_bytes_per_node[0] / 1e9 == pytest.approx(host_gb, rel=0.02)
 
 
