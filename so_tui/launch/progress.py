@@ -13,6 +13,15 @@ def trainers_end(reader: MetricsReader, attempt: int) -> EndRecord | None:
     return reader.end if reader.end and reader.end.attempt == attempt else None
 
 
+def last_sign(reader: MetricsReader, attempt: int, beaten_at: float) -> float:
+    """When an attempt that nobody saw end was last known to live (seconds since the epoch).
+
+    ``beaten_at``: when the supervisor that died wrote the state for the last time.
+    """
+    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    return max([beaten_at, *(record.time for record in records if record is not None and record.attempt == attempt)])
+
+
 def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
     """``state`` with what the records of this attempt add: phase, step, loss, checkpoints."""
     start, phase, latest = reader.start, reader.phase, reader.latest

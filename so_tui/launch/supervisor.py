@@ -83,6 +83,7 @@ class Supervisor:
         self._first_gone: Process | None = None
         self._unprompted = False
         self._gone_unseen = False
+        self._beaten_at: float | None = None
         self._oom_kills_before = oom_kills()
         self._signal: signal.Signals | None = None
         self._trim_due = 0.0
@@ -92,6 +93,7 @@ class Supervisor:
     def watch(self) -> int:
         """The whole life of the attempt. Returns the run's exit code."""
         self._install_signals()
+        beaten_at = self._run.state_path.stat().st_mtime
         write_state(self._run, self._state)
         try:
             self._job.take_over() if self._takes_over else self._job.start()
@@ -99,6 +101,7 @@ class Supervisor:
             return self._finish(End(state="failed", reason=f"could not be started: {error}", suggestion=_start_advice(error)))
         self._tree.look(thorough=self._takes_over)
         self._gone_unseen = self._takes_over and not self._tree.alive
+        self._beaten_at = beaten_at if self._gone_unseen else None
         self._take_lines(self._log.tail(_LOG_LINES))
         self._follow()
         self._sweep()
@@ -251,7 +254,7 @@ class Supervisor:
             detail="",
             reason=end.reason,
             suggestion=end.suggestion,
-            ended=time.time(),
+            ended=time.time() if self._beaten_at is None else progress.last_sign(self._reader, self._attempt, self._beaten_at),
             heartbeat=state.heartbeat + 1,
             exit_code=end.exit_code,
             processes=(),
@@ -261,7 +264,7 @@ class Supervisor:
         return end.exit_code
 
     def _first_state(self, found: RunState) -> RunState:
-        mine = identify(os.getpid(), "supervisor")
+        mine, now = identify(os.getpid(), "supervisor"), time.time()
         if self._takes_over:
             return msgspec.structs.replace(found, supervisor=mine, host=self._host, heartbeat=found.heartbeat + 1)
         return RunState(
@@ -275,7 +278,9 @@ class Supervisor:
             total_steps=found.total_steps,
             saved_step=found.saved_step,
             saved_at=found.saved_at,
-            started=found.started or time.time(),
+            started=found.started or now,
+            attempt_started=now,
+            earlier_s=found.took_s or 0.0,
             heartbeat=found.heartbeat + 1,
             forced=not self._job.plan.fits,
             supervisor=mine,

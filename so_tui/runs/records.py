@@ -220,6 +220,9 @@ class RunState(Struct, frozen=True, kw_only=True):
     suggestion: str = ""
     started: float | None = None
     ended: float | None = None
+    attempt_started: float | None = None
+    earlier_s: float = 0.0
+    """Seconds that the attempts before this one took; what lay between them is not counted."""
     heartbeat: int = 0
     """Counts up while the supervisor lives; readers time it with their own clock."""
     exit_code: int | None = None
@@ -230,3 +233,9 @@ class RunState(Struct, frozen=True, kw_only=True):
     """Started with --force although the plan said it does not fit."""
     supervisor: Process | None = None
     processes: tuple[Process, ...] = ()
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds of all attempts together; None before the end."""
+        since = self.attempt_started or self.started
+        return None if since is None or self.ended is None else self.earlier_s + max(0.0, self.ended - since)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from so_tui.launch.progress import observed
+from so_tui.launch.progress import last_sign, observed
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import CheckpointRecord, EndRecord, RunState
@@ -10,6 +10,10 @@ from so_tui.runs.records import MetricRecord as Record
 
 
 def state_after(folder: Path, *records: Record) -> RunState:
+    return observed(RunState(name="r", state="training", step=7), reader_of(folder, *records), records[-1].attempt)
+
+
+def reader_of(folder: Path, *records: Record) -> MetricsReader:
     run = RunDirectory(folder)
     run.metrics_dir.mkdir(parents=True)
     for attempt in sorted({record.attempt for record in records}):
@@ -20,7 +24,7 @@ def state_after(folder: Path, *records: Record) -> RunState:
         writer.close()
     reader = MetricsReader(run)
     reader.poll(limit_records=100, limit_s=1.0)
-    return observed(RunState(name="r", state="training", step=7), reader, records[-1].attempt)
+    return reader
 
 
 def test_an_attempt_stopped_before_its_first_step_is_where_its_checkpoint_is(tmp_path: Path) -> None:
@@ -37,3 +41,12 @@ def test_nothing_trained_and_nothing_saved(tmp_path: Path) -> None:
 
 def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Path) -> None:
     assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
+
+
+def test_an_attempt_that_nobody_saw_end_ended_when_it_last_gave_a_sign(tmp_path: Path) -> None:
+    """Not when somebody looks: that may be days later."""
+    saved = CheckpointRecord(attempt=1, time=90.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    reader = reader_of(tmp_path, saved, EndRecord(attempt=2, time=120.0, state="stopped", step=5))
+    assert last_sign(reader, 2, beaten_at=100.0) == 120.0
+    assert last_sign(reader, 2, beaten_at=130.0) == 130.0
+    assert last_sign(reader, 1, beaten_at=80.0) == 90.0

@@ -221,10 +221,13 @@ def test_everything_killed_at_once_is_lost(runs: Runs) -> None:
     assert before.supervisor is not None
     for process in (before.supervisor, *before.processes):
         kill(process)
+    killed = time.time()
     time.sleep(0.5)
     assert ensure_supervised(run)
     last = wait_for(run, ended, timeout_s=WITHIN_S)
     assert (last.state, last.exit_code) == ("lost", 1)
+    assert last.ended is not None
+    assert last.ended <= killed, "not the time at which somebody looked"
     assert nothing_is_left(run, before)
 
 
@@ -251,7 +254,7 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     assert resume(one, machine) == 2
     assert stop_request(one) is None
     again = wait_for(one, lambda state: state.attempt == 2 and state.state == "training")
-    assert (again.started, again.ended) == (stopped.started, None)
+    assert (again.started, again.ended, again.earlier_s) == (stopped.started, None, stopped.took_s)
     assert {path.name for path in one.attempt_dir(2).iterdir()} >= {"plan.json", "ds_config.json", "command.json"}
     request_stop(two)
     assert stop(one, grace_s=30).attempt == 2

@@ -69,8 +69,8 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
     step_s = snapshot.recent_mean("step_s")
     if snapshot.live and steps_left > 0 and math.isfinite(step_s):
         pieces.append(Content.assemble(("left ", "$faint"), duration(steps_left * step_s)))
-    elif state.started and state.ended:
-        pieces.append(Content.assemble(("took ", "$faint"), duration(state.ended - state.started)))
+    elif not snapshot.live and state.took_s is not None:
+        pieces.append(Content.assemble(("took ", "$faint"), duration(state.took_s)))
     if snapshot.checkpoints:
         last = snapshot.checkpoints[-1]
         pieces.append(Content.assemble(("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"))

@@ -1,0 +1,22 @@
+"""What the state says of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.runs.records import RunState
+
+
+@pytest.mark.parametrize(
+    ("times", "took_s"),
+    [
+        ({}, None),
+        ({"started": 100.0, "attempt_started": 100.0}, None),
+        ({"started": 100.0, "attempt_started": 100.0, "ended": 160.0}, 60.0),
+        ({"started": 100.0, "attempt_started": 9000.0, "earlier_s": 60.0, "ended": 9030.0}, 90.0),
+        ({"started": 100.0, "attempt_started": 100.0, "ended": 99.0}, 0.0),
+        ({"started": 100.0, "ended": 160.0}, 60.0),  # as written before attempts were counted
+    ],
+)
+def test_a_run_took_the_time_of_its_attempts_and_not_what_lay_between(times: dict[str, float], took_s: float | None) -> None:
+    assert RunState(name="r", state="finished", **times).took_s == took_s  # type: ignore[arg-type]
