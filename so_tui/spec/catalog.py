@@ -25,6 +25,8 @@ BUILTIN = "builtin:"
 Origin = Literal["built-in", "user", "file"]
 
 _DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv")
+_KEYS = frozenset((*RunSpec.__struct_fields__, "extends"))
+"""The outermost keys of a preset."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -84,9 +86,9 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
 
 
 def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
-    """A preset by name, or a file by path (anything with a ``/`` or ending in ``.toml``).
+    """A preset by name, or a file by path (anything with a ``/`` or ending in ``.toml``; a file that is there is no name).
 
-    Raises InputError: unknown name (with the nearest one), file missing or malformed, or what is wrong with that preset.
+    Raises InputError: unknown name (with the nearest one), file missing, malformed or no preset, or what is wrong with that preset.
     """
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
         remedy = f"To train on your own rows name a preset too: tiny --set data.source={name_or_path}"
@@ -103,6 +105,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
     if broken:
         raise InputError(broken)
+    if Path(name_or_path).exists():
+        raise InputError([_no_preset(Path(name_or_path), f"is a {'folder' if Path(name_or_path).is_dir() else 'file'}, not a preset")])
     raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
 
 
@@ -181,10 +185,16 @@ def _read(path: Path, origin: Origin) -> _Source:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _unreadable(path, "there is no such file", "`so-tui presets` lists the presets by name.") from None
+    except IsADirectoryError:
+        raise InputError([_no_preset(path, "is a folder, not a preset")]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, f"cannot be read ({error})", "Check the path, and that the file is UTF-8 text you may read.") from None
     except tomllib.TOMLDecodeError as error:
+        if path.suffix != ".toml":
+            raise InputError([_no_preset(path, "is a file, not a preset")]) from None
         raise _unreadable(path, f"is not TOML: {error}", "Mend that line; text needs quotes, and a key stands once.") from None
+    if tree and not tree.keys() & _KEYS:
+        raise InputError([_no_preset(path, f"is TOML, but not a preset: it holds {', '.join(tree)}")])
     tree.setdefault("name", path.stem)
     return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
 
@@ -231,6 +241,14 @@ def _order(preset: Preset) -> tuple[object, ...]:
 def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
     remedy = f"{nearest(name, known)}Presets: {', '.join(known)}."
     return Problem(field=field, value=shown(name), message="there is no such preset", remedy=remedy, file=file)
+
+
+def _no_preset(path: Path, message: str) -> Problem:
+    """Said of what is there and was named as a preset, but is none."""
+    remedy = "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` lists them by name."
+    if path.is_dir():
+        remedy += " Of a folder that holds a model `so-tui presets add FOLDER` makes one."
+    return Problem(field="preset", value=shown(str(path)), message=message, remedy=remedy)
 
 
 def _taken(source: _Source, other: _Source) -> Problem:

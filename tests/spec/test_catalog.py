@@ -109,9 +109,27 @@ def test_data_where_a_preset_is_wanted_is_told_where_it_goes(name: str) -> None:
     assert f"--set data.source={name}" in problem.remedy
 
 
-def test_a_folder_is_not_a_preset(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
-        find_preset(str(tmp_path) + "/")
+@pytest.mark.parametrize("before", ["", "./"])
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("README.md", "so-tui: read me\n", "is a file"),
+        ("Makefile", "all:\n", "is a file"),
+        ("models", None, "is a folder"),
+        ("pyproject.toml", "[build-system]\n[project]\n", "is TOML, but not a preset: it holds build-system, project"),
+    ],
+)
+def test_what_is_there_but_no_preset_is_told(
+    name: str, text: str | None, told: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir() if text is None else Path(name).write_text(text)
+    with pytest.raises(InputError) as caught:
+        find_preset(before + name)
+    (problem,) = caught.value.problems
+    assert told in problem.message
+    assert problem.value == f'"{name}"'
+    assert "so-tui presets" in problem.remedy
 
 
 def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
