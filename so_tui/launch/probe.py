@@ -96,7 +96,7 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     used = {rank.gpu for rank in plan.binding}
     device = [gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
-    loading = [sample.run_memory_bytes or 0 for sample in samples if sample.time < steps[0].time - steps[0].step_s]
+    before = [sample for sample in samples if sample.time < steps[0].time - steps[0].step_s]
     return Measured(
         figures=Figures(
             step_s=median(step.step_s for step in counted),
@@ -106,19 +106,11 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
             gpu_reserved_bytes=reserved,
             gpu_device_bytes=max(device, default=0) if reserved else 0,
             host_bytes=max(step.host_memory_bytes or 0 for step in steps),
-            host_load_bytes=loading_peak(loading),
+            host_load_bytes=max((sample.run_memory_peak_bytes or 0 for sample in before), default=0),
         ),
         workload=workload_of(counted, plan),
         steps=len(counted),
     )
-
-
-def loading_peak(memory_bytes: Sequence[int]) -> int:
-    """The most memory of the samples before the first step; 0, not measured, where a short start leaves fewer than three readings.
-
-    A run's memory is read every ten seconds at most and repeated in between: between two readings the peak goes unseen.
-    """
-    return max(memory_bytes) if len(set(memory_bytes)) >= 3 else 0
 
 
 def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from so_tui.launch.gpu_sampler import GpuSampler
+from so_tui.launch.high_water import HighWater
 from so_tui.launch.processes import ProcessTree
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.runs.records import NodeSample, Sample
@@ -32,6 +33,7 @@ class Sampler:
         self._clock = time.monotonic()
         self._cpu = read_cpu_times(root)
         self._own_cpu_s = time.process_time()
+        self._high_water = HighWater()
         self._memory_bytes: int | None = None
         self._memory_due = 0.0
 
@@ -50,6 +52,7 @@ class Sampler:
             gpus=self._gpus.sample(),
             run_cpu_s=round(self._tree.cpu_s(), 3),
             run_memory_bytes=self._memory_bytes,
+            run_memory_peak_bytes=self._high_water.read(self._tree.alive),
             supervisor_cpu_s=round(spent_s, 4),
         )
 

@@ -57,7 +57,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     host_bytes: int
     """Of the run's processes while it trains."""
     host_load_bytes: int = 0
-    """The most before the first step."""
+    """The most before the first step; 0 where it was not measured."""
 
 
 class Probe(Struct, frozen=True, kw_only=True):

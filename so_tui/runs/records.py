@@ -181,6 +181,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     """CPU seconds that the run's own processes used in the interval."""
     run_memory_bytes: int | None = None
     """PSS of the run's process tree; measured less often, repeated in between."""
+    run_memory_peak_bytes: int | None = None
+    """The most that the run's processes needed so far, from the kernel's high-water marks: sees peaks of any length."""
     supervisor_cpu_s: float = 0.0
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import compared, loading_peak, predicted_of, probe_spec, settings_of, workload_of
+from so_tui.launch.probe import compared, predicted_of, probe_spec, settings_of, workload_of
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe
@@ -96,12 +96,6 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
     assert "gpu_device_gib" not in errors
 
 
-def test_a_start_too_short_to_see_its_peak_counts_as_not_measured() -> None:
-    assert loading_peak([]) == 0
-    assert loading_peak([170, 170, 170, 1200]) == 0
-    assert loading_peak([170, 170, 1200, 900, 900]) == 1200
-
-
 def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--probe", "--machine", str(tmp_path / "node.json")]) == 2
     assert "--machine" in capsys.readouterr().err
@@ -115,6 +109,7 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.Monk
     parts = actual["forward_s"] + actual["backward_s"] + actual["exposed_optimizer_s"]
     assert 0 < parts < 1.05 * actual["step_s"]
     assert actual["host_bytes"] > 100e6
+    assert actual["host_load_bytes"] > 100e6
     assert 1 < answer["probe"]["workload"]["attended_tokens"] <= 256
     assert Path(answer["path"]).is_file()
     assert not list((tmp_path / "so-tui" / "probes").glob("probe*"))

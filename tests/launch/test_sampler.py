@@ -59,6 +59,7 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     assert sample.run_cpu_s > 0.1
     assert sample.run_memory_bytes is not None
     assert sample.run_memory_bytes > 1_000_000
+    assert (sample.run_memory_peak_bytes or 0) >= 1_000_000
     tree.look()
     assert tree.alive == ()
     assert [process.pid for process in tree.gone] == [child.pid]

@@ -274,6 +274,7 @@ def _sample(chance: random.Random, attempt: int, at: float, machine: Machine, pl
         gpus=gpus,
         run_cpu_s=190.0,
         run_memory_bytes=340 * GIB,
+        run_memory_peak_bytes=352 * GIB,
         supervisor_cpu_s=0.004,
     )
 

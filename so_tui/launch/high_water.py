@@ -1,0 +1,67 @@
+"""The most host memory that a run has had, from the kernel's own high-water mark of each process, so that no peak is too short to be seen.
+
+``VmHWM`` is the most that was resident at once, private and shared alike. Added up, it would count twice what processes share: the
+optimizer states that a rank and its Adam worker both map, and the libraries that all of them map. So a process counts with its mark less
+what it shares; shared memory counts once for each rank, as the most that one of its processes maps, and files once for all. Processes may
+have been at their highest at different moments: the sum is what they need at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from so_tui.runs.records import Process
+
+_FIELDS = {b"VmHWM", b"RssFile", b"RssShmem"}
+
+
+class Mark(NamedTuple):
+    """Bytes of one process, each the most so far: resident, of that pages of files, of that shared memory."""
+
+    resident: int
+    files: int
+    shared: int
+
+
+class HighWater:
+    """Follows the processes of one run; for one thread."""
+
+    def __init__(self) -> None:
+        self._marks: dict[tuple[int, int], Mark] = {}
+        self._highest: int | None = None
+
+    def read(self, processes: Iterable[Process], root: Path = Path("/")) -> int | None:
+        """The most so far, bytes. None as long as the kernel has told nothing of any process."""
+        living: dict[tuple[int, int], tuple[Process, Mark]] = {}
+        for process in processes:
+            key = (process.pid, process.start_time)
+            if (now := read_mark(root, process.pid)) is not None:
+                before = self._marks.get(key, Mark(0, 0, 0))
+                living[key] = (process, Mark(*map(max, now, before)))
+        self._marks = {key: mark for key, (_, mark) in living.items()}
+        if living:
+            self._highest = max(self._highest or 0, together(living.values()))
+        return self._highest
+
+
+def together(marks: Iterable[tuple[Process, Mark]]) -> int:
+    """What these processes need at most, with nothing counted twice."""
+    private, files = 0, 0
+    shared: dict[int | None, int] = {}
+    for process, mark in marks:
+        private += max(0, mark.resident - mark.files - mark.shared)
+        files = max(files, mark.files)
+        shared[process.rank] = max(shared.get(process.rank, 0), mark.shared)
+    return private + files + sum(shared.values())
+
+
+def read_mark(root: Path, pid: int) -> Mark | None:
+    """From /proc/PID/status; None for a process that has ended, and where the kernel does not tell."""
+    try:
+        lines = (root / f"proc/{pid}/status").read_bytes().splitlines()
+    except OSError:
+        return None
+    sizes = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(b":") for line in lines) if name in _FIELDS}
+    return Mark(sizes[b"VmHWM"], sizes[b"RssFile"], sizes[b"RssShmem"]) if len(sizes) == len(_FIELDS) else None

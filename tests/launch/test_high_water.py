@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from so_tui.launch.high_water import HighWater
+from so_tui.runs.records import Process
+
+RANKS = tuple(Process(pid=10 + rank, start_time=1, role="rank", rank=rank) for rank in (0, 1))
+WORKERS = tuple(Process(pid=20 + rank, start_time=1, role="adam", rank=rank) for rank in (0, 1))
+
+
+def status(root: Path, pid: int, resident_mb: int, files_mb: int, shared_mb: int) -> None:
+    folder = root / f"proc/{pid}"
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"VmHWM": resident_mb, "RssFile": files_mb, "RssShmem": shared_mb}
+    (folder / "status").write_text("Name:\tpython\n" + "".join(f"{name}:\t{1024 * size} kB\n" for name, size in sizes.items()))
+
+
+def test_memory_that_was_given_back_is_remembered() -> None:
+    program = "block = bytearray(200_000_000); block[::4096] = b'1' * len(block[::4096]); del block; print('done', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        highest = HighWater().read([Process(pid=child.pid, start_time=1)])
+        child.communicate(b"\n")
+    assert highest is not None
+    assert 200_000_000 < highest < 260_000_000
+
+
+def test_what_processes_share_counts_once(tmp_path: Path) -> None:
+    for process in RANKS:
+        status(tmp_path, process.pid, resident_mb=5_000 + 1_000 + 40_000, files_mb=1_000, shared_mb=40_000)
+    for process in WORKERS:
+        status(tmp_path, process.pid, resident_mb=10 + 5 + 50_000, files_mb=5, shared_mb=50_000)
+    highest = HighWater().read([*RANKS, *WORKERS], tmp_path)
+    # Each rank's arena once, though a rank touched less of it than its worker; the libraries once.
+    assert highest == (2 * (5_000 + 10 + 50_000) + 1_000) << 20
+
+
+def test_what_was_shared_stays_counted_once_when_a_process_lets_go_of_it(tmp_path: Path) -> None:
+    water, (rank, worker) = HighWater(), (RANKS[0], WORKERS[0])
+    status(tmp_path, rank.pid, resident_mb=9_000, files_mb=1_000, shared_mb=0)
+    assert water.read([rank], tmp_path) == 9_000 << 20
+    status(tmp_path, rank.pid, resident_mb=53_000, files_mb=1_000, shared_mb=50_000)
+    status(tmp_path, worker.pid, resident_mb=50_010, files_mb=5, shared_mb=50_000)
+    while_training = water.read([rank, worker], tmp_path)
+    status(tmp_path, rank.pid, resident_mb=53_000, files_mb=1_000, shared_mb=0)
+    status(tmp_path, worker.pid, resident_mb=50_010, files_mb=5, shared_mb=0)
+    assert water.read([rank, worker], tmp_path) == while_training == (53_000 + 5) << 20
+
+
+def test_a_process_that_tells_nothing_is_no_reading(tmp_path: Path) -> None:
+    water = HighWater()
+    assert water.read([RANKS[0]], tmp_path) is None
+    own = water.read([Process(pid=os.getpid(), start_time=1)])
+    assert own is not None
+    assert water.read([RANKS[0]], tmp_path) == own
