@@ -144,3 +144,11 @@ def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(tmp_p
         assert row["trains"], row
         assert row["resume_exact"], row
         assert row["export_equal"], row
+
+
+def test_the_docs_show_the_tables_of_the_data() -> None:
+    root = Path(__file__).parents[2]
+    script, data = root / "benchmarks" / "architectures.py", root / "benchmarks" / "results" / "architectures.json"
+    tables = subprocess.run([sys.executable, str(script), "--table", "--out", str(data)], capture_output=True, text=True, check=True).stdout
+    shown = (root / "docs" / "models.md").read_text()
+    assert all(table in shown for table in tables.strip().split("\n\n"))
