@@ -177,6 +177,48 @@ def test_every_kind_of_file_and_folder_gives_the_same_documents(tmp_path: Path, 
     assert [texts(documents, index)[1] for index in range(2)] == ["They make 5.<|eos|>", "Five.<|eos|>"]
 
 
+def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) -> None:
+    answers = ["007", "5", "None", "NA", "true", "1.50"]
+    dates = ["2021-01-01", "2022-02-02"]
+    write_csv(tmp_path / "rows.csv", [{"instruction": "a", "output": answer} for answer in answers])
+    write_csv(tmp_path / "gaps.csv", [{"instruction": "a", "output": answer} for answer in ("5", "", "7")])
+    lines(tmp_path, [ROWS["alpaca"] | {"output": date} for date in dates], "dates.jsonl")
+    lines(tmp_path, [{"messages": [{"role": "user", "content": "When?"}, {"role": "assistant", "content": dates[0]}]}], "turns.jsonl")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_csv(folder / "rows.csv", [{"instruction": "a", "output": answer} for answer in answers])
+    for name, said in (
+        ("rows.csv", answers),
+        ("gaps.csv", ["5", "7"]),
+        ("dates.jsonl", dates),
+        ("turns.jsonl", dates[:1]),
+        ("folder", answers),
+    ):
+        documents = documents_of(tmp_path, tmp_path / name)
+        assert [texts(documents, index)[1] for index in range(len(documents.lengths))] == [f"{answer}<|eos|>" for answer in said]
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "train-and-more.txt", ".hidden.json"):
+        lines(tmp_path, [ROWS["alpaca"]], name)
+    datasets.Dataset.from_list([ROWS["alpaca"]]).to_parquet(tmp_path / "c.parquet")
+    (told,) = documents_of(tmp_path / "cache", tmp_path).warnings
+    assert "c.parquet are no part of it" in told
+    lines(tmp_path, [ROWS["alpaca"]], "my-train.jsonl")
+    (told,) = documents_of(tmp_path / "cache", tmp_path).warnings
+    assert "a.jsonl, b.jsonl, c.parquet" in told
+    only = tmp_path / "only"
+    only.mkdir()
+    assert not documents_of(tmp_path, lines(only, [ROWS["alpaca"]], "train.jsonl").parent).warnings
+
+
+@pytest.mark.parametrize(("split", "said"), [("train[:10", "Unrecognized"), ("train[:1%]", "no rows"), ("nothing", "Unknown split")])
+def test_a_split_that_is_wrong_is_named(tmp_path: Path, split: str, said: str) -> None:
+    told = problem(lines(tmp_path, [ROWS["alpaca"] | {"split": "a"}]), tmp_path, data__split=split)
+    assert told.startswith(f"data.split = {split}")
+    assert said in told
+
+
 def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
     folder = tmp_path / "many"
     (folder / "easy").mkdir(parents=True)
@@ -274,10 +316,16 @@ GOOD = json.dumps(ROWS["alpaca"])
         ("rows.jsonl", '{"messages": "a"}', ("row 1", "column messages", "not a list of turns")),
         ("rows.csv", 'instruction,output\na,b\nc,d,e\n', ("rows.csv", "line 3")),
         ("rows.parquet", "no parquet", ("rows.parquet", "cannot be read")),
+        ("rows.json", "[]", ("rows.json: has no rows",)),
+        ("rows.csv", "instruction,output\n", ("rows.csv: has no rows",)),
+        ("rows.jsonl", GOOD.encode().replace(b"numbers", b"n\xfcmbers"), ("rows.jsonl", "not UTF-8", "Save the file as UTF-8")),
+        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100)[:60], ("rows.jsonl.gz", "cannot be read", "ended before")),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_named_with_its_row_and_column(tmp_path: Path, name: str, content: str, said: tuple[str, ...]) -> None:
-    (tmp_path / name).write_text(content)
+def test_what_cannot_be_used_is_named_with_its_row_and_column(
+    tmp_path: Path, name: str, content: str | bytes, said: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     told = problem(tmp_path / name, tmp_path)
     for words in said:
         assert words in told

@@ -6,9 +6,10 @@ Imports ``datasets`` only when a source is opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
 from so_tui_trainer.data.rows import Conversation, Layout, bad_row, layout_of, read_row
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 _READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _BATCH_ROWS = 1000
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
+_ENCODE = "Save the file as UTF-8."
+_SPLIT_TROUBLE = re.compile(r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data")
 
 
 class Opened(NamedTuple):
@@ -27,13 +31,18 @@ class Opened(NamedTuple):
     source: DataSource
     rows: Dataset
     layout: Layout
+    warnings: tuple[str, ...] = ()
 
     def conversations(self, first: int = 0, last: int | None = None) -> Iterator[Conversation]:
         """Rows ``first`` to ``last`` in order. Raises InputError naming the first row that cannot be read."""
         rows, layout, source = self.rows, self.layout, self.source
         last = len(rows) if last is None else min(last, len(rows))
         for start in range(first, last, _BATCH_ROWS):
-            part = rows[start : min(start + _BATCH_ROWS, last)]
+            stop = min(start + _BATCH_ROWS, last)
+            try:
+                part = rows[start:stop]
+            except UnicodeDecodeError as error:  # Arrow takes the bytes as they come, and looks at them when they become text
+                raise InputError([_problem(source, f"rows {start + 1} to {stop} have text that is not UTF-8", _ENCODE)]) from error
             for index in range(len(next(iter(part.values())))):
                 row = {name: values[index] for name, values in part.items()}
                 yield read_row(row, layout, source.source, start + index + 1)
@@ -45,13 +54,14 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 
 
 def _opened(source: DataSource) -> Opened:
-    rows = _load(source)
+    rows, warnings = _load(source)
     if len(rows) == 0:
-        raise InputError([_problem(source, "has no rows", f"Choose another split than {source.split}.")])
-    return Opened(source, rows, layout_of(rows.column_names, source))
+        raise InputError([_empty(source)])
+    return Opened(source, rows, layout_of(rows.column_names, source), warnings)
 
 
-def _load(source: DataSource) -> Dataset:
+def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
+    """The rows, and what to mind about them."""
     import datasets
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
 
@@ -61,30 +71,85 @@ def _load(source: DataSource) -> Dataset:
         if path.is_file():
             if path.stat().st_size == 0:
                 raise ValueError("the file is empty")
-            return datasets.load_dataset(_reader(path, source), data_files=str(path), split=source.split)
+            return _load_file(path, source), ()
         if path.is_dir():
             return _load_folder(path, source)
         if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
-        return datasets.load_dataset(name, source.subset or None, split=source.split)
-    except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
+        return _as_written(source, name, source.subset or None), ()
+    except (OSError, ValueError, EOFError, ImportError, HTTPError, datasets.exceptions.DatasetsError) as error:
         if path.is_file() and not isinstance(error, OSError):
             _raise_for_bad_json(path, source)
         raise InputError([_unreadable(source, error)]) from error
 
 
-def _load_folder(path: Path, source: DataSource) -> Dataset:
+def _load_file(path: Path, source: DataSource) -> Dataset:
+    reader = _reader(path, source)
+    if reader == "csv":
+        import pandas
+
+        return _as_written(source, reader, data_files=str(path), **_texts(pandas.read_csv(path, nrows=0).columns))
+    return _as_written(source, reader, data_files=str(path))
+
+
+def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     """A folder of files, of subsets, or one that ``save_to_disk`` wrote."""
     import datasets
 
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
-            return saved
+            return saved, ()
         if source.split not in saved:
             raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
-        return saved[source.split]
-    return datasets.load_dataset(str(path), source.subset or None, split=source.split)
+        return saved[source.split], ()
+    rows = _as_written(source, str(path), source.subset or None)
+    return rows, () if source.subset else _left_out(path)
+
+
+def _left_out(folder: Path) -> tuple[str, ...]:
+    """``datasets`` reads the files of one kind, and where names speak of splits those only: what that leaves aside is told."""
+    import datasets
+
+    used = {Path(file).resolve() for files in datasets.load_dataset_builder(str(folder)).config.data_files.values() for file in files}
+    there = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.resolve() not in used)
+    hidden = re.compile(r"(^|/)\.")
+    missing = [str(path) for path in there if _kind(path) in _READERS and path.name not in _ABOUT_DATA and not hidden.search(str(path))]
+    if not missing:
+        return ()
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (f"{folder}: {', '.join(missing[:3])}{more} are no part of it (one kind of file is read, and those of named splits alone)",)
+
+
+def _as_written(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+    """The rows with every text as it stands in the file: no "007" that became a number, no "None" that became nothing, no date."""
+    import datasets
+
+    rows = datasets.load_dataset(*what, split=source.split, **options)
+    if "features" in options:
+        return rows
+    if rows.info.builder_name == "csv":
+        return datasets.load_dataset(*what, split=source.split, **options, **_texts(rows.column_names))
+    features = _undated(rows.features)
+    return rows if features == rows.features else datasets.load_dataset(*what, split=source.split, **options, features=features)
+
+
+def _texts(columns: Iterable[str]) -> dict[str, Any]:
+    """Options under which a CSV file has text in every column."""
+    import datasets
+
+    return {"features": datasets.Features({name: datasets.Value("string") for name in columns}), "keep_default_na": False}
+
+
+def _undated(features: Any) -> Any:
+    """The features with JSON in place of what a reader took for times: that keeps the text."""
+    import datasets
+
+    if isinstance(features, dict):
+        return type(features)({name: _undated(inner) for name, inner in features.items()})
+    if isinstance(features, datasets.List):
+        return datasets.List(_undated(features.feature))
+    return datasets.Json() if isinstance(features, datasets.Value) and features.dtype.startswith("timestamp") else features
 
 
 def _looks_like_path(name: str) -> bool:
@@ -92,8 +157,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _reader(path: Path, source: DataSource) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED] or [""]
-    reader = _READERS.get(suffixes[-1])
+    reader = _READERS.get(_kind(path))
     if reader is None:
         raise InputError(
             [_problem(source, f"files ending in {path.suffix or 'nothing'} are not known", f"Use one of {', '.join(_READERS)}.")]
@@ -101,17 +165,30 @@ def _reader(path: Path, source: DataSource) -> str:
     return reader
 
 
+def _kind(path: Path) -> str:
+    """A file's ending, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
+    return suffixes[-1] if suffixes else ""
+
+
 def _unreadable(source: DataSource, error: Exception) -> Problem:
     reason = _reason(error)
     said = reason.lower()
     if "config name is missing" in said or "builderconfig" in said:
         return Problem(field="data.subset", value=source.subset, message=f"{source.source}: {reason}", remedy="Name one of its subsets.")
-    if "split" in said:
-        return Problem(field="data.split", value=source.split, message=reason.rstrip("."), remedy=f"Name a split that {source.source} has.")
-    if "gated" in said or "401" in said or "403" in said:
-        remedy = "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
+    if "corresponds to no data" in said and "[" not in source.split:
+        return _empty(source)
+    if _SPLIT_TROUBLE.search(said):
+        reason = "chooses no rows" if "corresponds to no data" in said else reason.rstrip(".")
+        return Problem(field="data.split", value=source.split, message=reason, remedy=f"Name a split that {source.source} has.")
+    if "codec can't decode" in said:
+        remedy = _ENCODE
+    elif "zstd" in said or "zstandard" in said:
+        remedy = "Install the package zstandard, or unpack the file."
     elif _looks_like_path(source.source) or Path(source.source).expanduser().exists():
         remedy = "Give the path of a JSON, JSONL, Parquet or CSV file, or of a folder of them; every row needs the same columns."
+    elif "gated" in said or "401" in said or "403" in said:
+        remedy = "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
     else:
         remedy = "Check the name on the hub and the network, or fetch it first with `so-tui fetch`."
     return _problem(source, f"cannot be read ({reason})", remedy)
@@ -141,6 +218,10 @@ def _raise_for_bad_json(path: Path, source: DataSource) -> None:
                 raise bad_row(source.source, number, f"is no JSON ({error.msg} at character {error.colno})") from error
             if not isinstance(row, dict):
                 raise bad_row(source.source, number, "is no object with columns")
+
+
+def _empty(source: DataSource) -> Problem:
+    return _problem(source, "has no rows", f"Fill it, or choose another split than {source.split}.")
 
 
 def _problem(source: DataSource, message: str, remedy: str) -> Problem:

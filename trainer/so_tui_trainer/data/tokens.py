@@ -247,7 +247,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
             if not found:
                 raise _nothing_trained(opened, count, encoder.sequence_length)
         tallies = tuple(cache.Tally(o.layout.name, n, c) for o, n, c in zip(sources, documents, counts, strict=True))
-        writer.close(tallies, encoder.chat.warnings)
+        writer.close(tallies, (*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings))
 
 
 class _Worker(NamedTuple):
