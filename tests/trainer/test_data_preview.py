@@ -12,8 +12,10 @@ from launching import tiny
 
 from so_tui.cli import main
 from so_tui.launch.data_preview import DataPreview, Progress, look_at
-from so_tui.spec import InputError
+from so_tui.spec import InputError, spec_tree
+from so_tui_trainer.tools.check_inputs import check
 from so_tui_trainer.tools.data import histogram
+from so_tui_trainer.tools.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +65,18 @@ def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
     assert "355 have" in facts["rows"][1]
     with pytest.raises(InputError, match="would hold out 1000 of 355 rows"):
         look(data__held_out="1000")
+
+
+@pytest.mark.parametrize(("wanted", "told"), [("5", "would hold out 5 of 5 rows"), ("0.05", "would hold out 0 of 5 rows"), ("4", "")])
+def test_holding_out_too_much_is_refused_before_anything_starts(wanted: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"instruction": f"Ask {n}.", "output": "Yes."}) for n in range(5)))
+    request = {"spec": spec_tree(tiny(data__source=str(tmp_path / "rows.jsonl"), data__held_out=wanted))}
+    (answer,) = check(request)
+    found = [(problem["field"], problem["value"], problem["message"]) for problem in answer["problems"]]
+    assert found == ([("data.held_out", wanted, told)] if told else [])
+    if told:
+        with pytest.raises(InputError, match=told):
+            list(prepare(request))
 
 
 def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:

@@ -35,16 +35,23 @@ def divide(documents: Documents, spec: RunSpec) -> Parts:
 
     A row that was cut into several documents is held out whole. Raises InputError when nothing would be left on one of the sides.
     """
-    wanted, row_of = spec.data.held_out, _rows(documents)
+    row_of = _rows(documents)
     rows = int(row_of[-1]) + 1
+    count = held_out_rows(spec, rows)
+    out = np.zeros(rows, dtype=np.bool_)
+    out[np.random.default_rng((spec.train.seed, rows)).permutation(rows)[:count]] = True
+    return Parts(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
+
+
+def held_out_rows(spec: RunSpec, rows: int) -> int:
+    """How many of so many rows are held out. Raises InputError when nothing would be left on one of the sides."""
+    wanted = spec.data.held_out
     count = round(wanted * rows) if wanted < 1 else int(wanted)
     if wanted and not 0 < count < rows:
         message = f"would hold out {count} of {rows} rows"
         remedy = "Give a share below 1, or a count that leaves rows on both sides."
         raise InputError([Problem(field="data.held_out", value=f"{wanted:g}", message=message, remedy=remedy)])
-    out = np.zeros(rows, dtype=np.bool_)
-    out[np.random.default_rng((spec.train.seed, rows)).permutation(rows)[:count]] = True
-    return Parts(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
+    return count
 
 
 def _rows(documents: Documents) -> npt.NDArray[np.int64]:

@@ -74,13 +74,19 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
 
 
 def _data(spec: RunSpec) -> list[str]:
-    """Opens every source, reads its first rows and lets the chat template write them."""
+    """Opens every source, reads its first rows and lets the chat template write them; what is to be held out must leave some.
+
+    Rows without a trained token are dropped later, so fewer may be left to divide than are counted here.
+    """
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.sources import open_sources
     from so_tui_trainer.data.tokens import Encoder, load_tokenizer
+    from so_tui_trainer.evaluation import held_out_rows
 
     encoder = Encoder(chat_of(load_tokenizer(spec)), spec.data.loss, spec.data.sequence_length)
-    for opened in open_sources(spec.data):
+    sources = open_sources(spec.data)
+    held_out_rows(spec, sum(len(opened.rows) for opened in sources))
+    for opened in sources:
         for _ in encoder.documents(opened, 0, _ROWS_LOOKED_AT):
             pass
     return list(encoder.chat.warnings)

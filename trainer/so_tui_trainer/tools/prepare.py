@@ -18,10 +18,10 @@ from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 
 def prepare(request: Answer) -> Iterator[Answer]:
-    """Raises InputError: something cannot be had, or the disk has no room for the weights in bf16."""
+    """Raises InputError: something cannot be had, too many rows would be held out, or the disk has no room for the weights in bf16."""
     stay_offline_when_cut_off()
     from so_tui_trainer.data import cache, tokens
-    from so_tui_trainer.evaluation import evaluation_spec
+    from so_tui_trainer.evaluation import divide, evaluation_spec
     from so_tui_trainer.model import pretrained
 
     spec = requested_spec(request)
@@ -31,8 +31,9 @@ def prepare(request: Answer) -> Iterator[Answer]:
         yield {"message": f"weights: ready in {pretrained.weights_folder(spec.model)}"}
     for part in (spec, evaluation_spec(spec)):
         if part is not None:
-            counts = cache.read(tokens.prepare(part), part.data).counts
-            yield {"message": f"data: {counts.rows:,} rows tokenised"}
+            documents = cache.read(tokens.prepare(part), part.data)
+            divide(documents, part)
+            yield {"message": f"data: {documents.counts.rows:,} rows tokenised"}
     yield {"message": "compiling the CPU kernels (a minute, the first time)"}
     built = build_ops.build()
     yield {"message": f"CPU kernels: {built['cpu_adam']} ({built['seconds']} s)"}
