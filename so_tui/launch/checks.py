@@ -70,7 +70,9 @@ def writable(wanted: Path, field: str) -> Path:
     folder = next(folder for folder in (path, *path.parents) if folder.exists())
     # A file system without any space (/proc, /sys) is none to write to, whatever the permissions say.
     if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
-        problem = Problem(field=field, value=str(wanted), message=f"{folder} cannot be written", remedy="Choose another folder")
+        problem = Problem(
+            field=field, value=str(wanted), message=f"{folder} cannot be written", remedy="Make it writable, or choose another folder"
+        )
         raise InputError([problem])
     return folder
 

@@ -124,6 +124,8 @@ def _by_exit(evidence: Evidence, again: str) -> End:
     else:
         # A launcher that lived to see a rank fail reports that rank's code.
         who, code = f"rank {gone.rank}" if gone.role == "rank" else "a rank", reported if code is None else code
+    if code == 128 + signal.SIGTERM:  # how a rank that was told to leave does so
+        code = -signal.SIGTERM
     if code is not None and code < 0:
         return _killed(who, -code, again)
     if gone is not None and code is None and who != "a rank":

@@ -44,6 +44,7 @@ def test_the_dead_are_named() -> None:
     assert reason(first_gone=RANK, log=("[launch.py] ['python'] exits with return code = -7",)) == "rank 2 was ended by SIGBUS"
     assert reason(first_gone=LAUNCHER, runner_status=-15).startswith("DeepSpeed's launcher (pid 20) vanished")
     assert reason(first_gone=RANK, first_gone_code=3) == "rank 2 ended with exit code 3"
+    assert reason(first_gone=RANK, first_gone_code=143) == "rank 2 was ended by SIGTERM"  # a rank obeys it and leaves by itself
 
 
 def test_a_launcher_that_reported_a_rank_is_not_the_culprit() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,14 @@ from launching import tiny
 from test_architectures import ONE_OF_EACH, scaled_down
 from transformers import AutoModelForCausalLM
 
+from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
 from so_tui_trainer.export import Mark, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.offload import checkpoint as on_disk
 from so_tui_trainer.offload.deepspeed_0_19_8 import SubGroupState
+from so_tui_trainer.tools.export import export_run
 
 MARK = Mark(run="r", step=5, version="1")
 
@@ -131,7 +134,7 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     assert torch.equal(logits, wanted)
 
 
-def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path) -> None:
+def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5) -> None:
     """What two ranks that trained the model would have saved, as far as an export reads it."""
     ranks, named = 2, [(f"{PREFIX}{name}", parameter.detach()) for name, parameter in model.named_parameters()]
     groups = [named[: len(named) // 2], named[len(named) // 2 :]]
@@ -149,8 +152,8 @@ def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path) -> None:
         )
         on_disk.write(optimizer_folder(folder), manifest, states)
     saved = Manifest(
-        step=5,
-        total_steps=5,
+        step=step,
+        total_steps=step,
         ranks=ranks,
         consumed_sequences=10,
         useful_tokens=0,
@@ -171,3 +174,95 @@ def shares(groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int) 
             share = -(-len(flat) // ranks)
             parts.append(torch.cat([flat, flat.new_zeros(share * ranks - len(flat))])[rank * share : (rank + 1) * share])
         yield torch.cat(parts)
+
+
+def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
+    """The settings of generation are a file of their own, which weights and configuration know nothing of."""
+    from transformers import GenerationConfig
+
+    base = chat_model(tmp_path / "base")
+    given = GenerationConfig(eos_token_id=1, do_sample=True, temperature=0.6, top_p=0.9)
+    given.save_pretrained(base)
+    made = exported(base, tmp_path)
+    assert (made.do_sample, made.temperature, made.top_p) == (True, 0.6, 0.9)
+    assert made.eos_token_id == [1, STOP_ID]
+    assert exported(base, tmp_path).eos_token_id == [1, STOP_ID]
+
+
+def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export(tmp_path: Path) -> None:
+    base = chat_model(tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False}))
+    made = exported(base, tmp_path)
+    assert made.temperature in (None, 1.0)
+    assert made.eos_token_id == [7, 1, STOP_ID]
+    (base / "generation_config.json").unlink()
+    assert exported(base, tmp_path).eos_token_id == STOP_ID
+
+
+def run_with_checkpoints(folder: Path, *steps: int) -> RunDirectory:
+    """A run of the embedded model, its checkpoints such that they are proven readable."""
+    spec = tiny(data__sequence_length="128")
+    run = create_run(spec, folder)
+    model: Any = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+    for step in steps:
+        checkpoint_of(model, spec, run.checkpoints_dir / f"step-{step:06d}", step)
+    return run
+
+
+def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer_one(tmp_path: Path) -> None:
+    run = run_with_checkpoints(tmp_path, 5)
+    events = export_run({"run": str(run.path), "to": str(tmp_path / "model")})
+    assert "step 5 " in next(events)["message"]
+    shutil.copytree(run.checkpoints_dir / "step-000005", run.checkpoints_dir / "step-000006")
+    manifest = run.checkpoints_dir / "step-000006" / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"step":5,', '"step":6,'))
+    shutil.rmtree(run.checkpoints_dir / "step-000005")
+    assert "step 6 " in next(events)["message"]
+    last = list(events)[-1]
+    assert (last["step"], last["done"]) == (6, True)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
+    run = run_with_checkpoints(tmp_path, 5, 6)
+    states = run.checkpoints_dir / "step-000006" / "optimizer" / "rank_00001.states"
+    states.write_bytes(states.read_bytes()[:-100])
+    messages = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    assert "step-000006 cannot be read" in messages[0]["message"]
+    assert "rank_00001.states" in messages[0]["message"]
+    assert messages[-1]["step"] == 5
+    assert states.is_file()
+
+
+STOP_ID = 2048
+"""Of ``<|eot|>``, which the embedded tokenizer does not have."""
+
+
+def chat_model(folder: Path) -> Path:
+    """A model's folder without weights, whose chat template ends an answer with another token than the end of a text."""
+    from transformers import AutoTokenizer
+
+    from so_tui.spec import resolve_source
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_source("builtin:tiny"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+    assert tokenizer.convert_tokens_to_ids("<|eot|>") == STOP_ID
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '<|eot|>' }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = load_config(tiny().model)
+    config.vocab_size = STOP_ID + 8
+    config.save_pretrained(folder)
+    return folder
+
+
+def exported(base: Path, tmp_path: Path) -> Any:
+    """The generation config of an export of a checkpoint of this model; nothing is said about it."""
+    from transformers import GenerationConfig
+
+    spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")
+    model: Any = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+    checkpoint_of(model, spec, tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "model", "r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return GenerationConfig.from_pretrained(tmp_path / "model")

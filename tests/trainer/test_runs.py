@@ -148,7 +148,7 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     assert asked is not None
     assert asked.reason == "rank 1 received SIGUSR1"
     end = end_of(records(run))
-    assert end.state == "stopped"
+    assert (end.state, end.reason) == ("stopped", "stopped on request (rank 1 received SIGUSR1)")
     assert 3 < end.step < 12
     assert Path(end.saved).is_dir()
     # The request still stands for another attempt: it ends where it would go on, and the checkpoint is not written again.

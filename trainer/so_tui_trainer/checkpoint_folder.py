@@ -122,7 +122,7 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
     if needed_bytes > free_bytes:
         raise TrainingError(
             f"{field} = {folder}: a checkpoint needs {disk_size(needed_bytes)}, and {disk_size(free_bytes)} are free",
-            "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder` to a larger disk.",
+            "Make room there, then resume it; older checkpoints may go. A new run can name a larger disk in `checkpoint.folder`.",
         )
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from msgspec import Struct
 
 import so_tui
-from so_tui.spec import InputError, Problem, disk_size
+from so_tui.spec import InputError, ModelSpec, Problem, disk_size, resolve_source
 from so_tui_trainer import offload
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
+from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.build import PREFIX, load_config
+from so_tui_trainer.model.matching import meta_model
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 _MARK = "so_tui_export.json"
 
@@ -37,16 +42,12 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     The folder appears whole or not at all, and replaces an older export, but nothing else. Raises OSError, InputError (something else lies
     there; no room; tokenizer or configuration not to be had), ValueError (states that do not fit the model).
     """
-    from transformers import AutoModelForCausalLM
-
     folder = folder.resolve()
     refuse_foreign(folder)
     manifest = read_manifest(checkpoint)
     spec = manifest.spec
     config = load_config(spec.model)
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model = factory.from_config(config, dtype=torch.bfloat16)
+    model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
     state = weights(checkpoint, shapes)
@@ -54,9 +55,11 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
         raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
+    tokenizer = load_tokenizer(spec)
+    model.generation_config = generation_config(spec.model, config, tokenizer)
     with replacing(folder, Mark(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
         model.save_pretrained(partial, state_dict=state)
-        load_tokenizer(spec).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -68,6 +71,30 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, tor
         if name not in shapes or shapes[name].numel() != len(master):
             raise ValueError(f"{name} of the checkpoint, {len(master)} elements, does not fit the model")
         found[name] = master.to(torch.bfloat16).view(shapes[name])
+    return found
+
+
+def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """How the model that was trained generates, and stops: now also at the token that ends an answer of the data.
+
+    Settings that contradict each other, which transformers refuses to write, are left out.
+    """
+    from transformers import GenerationConfig
+
+    found = GenerationConfig.from_model_config(config)
+    if model.weights == "pretrained":
+        with suppress(OSError):  # it need not have any
+            found = GenerationConfig.from_pretrained(resolve_source(model.id), revision=model.revision)
+    try:
+        found.validate(strict=True)
+    except ValueError:
+        tokens = {key: getattr(found, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        found = GenerationConfig.from_dict(tokens)
+    chat = chat_of(tokenizer)
+    known = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    ends = dict.fromkeys([*known, tokenizer.convert_tokens_to_ids(chat.stop or chat.end)])
+    ids = [number for number in ends if number is not None]
+    found.eos_token_id = ids if len(ids) > 1 else ids[0]
     return found
 
 

@@ -88,7 +88,7 @@ def _words(error: BaseException, spec: RunSpec) -> tuple[str, str]:
             return _NO_HOST_MEMORY, less_host_memory(spec)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
-            return f"the disk is full{where}", "Make room, keep fewer checkpoints (`checkpoint.keep`), or set `checkpoint.folder`."
+            return f"the disk is full{where}", "Make room there, then resume it. A new run can set `checkpoint.folder` to a larger disk."
         case _ if type(error).__name__ == "OutOfMemoryError":
             return f"the GPU ran out of memory: {_first_line(error)}", less_gpu_memory(spec)
     text = str(error)

@@ -114,8 +114,7 @@ class Session:
         self._phase("saving", "giving the memory back and ending the processes")
         self._close()
         self.recorder.end_tracking()
-        trained = self.loop is not None
-        reason = "" if outcome.state == "finished" else "stopped on request" if trained else "stopped on request while it was loading"
+        reason = "" if outcome.state == "finished" else self._who_stopped()
         self.recorder.write(
             EndRecord(
                 attempt=self.attempt,
@@ -128,6 +127,11 @@ class Session:
             )
         )
         self.recorder.close()
+
+    def _who_stopped(self) -> str:
+        asked = run_control.details(self.run, "stop")
+        why = f" ({asked.reason})" if asked and asked.reason else ""
+        return f"stopped on request{why}{'' if self.loop else ' while it was loading'}"
 
     def fail(self, error: Exception) -> None:
         """Tell the other ranks and the run what happened. Closes nothing that would wait for a rank that is gone."""

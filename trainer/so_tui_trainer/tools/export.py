@@ -5,29 +5,51 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from so_tui_trainer.tools.channel import Answer, serve
+
+if TYPE_CHECKING:
+    from so_tui.runs import RunDirectory
+    from so_tui_trainer.checkpoint import Found
 
 
 def export_run(request: Answer) -> Iterator[Answer]:
     """Raises InputError when the run has no checkpoint, something else than an export lies at the target, or tokenizer or configuration
     cannot be had.
     """
-    from so_tui.runs import RunDirectory, read_spec
-    from so_tui.spec import InputError, Problem
-    from so_tui_trainer.checkpoint import folder_of, newest
+    from so_tui.runs import RunDirectory
     from so_tui_trainer.export import export, refuse_foreign
+    from so_tui_trainer.offload import OffloadError
 
     run = RunDirectory(Path(request["run"]))
+    folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
+    refuse_foreign(folder)
+    while True:
+        found = _newest(run)
+        for damage in found.damaged:
+            yield {"message": f"{damage.path.name} cannot be read ({damage.reason}); an older one is taken"}
+        yield {"message": f"exporting step {found.manifest.step} of {run.name}"}
+        try:
+            size = export(found.path, folder, run.name)
+        except (OSError, OffloadError):
+            if found.path.is_dir():
+                raise
+            continue  # the run goes on, and has replaced it by a newer one meanwhile
+        yield {"folder": str(folder), "bytes": size, "step": found.manifest.step, "done": True}
+        return
+
+
+def _newest(run: RunDirectory) -> Found:
+    from so_tui.runs import read_spec
+    from so_tui.spec import InputError, Problem
+    from so_tui_trainer.checkpoint import folder_of, newest
+
     found = newest(folder_of(run, read_spec(run)))
     if found is None:
         remedy = "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or `every_minutes`."
         raise InputError([Problem(field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)])
-    checkpoint, manifest = found.path, found.manifest
-    folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
-    refuse_foreign(folder)
-    yield {"message": f"exporting step {manifest.step} of {run.name}"}
-    yield {"folder": str(folder), "bytes": export(checkpoint, folder, run.name), "step": manifest.step, "done": True}
+    return found
 
 
 if __name__ == "__main__":
