@@ -1,11 +1,12 @@
 """A transformer's shape in one vocabulary, whichever keys its ``config.json`` uses.
 
-Known model types: llama, qwen3, qwen3_moe, phi3, gpt_oss, seed_oss. Others with the same keys are read the same way.
+Known model types: llama, qwen3, qwen3_moe, phi3, gpt_oss, seed_oss. Others with the same keys are read the same way, those with latent
+attention (deepseek) by the heads that it is unfolded to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -101,7 +102,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
         vocabulary=number("vocab_size"),
         heads=heads,
         kv_heads=number("num_key_value_heads") if config.get("num_key_value_heads") else heads,
-        head_dim=number("head_dim") if config.get("head_dim") else _DEFAULT_HEAD_DIM.get(model_type, hidden // heads),
+        head_dim=_head_dim(config, number) or _DEFAULT_HEAD_DIM.get(model_type, hidden // heads),
         intermediate=number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok") if experts else 0,
@@ -111,6 +112,13 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     if problems:
         raise InputError(problems)
     return found
+
+
+def _head_dim(config: Mapping[str, Any], number: Callable[..., int]) -> int:
+    """Width of a head as the config gives it, 0 where it does not. In latent attention ``head_dim`` is only the part that is rotated."""
+    if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):
+        return number("qk_nope_head_dim") + number("qk_rope_head_dim")
+    return number("head_dim") if config.get("head_dim") else 0
 
 
 def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, int]:

@@ -17,6 +17,21 @@ from so_tui.spec import InputError, check_tree, create_preset, find_preset, user
 pytest.importorskip("transformers")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
+LATENT = {
+    **{key: value for key, value in SMALL.items() if key != "head_dim"},
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 0,
+}
 MOE = {**GROUPED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -52,7 +67,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
         (),
         {"hidden_size": 32, "intermediate_size": 128},
     ),
-    "opt": ({**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, (), {"intermediate_size": 80}),
+    "deepseek_v3": (LATENT, ("DeepseekV3MoE",), {"num_local_experts": 4, "head_dim": 4}),
 }
 
 
@@ -91,7 +106,9 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     assert spec == described.spec
     assert (spec.title, spec.gpus, spec.data.sequence_length, spec.train.micro_batch) == ("Some Model 7B", 1, 512, 2)
     assert (spec.model.id, spec.data.format, spec.offload.mode) == (str(model), "auto", "auto")
-    assert "no *.safetensors" in described.notes[0]
+    weights, tokenizer = described.notes
+    assert "no *.safetensors" in weights
+    assert "no tokenizer" in tokenizer
     assert make_plan(spec, superchips(1)).fits
 
 
@@ -116,16 +133,26 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM, not a causal language model"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM), not a causal language model"),
+        ({"model_type": "bert"}, "is an encoder"),
         ({"model_type": "vit"}, "no causal language model for"),
         ({"model_type": "gemma2", **GROUPED}, "changes its logits"),
         ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96}, "linear_attention, in which documents"),
         ({"model_type": "qwen3_next", **MOE}, "would see each other"),
         ({"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
+        ({"model_type": "llama", **GROUPED, "quantization_config": {"load_in_4bit": True}}, "quantised (bitsandbytes)"),
+        ({"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "mxfp4"}}, "quantised (mxfp4)"),
+        ({"model_type": "llama", **GROUPED, "compression_config": {"quant_method": "compressed-tensors"}}, "(compressed-tensors)"),
         ({"model_type": "from-next-year", **GROUPED}, "does not know"),
+        (GROUPED, "does not say what kind of model"),
+        ({"model_type": "llama", **GROUPED, "hidden_size": "big"}, "Field 'hidden_size' expected int"),
+        ({"model_type": "llama", **GROUPED, "hidden_size": 33, "head_dim": None}, "not a multiple of the number of attention heads"),
+        ({"model_type": "smollm3", **GROUPED}, "Padding_idx must be within num_embeddings"),
+        ({"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}, "cannot be told apart"),
+        ({"model_type": "opt", **SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, "cannot be told apart"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
     ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+    ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_trained_is_said_in_words(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     from so_tui_trainer.tools.describe_model import describe
@@ -152,6 +179,8 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_text('{"model_type": ')
     assert "cannot be read" in said("half")
+    (tmp_path / "half" / "config.json").write_text("[]")
+    assert "has no `model_type`" in said("half")
 
 
 def test_a_hub_id_without_a_network() -> None:

@@ -34,6 +34,12 @@ def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
     assert hw_flops(DENSE, 8, [8], checkpointing=True, head_recomputed=True) == 8 * 1000 * 8 + 4 * attention
 
 
+def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:
+    shape = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61, "vocab_size": 129280, "intermediate_size": 18432}
+    latent = {"model_type": "deepseek_v3", "head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    assert architecture(shape | latent).head_dim == 192
+
+
 def test_short_documents_cost_less_attention_than_one_long_one() -> None:
     assert model_flops(DENSE, 64, [8] * 8) < model_flops(DENSE, 64, [64])
 

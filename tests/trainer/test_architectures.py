@@ -45,6 +45,24 @@ ONE_OF_EACH = {
 }
 
 
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {},
+    "olmo2": {"head_dim": None, "layer_types": None},
+    "mistral": {"layer_types": None},
+    "deepseek_v3": {
+        **LATENT,
+        "head_dim": None,
+        "layer_types": None,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+"""Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
+
+
 def scaled_down(name: str) -> ModelSpec:
     """A preset's model with random weights, a thousandth of its size."""
     full = load_catalog(Path("/nowhere")).presets[name].spec.model
@@ -52,11 +70,20 @@ def scaled_down(name: str) -> ModelSpec:
     return ModelSpec(id=full.id, weights="random", config=shape)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
-def test_packed_documents_train_as_if_each_were_alone(name: str) -> None:
+def another(kind: str) -> ModelSpec:
+    shape = {key: value for key, value in (SMALL | OTHERS[kind]).items() if value is not None}
+    return ModelSpec(id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*map(scaled_down, ONE_OF_EACH.values()), *map(another, OTHERS)],
+    ids=[*ONE_OF_EACH, *OTHERS],
+)
+def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
     torch.manual_seed(0)
-    config = load_config(scaled_down(name))
+    config = load_config(model)
     without_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     docs = documents(30)

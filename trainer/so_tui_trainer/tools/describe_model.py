@@ -22,6 +22,7 @@ from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_QUANTISED = ("quantization_config", "compression_config")
 _SHAPE = [
     "vocab_size",
     "hidden_size",
@@ -39,11 +40,12 @@ _SHAPE = [
     "tie_word_embeddings",
 ]
 """What the planner reads, written out also where the model's own config leaves it to a default or calls it by another name."""
-_NOT_SHAPE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "auto_map", "quantization_config"}
+_NOT_SHAPE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "auto_map", *_QUANTISED}
 _WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
 """What older models call ``intermediate_size``."""
-_DEQUANTISED = "mxfp4"
-"""The one quantisation that the trainer undoes when it loads."""
+_DEQUANTISED = ("mxfp4", "gpt_oss")
+"""The one quantisation that the trainer undoes when it loads, and the one kind of model that it does so for."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 
 
 def describe(request: Answer) -> Iterator[Answer]:
@@ -60,11 +62,12 @@ def describe(request: Answer) -> Iterator[Answer]:
     config = _read_config(asked)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    for key in _QUANTISED:
+        if getattr(config, key, None) is not None:
+            delattr(config, key)
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
-    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
         reason = f"its shape cannot be built: {_first_line(error)}"
         _refuse(asked, reason, "Check its config.json; some models need packages of their own, or a newer transformers.")
     _refuse_head(asked, causal)
@@ -123,13 +126,14 @@ def _look_on_hub(model: ModelSpec) -> None:
 
 
 def _read_config(model: ModelSpec) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         _explain(model, error)
     return config
 
@@ -143,7 +147,10 @@ def _explain(model: ModelSpec, error: Exception) -> NoReturn:
     if _caused_by(error, "GatedRepoError"):
         remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
         _refuse(model, "is gated, and this user has no access", remedy, error)
-    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+    if "Unrecognized model" in text:
+        remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
+        _refuse(model, "does not say what kind of model it is (its config.json has no `model_type`)", remedy, error)
+    if "does not recognize this architecture" in text:
         from transformers import __version__
 
         message = f"is of a kind that transformers {__version__} does not know"
@@ -161,7 +168,7 @@ def _caused_by(error: BaseException | None, name: str) -> bool:
 
 def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     """Raises InputError for what is not a decoder over text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     remedy = "Choose a model for text generation (a causal language model)."
     classes = tuple(config.architectures or ())
@@ -169,6 +176,8 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         _refuse(model, "is an encoder-decoder, not a causal language model", remedy)
     if config.get_text_config() is not config:
         _refuse(model, "is a model of several modalities; so-tui trains text models", remedy)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        _refuse(model, f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model", remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if own_code:
@@ -207,17 +216,27 @@ def _refuse_unplannable(model: ModelSpec) -> None:
 def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
     """What is worth knowing. Raises InputError for weights that cannot be trained."""
     notes = []
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else getattr(quantisation, "quant_method", None)
-        if method != _DEQUANTISED:
+    if method := _quantisation(config):
+        if (method, config.model_type) != _DEQUANTISED:
             remedy = "Choose the checkpoint with bf16 weights of this model."
             _refuse(model, f"its weights are quantised ({method}), and quantised weights cannot be trained", remedy)
         notes.append(f"its weights are stored as {method} and become bf16 when they are loaded")
     folder = Path(resolve_source(model.id))
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         notes.append(f"{folder} has no *.safetensors: it can be planned, and trained only with model.weights=random")
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZERS):
+        notes.append(f"{folder} has no tokenizer: name one when you train it (model.tokenizer=FOLDER or a hub id)")
     return notes
+
+
+def _quantisation(config: PretrainedConfig) -> str:
+    """How the weights are quantised; empty where they are not."""
+    found = next((value for key in _QUANTISED if (value := getattr(config, key, None))), None)
+    if found is None:
+        return ""
+    known = found if isinstance(found, dict) else vars(found)
+    bits = any(known.get(key) for key in ("load_in_4bit", "load_in_8bit"))
+    return str(known.get("quant_method") or ("bitsandbytes" if bits else "in a way that it does not name"))
 
 
 def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
@@ -247,8 +266,10 @@ def _numbered(value: Any) -> bool:
     return isinstance(value, dict) and any(not isinstance(key, str) for key in value)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _first_line(error: BaseException) -> str:
+    """The first line of the error, or of what caused one that only says where."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return _first_line(error.__cause__) if first.endswith(":") and error.__cause__ else first
 
 
 def _refuse(model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:
