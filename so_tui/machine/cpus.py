@@ -9,6 +9,7 @@ from typing import NamedTuple
 from so_tui.machine import cgroup
 from so_tui.machine.cpulist import cpu_ranges, cpus_or_empty
 from so_tui.machine.tree import Tree
+from so_tui.machine.types import NumaNode
 
 _ARM_IMPLEMENTER = 0x41
 _NEOVERSE_V2_PART = 0xD4F
@@ -49,6 +50,15 @@ def allowed_memory_nodes(tree: Tree) -> tuple[int, ...] | None:
     """Nodes that this process may allocate on; None where the kernel does not say, and for another machine's tree."""
     found = re.search(r"^Mems_allowed_list:\s*(\S+)", tree.text("/proc/self/status") or "", re.MULTILINE)
     return cpus_or_empty(found.group(1)) if tree.live and found else None
+
+
+def memory_allowance_notes(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...] | None) -> tuple[str, ...]:
+    """Which CPU nodes' memory is out of reach, where a cpuset leaves some out."""
+    with_memory = [node.id for node in nodes if node.kind == "cpu" and node.memory_total_bytes > 0]
+    if allowed is None or set(with_memory) <= set(allowed):
+        return ()
+    mine = cpu_ranges(set(with_memory) & set(allowed)) or "none"
+    return (f"This process may have memory of CPU nodes {mine} of {cpu_ranges(with_memory)} only (Mems_allowed): plans count on no more.",)
 
 
 def allowance_notes(tree: Tree, online: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[str, ...]:

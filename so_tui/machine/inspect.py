@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from so_tui.machine.cpus import allowance_notes, allowed_cpus, allowed_memory_nodes, online_cpus, processor, smt_siblings
+from so_tui.machine.cpus import (
+    allowance_notes,
+    allowed_cpus,
+    allowed_memory_nodes,
+    memory_allowance_notes,
+    online_cpus,
+    processor,
+    smt_siblings,
+)
 from so_tui.machine.gpus import read_gpus
 from so_tui.machine.memory import host_memory, page_size_bytes, shared_memory
 from so_tui.machine.mpam import read_mpam
@@ -36,6 +44,7 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
     nvml = query_nvml() if tree.live else NvmlAnswer()
     gpus, gpu_notes = read_gpus(tree, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
     shm = shared_memory(tree)
+    memory_nodes = allowed_memory_nodes(tree)
     return Machine(
         hostname=os.uname().nodename if tree.live else hostname or tree.text("/proc/sys/kernel/hostname") or UNKNOWN,
         cpu_name=cpu.name,
@@ -52,9 +61,9 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         gpus=gpus,
         memory_limit_bytes=memory.limit_bytes,
         smt_siblings=smt_siblings(tree, online),
-        allowed_memory_nodes=allowed_memory_nodes(tree),
+        allowed_memory_nodes=memory_nodes,
         live=tree.live,
-        notes=(*allowance_notes(tree, online, allowed), *memory.notes, *gpu_notes),
+        notes=(*allowance_notes(tree, online, allowed), *memory_allowance_notes(nodes, memory_nodes), *memory.notes, *gpu_notes),
     )
 
 

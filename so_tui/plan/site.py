@@ -12,7 +12,7 @@ from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, Probe, calibration_of, speed_of
 from so_tui.plan.constants import Speed
 from so_tui.plan.types import RankBinding
-from so_tui.plan.verdict import Supply, supply_of
+from so_tui.plan.verdict import Supply, memory_node, supply_of
 from so_tui.spec.errors import InputError
 
 Gpus = int | tuple[int, ...]
@@ -30,7 +30,7 @@ class Site(Struct, frozen=True, kw_only=True):
     gpu_name: str
     supply: Supply
     nodes: tuple[int, ...]
-    """The CPU node of each rank; empty when there is a problem."""
+    """The CPU node that each rank has its memory from; empty when there is a problem."""
     cores: int
     """Cores of the smallest rank."""
     adam_cores: int
@@ -87,7 +87,7 @@ def _site(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, known: C
         has_gpu=bool(machine.gpus),
         gpu_name=name,
         supply=supply_of(machine, chosen),
-        nodes=tuple(rank.numa_node if rank.numa_node is not None else fallback for rank in placed),
+        nodes=tuple(memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback) for rank in placed),
         cores=min((len(rank.cpus) for rank in placed), default=1) or 1,
         adam_cores=min((len(rank.adam_cpus) for rank in placed), default=1) or 1,
         speed=speed_of(machine, name, known),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from so_tui.machine.types import Gpu, Machine
+from so_tui.machine.numa import distance
+from so_tui.machine.types import Gpu, Machine, NumaNode
 from so_tui.plan.types import MemoryTerm, Verdict
 
 GPU_MARGIN = 0.08
@@ -21,7 +22,8 @@ _RESERVE_BYTES = 1_000_000_000
 
 
 class Supply(Struct, frozen=True):
-    """Memory a run may use: bytes per GPU (None: no GPU, or unknown), per CPU node, in /dev/shm, and in all where a cgroup limits it."""
+    """Memory a run may use: bytes per GPU (None: no GPU, or unknown), per CPU node that it may have memory of, in /dev/shm, and in all
+    where a cgroup limits it."""
 
     gpu_bytes: int | None
     node_bytes: dict[int, int]
@@ -52,18 +54,35 @@ class Shortage(Struct, frozen=True):
 
 
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
-    """What the chosen GPUs and all CPU nodes offer, less what the operating system keeps. Totals, not what is free now."""
+    """What the chosen GPUs and the CPU nodes offer, less what the operating system keeps. Totals, not what is free now."""
     sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes is not None]
     return Supply(
         gpu_bytes=min(sizes, default=None),
-        node_bytes={node.id: usable(node.memory_total_bytes) for node in machine.cpu_nodes},
+        node_bytes={node.id: usable(node.memory_total_bytes) for node in memory_nodes(machine)},
         shm_bytes=machine.shm_total_bytes,
         limit_bytes=machine.memory_limit_bytes,
     )
 
 
+def memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
+    """The CPU nodes that a run may have memory of: a cpuset, as jobs on a part of a node get one, may leave some out."""
+    allowed = machine.allowed_memory_nodes
+    mine = tuple(node for node in machine.cpu_nodes if allowed is None or node.id in allowed)
+    return mine or machine.cpu_nodes
+
+
+def memory_node(machine: Machine, node_id: int) -> int:
+    """Where the kernel takes memory for a rank on the cores of this node: there, else on the nearest node that it may have memory of."""
+    nodes = memory_nodes(machine)
+    if not nodes or any(node.id == node_id for node in nodes):
+        return node_id
+    home = machine.node(node_id)
+    far = max(home.distances, default=0) + 1
+    return min(nodes, key=lambda node: (distance(machine.numa_nodes, home, node.id) or far, node.id)).id
+
+
 def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
-    """Adds the terms up; ``rank_nodes`` says on which CPU node each rank of this host lives."""
+    """Adds the terms up; ``rank_nodes`` says which CPU node each rank of this host has its memory from."""
     common = sum(term.bytes for term in terms if term.place == "node" and term.rank is None)
     node_bytes: dict[int, int] = {}
     for rank, node in enumerate(rank_nodes):

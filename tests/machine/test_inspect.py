@@ -20,6 +20,7 @@ from sysroots import (
 )
 
 from so_tui.machine import Machine, inspect_machine
+from so_tui.machine.cpus import memory_allowance_notes
 from so_tui.spec.errors import InputError
 
 MIB = 1 << 20
@@ -111,6 +112,14 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
     assert places(one.machine(tmp_path / "one")) == [(0, None)]
     assert one.machine(tmp_path / "one").gpus[0].cpus == tuple(range(16))
     assert places(two.machine(tmp_path / "two")) == [(None, None)]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "said"), [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")]
+)
+def test_memory_out_of_reach_is_said(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
+    notes = memory_allowance_notes(QUAD_GH200.machine(tmp_path).numa_nodes, allowed)
+    assert [said in note for note in notes] == ([True] if said else [])
 
 
 def test_nothing_live_is_asked_of_another_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

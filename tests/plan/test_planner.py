@@ -194,6 +194,27 @@ def test_a_memory_limit_of_the_session_counts() -> None:
     assert "limit" in limited.reasons[0]
 
 
+def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
+    """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from there."""
+    spec = spec_of("qwen3-14b", gpus="2", offload__mode="superoffload")
+    whole, part = make_plan(spec, QUAD), make_plan(spec, replace(QUAD, allowed_memory_nodes=(1,)))
+    assert set(part.host_bytes_per_node) == set(part.host_capacity_bytes_per_node) == {1}
+    assert part.host_bytes_per_node[1] == sum(whole.host_bytes_per_node.values())
+    assert part.host_capacity_bytes_per_node[1] == whole.host_capacity_bytes_per_node[1]
+    assert whole.fits
+    assert not part.fits
+    assert "host node 1" in part.reasons[0]
+
+
+def test_a_rank_takes_memory_from_the_nearest_node_that_it_may_use() -> None:
+    distances = ((10, 40, 20, 40), (40, 10, 40, 20), (20, 40, 10, 40), (40, 20, 40, 10))
+    nodes = tuple(replace(node, distances=row) for node, row in zip(QUAD.cpu_nodes, distances, strict=True))
+    job = replace(QUAD, numa_nodes=nodes, allowed_memory_nodes=(0, 1))
+    plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload"), job)
+    assert set(plan.host_bytes_per_node) == {0, 1}
+    assert plan.host_bytes_per_node[1] == pytest.approx(plan.host_bytes_per_node[0], rel=0.01), "ranks 0 and 2, ranks 1 and 3"
+
+
 def test_ranks_that_share_a_node_add_up_there() -> None:
     two = make_plan(spec_of("qwen3-4b-random", gpus="2", offload__mode="superoffload"), x86("NVIDIA H200", gpu_count=2))
     node_terms = sum(term.bytes for term in two.breakdown if term.place == "node" and term.rank is None)
