@@ -131,7 +131,7 @@ def _coloured(sample: Sample, plain: bool) -> RenderableType:
     from rich.text import Text
 
     text = Text()
-    for piece, trained in sample.pieces:
+    for piece, trained in sample.visible:
         text.append(f"«{piece}»" if trained and plain else piece, style="bold green" if trained else "dim")
     return text
 

@@ -19,6 +19,10 @@ LOSS_WORDS = {
     "all": "every token is trained, prompts too",
 }
 
+_PICTURES = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+)
+
 
 class Progress(Struct, frozen=True):
     """How far the helper is; ``total_rows`` is 0 before it has counted them."""
@@ -36,6 +40,11 @@ class Sample(Struct, frozen=True):
     tokens: int
     trained_tokens: int
     pieces: tuple[tuple[str, bool], ...]
+
+    @property
+    def visible(self) -> Iterator[tuple[str, bool]]:
+        """The pieces with pictures in place of control characters, which a terminal would obey."""
+        return ((text.translate(_PICTURES), trained) for text, trained in self.pieces)
 
 
 class Bin(Struct, frozen=True):

@@ -11,7 +11,7 @@ import pytest
 from launching import tiny
 
 from so_tui.cli import main
-from so_tui.launch.data_preview import DataPreview, Progress, look_at
+from so_tui.launch.data_preview import DataPreview, Progress, Sample, look_at
 from so_tui.spec import InputError, spec_tree
 from so_tui_trainer.tools.check_inputs import check
 from so_tui_trainer.tools.data import histogram
@@ -106,6 +106,11 @@ def test_the_command_prints_marks_that_need_no_colour(tmp_path: Path, capsys: py
         assert words in told
     assert "<|eos|>»" in told
     assert "\033[" not in told
+
+
+def test_what_a_terminal_would_obey_is_shown_as_a_picture() -> None:
+    sample = Sample("rows.jsonl", 1, 3, 1, (("a\x1b[2J\tb\n", False), ("c\x9b\x7f\x00", True)))
+    assert list(sample.visible) == [("a\u241b[2J\tb\n", False), ("c\ufffd\u2421\u2400", True)]
 
 
 def test_the_command_answers_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,6 +257,15 @@ def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path
     assert sorted(batches.sequences.documents.tolist()) == sorted(epoch.tolist())
 
 
+def test_weights_that_no_epoch_can_have_are_refused(tmp_path: Path) -> None:
+    many = lines(tmp_path, [ROWS["alpaca"]] * 40, "many.jsonl")
+    few = lines(tmp_path, [ROWS["messages"]], "few.jsonl")
+    documents = documents_of(tmp_path, f'[{{source = "{many}", weight = 0.001}}, {{source = "{few}"}}]')
+    with pytest.raises(InputError, match=r"weight 1 of .*few.jsonl: .* 40,000 times each"):
+        documents.epoch(42)
+    assert len(documents_of(tmp_path, f'[{{source = "{many}", weight = 0.005}}, {{source = "{few}"}}]').epoch(42)) == 8040
+
+
 def test_the_weights_of_a_mixture_do_not_make_it_tokenised_again(tmp_path: Path) -> None:
     one, other = lines(tmp_path, [ROWS["alpaca"]], "a.jsonl"), lines(tmp_path, [ROWS["messages"]], "b.jsonl")
     folders = {

@@ -75,7 +75,7 @@ def sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """One document as the model sees it."""
     where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
     head = Content.assemble((where, "bold"), (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"))
-    return head + "\n" + Content("").join(_piece(text, trained=trained, marks=marks) for text, trained in one.pieces)
+    return head + "\n" + Content("").join(_piece(text, trained=trained, marks=marks) for text, trained in one.visible)
 
 
 def _piece(text: str, *, trained: bool, marks: bool) -> Content:

@@ -9,6 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from so_tui.spec import InputError, Problem
+
+MOST_ROUNDS = 10_000
+"""How often an epoch may meet a document, at most: beyond it is a weight that was meant otherwise, and no memory for the epoch."""
 _PART_DOCUMENTS = 10_000
 
 
@@ -75,13 +79,26 @@ class Documents(NamedTuple):
 
     def epoch(self, seed: int, members: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """The documents that an epoch meets, of ``members`` (ascending; all by default): those of a source with a large weight several
-        times."""
+        times. Raises InputError for weights that no epoch can have."""
         members = np.arange(len(self.offsets) - 1) if members is None else members
         if len(self.parts) < 2:
             return members
         ends = np.cumsum([part.documents for part in self.parts])
         own = np.split(members, np.searchsorted(members, ends[:-1]))
+        self._check_weights([len(mine) for mine in own])
         return mixture(own, [part.weight for part in self.parts], seed)
+
+    def _check_weights(self, sizes: Sequence[int]) -> None:
+        """``sizes``: documents of each source. Raises InputError."""
+        per_document = [(part.weight / size, part) for part, size in zip(self.parts, sizes, strict=True) if size]
+        most, part = max(per_document, key=lambda pair: pair[0])
+        rounds = most / min(weight for weight, _ in per_document)
+        if rounds > MOST_ROUNDS:
+            message = f"is so much that an epoch, which meets every row of every source, would meet its rows {rounds:,.0f} times each"
+            remedy = f'Lower it, or take a part of the largest source (split = "train[:10%]"); {MOST_ROUNDS:,} times is the most.'
+            raise InputError(
+                [Problem(field="data.source", value=f"weight {part.weight:g} of {part.source}", message=message, remedy=remedy)]
+            )
 
 
 def mixture(members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int) -> npt.NDArray[np.int64]:
