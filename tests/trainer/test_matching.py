@@ -1,5 +1,7 @@
 """What a checkpoint must hold, and what is said when it does not; on the layouts that the hub has."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -114,7 +116,7 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_cut_or_damaged_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no \*.safetensors"):
+    with pytest.raises(InputError, match=r"no weights"):
         read_index(tmp_path)
     model = saved("qwen3-14b", tmp_path)
     model.save_pretrained(tmp_path / "parts", max_shard_size="50KB")
@@ -140,3 +142,52 @@ def test_stored_elements_are_read_from_the_middle(tmp_path: Path) -> None:
     stored = index["model.layers.1.mlp.down_proj.weight"]
     assert torch.equal(stored.read(), weight)
     assert torch.equal(stored.elements(100, 333), weight.flatten()[100:333])
+
+
+def test_weights_of_torch_save_are_read_where_they_lie_in_one_file_or_several(tmp_path: Path) -> None:
+    model = saved("llama-3.1-8b", tmp_path)
+    whole = {name: stored.read() for name, stored in read_index(tmp_path).items()}
+    (tmp_path / "model.safetensors").unlink()
+    tensors = model.state_dict()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    files = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        torch.save({name: tensors[name] for name in files if files[name] == file}, parts / file)
+    (parts / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    torch.save({"step": 7}, parts / "training_args.bin")  # what trainers leave beside the weights
+    for folder in (tmp_path, parts):
+        index = read_index(folder)
+        assert index.keys() == whole.keys()
+        assert all(torch.equal(stored.read(), whole[name]) for name, stored in index.items())
+        assert not any(matched(model, folder)[1:])
+
+
+class Code:
+    """Loading it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_code_in_them_runs(tmp_path: Path) -> None:
+    tensors, path = saved("llama-3.1-8b", tmp_path).state_dict(), tmp_path / "pytorch_model.bin"
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**tensors, "more": Code(tmp_path / "made")}, path)
+    with pytest.raises(InputError, match=r"pytorch_model.bin: cannot be read .*save_pretrained"):
+        read_index(tmp_path)
+    assert not (tmp_path / "made").exists()
+    torch.save({**tensors, "turned": torch.zeros(3, 2).t()}, path)
+    with pytest.raises(InputError, match="turned"):
+        read_index(tmp_path)
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(InputError, match=r"older than torch 1\.6"):
+        read_index(tmp_path)
+    torch.save(tensors, path)
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_index(tmp_path)

@@ -1,8 +1,12 @@
-"""Tensors in safetensors files: which there are, and any run of their elements, read without mapping or holding more than asked for."""
+"""Tensors in the files of a model: which there are, and any run of their elements, read without mapping or holding more than asked for.
+
+Files of safetensors, or those that ``torch.save`` makes (``pytorch_model.bin``), where a folder has no others.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +31,9 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 """safetensors' names of the element types."""
+
+
+_TORCH_SAVED = "pytorch_model.bin"
 
 
 class Stored(NamedTuple):
@@ -65,29 +72,55 @@ class Stored(NamedTuple):
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
-    """Every tensor in the folder's safetensors files, by name; of several copies of the weights, those that the folder's index names.
+    """Every tensor in the folder's weight files, by name; of several copies of the weights, those that the folder's index names.
 
     Raises InputError: no such files, files that the index names and that are not there, damaged or cut files.
     """
-    names = _shards(folder)
+    names = shards(folder)
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise _problem(folder, f"lacks {absent[0]}" + (f" and {len(absent) - 1} more files" if absent[1:] else ""))
     if not names:
-        raise _problem(folder, "has no *.safetensors files")
+        raise _problem(folder, "has no weights (*.safetensors, or pytorch_model*.bin)")
     return {name: stored for file in names for name, stored in _tensors(folder / file).items()}
 
 
-def _shards(folder: Path) -> list[str]:
-    """As transformers looks for them: the one file, else those of the index, else (neither is there) any."""
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return sorted(path.name for path in folder.glob("*.safetensors"))
+def shards(folder: Path) -> list[str]:
+    """The names of its weight files: the one file, else those of the index, else any; of safetensors before those of torch.save."""
+    return _named(folder, "model.safetensors") or sorted(path.name for path in folder.glob("*.safetensors")) or _named(folder, _TORCH_SAVED)
+
+
+def _named(folder: Path, file: str) -> list[str]:
+    if (folder / file).is_file():
+        return [file]
+    index = folder / f"{file}.index.json"
+    return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
 
 
 def _tensors(path: Path) -> dict[str, Stored]:
+    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch_save(path)
+
+
+def _of_torch_save(path: Path) -> dict[str, Stored]:
+    """With fake tensors torch.load reads no weights, and notes where in the file each one lies. It runs no code of the file."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise _unreadable(path, str(error).strip().partition("\n")[0]) from error
+    found = {}
+    for name, tensor in loaded.items():
+        begin = tensor.untyped_storage()._checkpoint_offset
+        if begin is None:
+            raise _unreadable(path, "it is of a format older than torch 1.6")
+        if not tensor.is_contiguous():
+            raise _unreadable(path, f"{name} does not lie there in order")
+        found[name] = Stored(path, tensor.dtype, tuple(tensor.shape), begin + int(tensor.storage_offset()) * tensor.itemsize)
+    return found
+
+
+def _of_safetensors(path: Path) -> dict[str, Stored]:
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -108,6 +141,11 @@ def _tensors(path: Path) -> dict[str, Stored]:
     return found
 
 
+def _unreadable(path: Path, reason: str) -> InputError:
+    remedy = "Load it with transformers and write it anew with `save_pretrained`, or fetch the model again if the file was cut."
+    return InputError([Problem(field="model.id", value=str(path), message=f"cannot be read ({reason})", remedy=remedy)])
+
+
 def _problem(path: Path, message: str) -> InputError:
-    remedy = "Fetch it again with `so-tui fetch`, or name a folder with the whole model in safetensors files."
+    remedy = "Fetch it again with `so-tui fetch`, or name a folder with the whole model."
     return InputError([Problem(field="model.id", value=str(path), message=message, remedy=remedy)])

@@ -215,6 +215,8 @@ def _refuse_unplannable(model: ModelSpec) -> None:
 
 def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
     """What is worth knowing. Raises InputError for weights that cannot be trained."""
+    from so_tui_trainer.model.stored import shards
+
     notes = []
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:
@@ -222,8 +224,8 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
             _refuse(model, f"its weights are quantised ({method}), and quantised weights cannot be trained", remedy)
         notes.append(f"its weights are stored as {method} and become bf16 when they are loaded")
     folder = Path(resolve_source(model.id))
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        notes.append(f"{folder} has no *.safetensors: it can be planned, and trained only with model.weights=random")
+    if folder.is_dir() and not shards(folder):
+        notes.append(f"{folder} has no weights: it can be planned, and trained only with model.weights=random")
     if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZERS):
         notes.append(f"{folder} has no tokenizer: name one when you train it (model.tokenizer=FOLDER or a hub id)")
     return notes
