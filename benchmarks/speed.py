@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl             # what is not in the file yet
     PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table     # what was measured so far, as Markdown
-    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out moe.jsonl --only gpu --model qwen3-30b-a3b --layers 8
+    PYTHONPATH=.:trainer python benchmarks/speed.py --out speed.jsonl --only "gpu, mixture of experts" --model qwen3-30b-a3b --layers 8
 
 Each setup is a process of its own that adds one lever after the other to the same model and engine; rows are appended to the file as they
 come. ``--layers`` takes fewer layers than the preset has, where the whole model does not fit. ``--profile FOLDER`` also writes where the
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,25 +41,25 @@ class Setup:
 
 SETUPS = {
     "gpu": Setup(("plain", "norm", "rotary", "gate", "none, micro-batch 2", "selective")),
+    "gpu, mixture of experts": Setup(("plain", "norm", "rotary", "experts", "selective")),
     "superoffload, 8 micro-steps": Setup(("all",), mode="superoffload", accumulation=8),
     "superoffload": Setup(("all",), mode="superoffload"),
 }
-LEVERS = tuple(dict.fromkeys(lever for setup in SETUPS.values() for lever in setup.levers))
+DENSE = ("gpu", "superoffload, 8 micro-steps", "superoffload")
 
 
 def main() -> int:
     arguments = _arguments()
     if arguments.setup:
-        setup = SETUPS[arguments.setup]
-        _measure(arguments, replace(setup, levers=tuple(arguments.levers or setup.levers)))
+        _measure(arguments, SETUPS[arguments.setup])
         return 0
     if arguments.table:
         print(_table(_rows(arguments.out)))
         return 0
     failed = 0
-    for name in arguments.only or SETUPS:
+    for name in arguments.only or DENSE:
         done = {row["lever"] for row in _rows(arguments.out) if _identity(arguments, name).items() <= row.items()}
-        if done >= set(arguments.levers or SETUPS[name].levers):
+        if done >= set(SETUPS[name].levers):
             print(f"{name}: already measured", flush=True)
             continue
         process = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--setup", name], env=_environment(arguments), check=False)
@@ -74,8 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("speed.jsonl"), help="file to which rows are appended")
     parser.add_argument("--model", default=MODEL, metavar="PRESET", help="whose shape")
     parser.add_argument("--layers", type=int, help="how many layers of it, the first ones; otherwise all")
-    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure")
-    parser.add_argument("--levers", nargs="+", choices=LEVERS, help="these levers in this order, instead of all of the setup's")
+    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure; otherwise what is for a dense model")
     parser.add_argument("--tiny", action="store_true", help="scaled down, on the CPU")
     parser.add_argument("--profile", type=Path, help="folder for lists of the GPU's kernels")
     parser.add_argument("--table", action="store_true", help="print what is in the file and end")

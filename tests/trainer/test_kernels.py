@@ -31,8 +31,8 @@ EXPECTED = {
     "llama": {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"},
     "phi3": {"Phi3RMSNorm", "Phi3MLP", "apply_rotary_pos_emb"},
     "seed_oss": {"SeedOssRMSNorm", "SeedOssMLP", "apply_rotary_pos_emb"},
-    "qwen3_moe": {"Qwen3MoeRMSNorm", "apply_rotary_pos_emb"},
-    "gpt_oss": {"GptOssRMSNorm"},
+    "qwen3_moe": {"Qwen3MoeRMSNorm", "Qwen3MoeExperts", "apply_rotary_pos_emb"},
+    "gpt_oss": {"GptOssRMSNorm", "GptOssExperts", "apply_rotary_pos_emb"},
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import recompute
+from so_tui_trainer.model import kernels, recompute
 from so_tui_trainer.model.build import TrainedModel, without_dropout
 
 SHAPE = {
@@ -27,23 +27,28 @@ SHAPE = {
     "head_dim": 8,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
+MIXTURES = ("qwen3_moe", "gpt_oss")
 
 
 def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one micro-batch."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SHAPE)
+    mixture = model_type in MIXTURES
+    attention = "eager" if model_type == "gpt_oss" else "sdpa"
+    config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
     without_dropout(config)
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    kernels.install(causal, [kernels.EXPERTS])
     recompute.install(causal, policy)
-    model = TrainedModel(causal.train(), "sdpa")
+    model = TrainedModel(causal.train(), attention)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
     loss = model(batch, 1 / len(batch.targets))
     loss.backward()
     return loss.item(), {name: parameter.grad.clone() for name, parameter in causal.named_parameters()}
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Policy, model_type: str) -> None:
     expected, gradients = trained("none", model_type)
@@ -64,6 +69,8 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.counts[self.label] += 1
+        if function is torch.ops.aten._grouped_mm.default:
+            self.counts[f"experts' {self.label}"] += 1
         return function(*arguments, **(keywords or {}))
 
 
@@ -85,3 +92,22 @@ def test_selective_repeats_no_matrix_product(
     layers = SHAPE["num_hidden_layers"]
     assert products.counts["forward"] == 7 * layers
     assert products.counts["backward"] == (14 + repeated) * layers
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_selective_repeats_no_product_of_experts(policy: recompute.Policy, repeated: int, model_type: str) -> None:
+    """Theirs are two a layer. The second one, whose result backward does not need, is never repeated."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE})
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    kernels.install(causal, [kernels.EXPERTS])
+    recompute.install(causal, policy)
+    causal.train()
+    with Products() as products:
+        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
+        products.label = "backward"
+        hidden.sum().backward()
+    layers = SHAPE["num_hidden_layers"]
+    assert products.counts["experts' forward"] == 2 * layers
+    assert products.counts["experts' backward"] == (4 + repeated) * layers

@@ -1,4 +1,4 @@
-"""Fused kernels in place of what transformers computes in many passes over memory: norms, rotary embedding, gated activation.
+"""Fused kernels in place of what transformers computes in many passes over memory: norms, rotary embedding, gated activation, experts.
 
 A part of the model is replaced only where it computes the same: its own code runs beside ours on a few random numbers first.
 """
@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from so_tui_trainer.model.kernels.experts import Gate, Weights, mixture
 from so_tui_trainer.model.kernels.gate import gated
 from so_tui_trainer.model.kernels.rotary import rotate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NORM, ROTARY, GATE = "norm", "rotary", "gate"
-ALL = (NORM, ROTARY, GATE)
+NORM, ROTARY, GATE, EXPERTS = "norm", "rotary", "gate", "experts"
+ALL = (NORM, ROTARY, GATE, EXPERTS)
 
 
 def install(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str, ...]:
@@ -31,6 +32,8 @@ def install(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str,
         replaced += _replace_modules(causal, _is_rms_norm, _rms_norm)
     if GATE in parts:
         replaced += _replace_modules(causal, _is_gated, _gated_mlp) + _replace_modules(causal, _is_stacked_gated, _stacked_gated_mlp)
+    if EXPERTS in parts:
+        replaced += _replace_modules(causal, _is_mixture, _mixture)
     if ROTARY in parts:
         replaced += _replace_rotary(sys.modules[type(causal).__module__])
     return tuple(replaced)
@@ -63,6 +66,16 @@ def _stacked_gated_mlp(module: Any, hidden: Tensor) -> Tensor:
     return result
 
 
+def _mixture(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    biases = getattr(module, "gate_up_proj_bias", None), getattr(module, "down_proj_bias", None)
+    return mixture(hidden, chosen, shares, Weights(module.gate_up_proj, module.down_proj, *biases, module.is_transposed), _gate(module))
+
+
+def _gate(module: Any) -> Gate:
+    limited = hasattr(module, "limit") and hasattr(module, "alpha")  # gpt-oss
+    return Gate(interleaved=True, alpha=float(module.alpha), limit=float(module.limit), shift=1.0) if limited else Gate()
+
+
 def _is_rms_norm(kind: type[nn.Module], module: nn.Module) -> bool:
     if not kind.__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
@@ -90,9 +103,32 @@ def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[in
     # Made from tensors, not as modules: ZeRO-3 would cut new modules over the ranks.
     projections: dict[str, Any] = {name: partial(_linear, _random(*reversed(shape))) for name, shape in shapes.items()}
     rest = {name: child for name, child in children.items() if name not in shapes}
-    settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
-    stand_in = SimpleNamespace(**settings, **rest, **projections)
+    stand_in = SimpleNamespace(**_settings(module), **rest, **projections)
     return _agree(kind.forward, ours, stand_in, _random(3, 8))
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
+
+
+def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
+    names = {name for name, _ in module.named_parameters()}
+    if names - {"gate_up_proj_bias", "down_proj_bias"} != {"gate_up_proj", "down_proj"} or not hasattr(module, "is_transposed"):
+        return False
+    experts, size, width = 4, 8, 12
+    shapes: dict[str, tuple[int, ...]] = {"gate_up_proj_bias": (experts, 2 * width), "down_proj_bias": (experts, size)}
+    if module.is_transposed:
+        shapes |= {"gate_up_proj": (experts, size, 2 * width), "down_proj": (experts, width, size)}
+    else:
+        shapes |= {"gate_up_proj": (experts, 2 * width, size), "down_proj": (experts, size, width)}
+    weights = {name: _random(*shapes[name]).float() for name in names}
+    children = dict(module.named_children())
+    settings = _settings(module) | {"num_experts": experts, "config": SimpleNamespace(_experts_implementation="eager")}
+    stand_in = SimpleNamespace(**settings, **children, **weights)
+    stand_in._apply_gate = partial(getattr(kind, "_apply_gate", None) or nn.Identity(), stand_in)
+    # Large enough to meet gpt-oss's limit; experts 0, 1 and 3, since one of them may have no token. Grouped products know no doubles.
+    hidden, chosen = 4 * _random(3, 8).float(), torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
+    return _agree(kind.forward, _mixture, stand_in, hidden, chosen, 0.1 * _random(3, 2).float(), tolerance=1e-4)
 
 
 def _linear(weight: Tensor, inputs: Tensor) -> Tensor:
@@ -105,14 +141,14 @@ def _replace_rotary(module: Any) -> list[str]:
         return []
     if getattr(theirs, "func", None) is _rotate_both:
         return ["apply_rotary_pos_emb"]
-    shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
-    query, key, cos, sin = (_random(*shape) for shape in shapes)
-    # gpt-oss takes the cosines of half the dimensions; those of all are the same ones twice.
-    cos, sin = (torch.cat((half, half), -1) for half in (cos[..., :4], sin[..., :4]))
-    if not _agree(_first_of(theirs), _first_of(partial(_rotate_both, theirs)), query, key, cos, sin):
-        return []
-    module.apply_rotary_pos_emb = partial(_rotate_both, theirs)
-    return ["apply_rotary_pos_emb"]
+    query, key, cos, sin = (_random(*shape) for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4), (2, 3, 4)))
+    for copies in (2, 1):  # most take the cosines of half the dimensions twice, gpt-oss takes them once
+        ours = partial(_rotate_both, theirs, copies)
+        angles = (torch.cat([half] * copies, -1) for half in (cos, sin))
+        if _agree(_first_of(theirs), _first_of(ours), query, key, *angles):
+            module.apply_rotary_pos_emb = ours
+            return ["apply_rotary_pos_emb"]
+    return []
 
 
 def _first_of(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
@@ -120,23 +156,29 @@ def _first_of(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tens
 
 
 def _rotate_both(
-    theirs: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    theirs: Callable[..., tuple[Tensor, Tensor]],
+    copies: int,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """transformers' ``apply_rotary_pos_emb`` for whole heads; ``theirs`` does what is rarer (part of a head, another layout)."""
-    if unsqueeze_dim != 1 or cos.shape[-1] != query.shape[-1]:
+    if unsqueeze_dim != 1 or 2 * cos.shape[-1] != copies * query.shape[-1]:
         return theirs(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return rotate(query, cos, sin), rotate(key, cos, sin)
 
 
-def _agree(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], *arguments: Any) -> bool:
-    """Whether both give the same on the CPU in double precision; no, when the other cannot be called like this."""
+def _agree(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], *arguments: Any, tolerance: float = 1e-6) -> bool:
+    """Whether both give the same on the CPU; no, when the other cannot be called like this."""
     try:
         with torch.no_grad():
             expected = theirs(*arguments)
     except (AttributeError, TypeError, RuntimeError):
         return False
     # They go through fp32 inside, whatever comes in.
-    return torch.allclose(expected, ours(*arguments), rtol=1e-5, atol=1e-6)
+    return torch.allclose(expected, ours(*arguments), rtol=1e-5, atol=tolerance)
 
 
 def _random(*shape: int) -> Tensor:

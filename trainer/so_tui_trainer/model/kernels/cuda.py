@@ -42,10 +42,11 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     result = torch.empty((rows, width, count, size), dtype=heads.dtype, device=heads.device).transpose(1, 2)
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
-    cos, sin = (tensor.expand(rows, width, size).contiguous() for tensor in (cos, sin))
+    angles = cos.shape[-1]  # size, or half of that, for both halves of a head
+    cos, sin = (tensor.expand(rows, width, angles).contiguous() for tensor in (cos, sin))
     blocks = {"padded_count": triton.next_power_of_2(count), "padded_half": triton.next_power_of_2(size // 2)}
     _turn_kernel[(rows * width,)](
-        heads, cos, sin, result, width, count, size // 2, *heads.stride()[:3], *result.stride()[:3], direction=direction, **blocks
+        heads, cos, sin, result, width, count, size // 2, angles, *heads.stride()[:3], *result.stride()[:3], direction=direction, **blocks
     )
     return result
 
@@ -117,6 +118,7 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     width,
     count,
     half,
+    angles,
     row_stride,
     head_stride,
     place_stride,
@@ -133,11 +135,12 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     head = tl.arange(0, padded_count)[:, None]
     column = tl.arange(0, padded_half)[None, :]
     inside = (head < count) & (column < half)
-    angles = token * 2 * half + column
-    cos1 = tl.load(cos + angles, mask=column < half).to(tl.float32)
-    cos2 = tl.load(cos + angles + half, mask=column < half).to(tl.float32)
-    sin1 = tl.load(sin + angles, mask=column < half).to(tl.float32)
-    sin2 = tl.load(sin + angles + half, mask=column < half).to(tl.float32)
+    angle1 = token * angles + column
+    angle2 = angle1 + angles - half
+    cos1 = tl.load(cos + angle1, mask=column < half).to(tl.float32)
+    cos2 = tl.load(cos + angle2, mask=column < half).to(tl.float32)
+    sin1 = tl.load(sin + angle1, mask=column < half).to(tl.float32)
+    sin2 = tl.load(sin + angle2, mask=column < half).to(tl.float32)
     source = heads + row * row_stride + place * place_stride + head * head_stride + column
     first = tl.load(source, mask=inside).to(tl.float32)
     second = tl.load(source + half, mask=inside).to(tl.float32)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads``: [rows, heads, width, size], ``cos`` and ``sin``: [rows or 1, width, size]; the result like ``heads``.
+    """``heads``: [rows, heads, width, size], ``cos`` and ``sin``: [rows or 1, width, size or size / 2]; the result like ``heads``.
 
-    With x = (x1, x2), the halves of a head: (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2). In memory the result lies as
-    [rows, width, heads, size], which is how the projection before it writes and the attention after it reads.
+    With x = (x1, x2), the halves of a head: (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), where half as many angles serve both halves. In memory
+    the result lies as [rows, width, heads, size], which is how the projection before it writes and the attention after it reads.
     """
     result: Tensor = _Rotated.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
     return result
@@ -38,7 +38,10 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
         return cuda.turn(heads, cos, sin, direction)
     cos, sin = cos[:, None], sin[:, None]
-    (first, second), (cos1, cos2), (sin1, sin2) = (tensor.chunk(2, dim=-1) for tensor in (heads, cos, sin))
+    first, second = heads.chunk(2, dim=-1)
+    (cos1, cos2), (sin1, sin2) = (
+        (angles, angles) if angles.shape[-1] == first.shape[-1] else angles.chunk(2, dim=-1) for angles in (cos, sin)
+    )
     if direction > 0:
         return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
     return torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)

@@ -1,0 +1,94 @@
+"""A mixture of experts in few passes computes what one expert after the other does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from so_tui_trainer.model.kernels.experts import Gate, Weights, mixture
+
+SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
+TOKENS, CHOICES, EXPERTS = 13, 3, 6
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Weights]:
+    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and with the inputs first."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    others = torch.tensor([expert for expert in range(EXPERTS) if expert != 2])
+    chosen = torch.stack([others[torch.randperm(len(others), generator=generator)[:CHOICES]] for _ in range(TOKENS)])
+    first, second = 0.5 * normal(EXPERTS, 2 * width, hidden), normal(EXPERTS, hidden, width)
+    if gate is SILU:
+        weights = Weights(first, second, None, None, inputs_first=False)
+    else:
+        first, second = first.transpose(1, 2).contiguous(), second.transpose(1, 2).contiguous()
+        weights = Weights(first, second, normal(EXPERTS, 2 * width), normal(EXPERTS, hidden), inputs_first=True)
+    return 4 * normal(TOKENS, hidden), chosen, torch.rand(TOKENS, CHOICES, generator=generator), weights
+
+
+def one_by_one(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    results = []
+    for token in range(len(hidden)):
+        total = torch.zeros_like(hidden[0])
+        for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
+            first, second = (matrix[expert] if weights.inputs_first else matrix[expert].T for matrix in (weights.first, weights.second))
+            both = hidden[token] @ first + (0 if weights.first_bias is None else weights.first_bias[expert])
+            gates, ups = (both[::2], both[1::2]) if gate.interleaved else both.chunk(2)
+            gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+            result = (gates * (gate.alpha * gates).sigmoid() * (ups + gate.shift)) @ second
+            total = total + share * (result + (0 if weights.second_bias is None else weights.second_bias[expert]))
+        results.append(total)
+    return torch.stack(results)
+
+
+def leaves(hidden: Tensor, shares: Tensor, weights: Weights, like: Tensor) -> tuple[Tensor, Tensor, Weights]:
+    """Copies in the type and on the device of ``like``, that take gradients."""
+    hidden, shares = (tensor.detach().to(like).requires_grad_() for tensor in (hidden, shares))
+    return hidden, shares, Weights(*(part.detach().to(like).requires_grad_() if isinstance(part, Tensor) else part for part in weights))
+
+
+def gradients(hidden: Tensor, shares: Tensor, weights: Weights) -> list[Tensor]:
+    return [leaf.grad for leaf in (hidden, shares, *weights) if isinstance(leaf, Tensor) and leaf.grad is not None]
+
+
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
+    hidden, chosen, shares, weights = example(gate, 16, 24)
+    results = []
+    for compute in (one_by_one, mixture):
+        own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, torch.empty(0))
+        result = compute(own_hidden, chosen, own_shares, own_weights, gate)
+        result.square().mean().backward()
+        results.append([result.detach(), *gradients(own_hidden, own_shares, own_weights)])
+    expected, found = results
+    assert len(found) == len(expected) == (5 if gate is SILU else 7)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("width", [24, 768, 2880])
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:
+    hidden, chosen, shares, weights = example(gate, 64, width)
+    results = []
+    for like in (torch.empty(0), torch.empty(0, device="cuda", dtype=torch.bfloat16)):
+        own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, like)
+        own_chosen = chosen.to(like.device)
+        if like.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = mixture(own_hidden, own_chosen, own_shares, own_weights, gate)
+            result.float().mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
+    for theirs, mine in zip(*results, strict=True):
+        assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
