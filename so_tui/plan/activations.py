@@ -29,26 +29,29 @@ def block_input_bytes(shape: Architecture) -> int:
     return 2 * shape.hidden
 
 
-def kept_bytes(shape: Architecture, policy: Policy) -> int:
+def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """What one block leaves behind per token, in bf16.
 
     full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
     inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
-    up and their product; experts by those a token meets, plus the copies of what is routed to them.
+    up and their product; experts by those a token meets, plus the copies of what is routed to them: 2 h each, 4 h without fused kernels.
+    Fused experts keep 16 B for each that a token meets whatever the policy: where its row is, and back.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
+    places = 16 * shape.experts_per_token if fused else 0
     if policy == "full":
-        return block_input_bytes(shape)
+        return block_input_bytes(shape) + places
     if policy == "selective":
-        return block_input_bytes(shape) + product_bytes(shape)
-    return 2 * (4 * h + 3 * q + 3 * kv + 3 * f) + 4 * shape.heads + 4 * h * shape.experts_per_token
+        return block_input_bytes(shape) + product_bytes(shape, fused=fused) + places
+    routed = (2 if fused else 4) * h * shape.experts_per_token
+    return 2 * (4 * h + 3 * q + 3 * kv + 3 * f) + 4 * shape.heads + routed + places
 
 
-def product_bytes(shape: Architecture) -> int:
+def product_bytes(shape: Architecture, *, fused: bool) -> int:
     """What ``selective`` keeps per token and layer beside the layer's input: 2 B for every element of q, k, v, the attention's result, the
-    output projection, gate and up, and 4 B a head; of expert layers only what attention has, since expert products are computed again.
+    output projection, gate and up, and 4 B a head. Gate and up of the experts that a token meets are kept by fused kernels only.
     """
-    feed_forward = 0 if shape.experts else 2 * shape.intermediate
+    feed_forward = 0 if shape.experts and not fused else 2 * shape.active_intermediate
     return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward) + 4 * shape.heads
 
 
@@ -68,10 +71,11 @@ def block_bytes(shape: Architecture, *, fused: bool) -> int:
 def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
     """GPU memory traffic per token of what is no matrix product, in one forward of one block: norms, residuals, rotary positions, SwiGLU.
 
-    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) + 10 f without.
+    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) + 10 f without. For each expert that a
+    token meets 6 h: its row there is read and written, and the one that comes back is read; 20 h without.
     """
     h, heads, f = shape.hidden, shape.query_width + shape.key_value_width, shape.active_intermediate
-    routing = 20 * h * shape.experts_per_token
+    routing = (6 if fused else 20) * h * shape.experts_per_token
     return routing + (20 * h + 8 * heads + 6 * f if fused else 80 * h + 30 * heads + 10 * f)
 
 

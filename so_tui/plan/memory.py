@@ -160,13 +160,13 @@ def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:
     memory = constants().memory
     tokens = spec.train.micro_batch * spec.data.sequence_length
-    policy = policy_of(spec.model)
-    kept = kept_bytes(shape, policy)
+    policy, fused = policy_of(spec.model), fused_kernels(spec.model)
+    kept = kept_bytes(shape, policy, fused=fused)
     name = "checkpointed layer inputs" if policy == "full" else "kept activations"
     formula = f"{count(tokens)} tokens x {count(kept)} B x {shape.layers} layers (activation checkpointing: {policy})"
     scores = score_bytes(spec.model, shape, spec.data.sequence_length, spec.train.micro_batch)
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
-    block = block_bytes(shape, fused=fused_kernels(spec.model))
+    block = block_bytes(shape, fused=fused)
     working = int(memory.block_share * tokens * max(0, block - (kept if policy != "full" else 0)))
     head = shape.vocabulary * shape.hidden
     phases: tuple[Phase, ...] = ("loss", "backward")

@@ -79,7 +79,8 @@ def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed,
     trained = tokens * workload.trained_share
     again = 2.0 * recomputed_logits(int(trained), shape.vocabulary) * shape.hidden
     loss = (6.0 * trained * flops.head_parameters + again) / rate + trained * shape.vocabulary * use.loss_bytes_per_logit / moved
-    expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if shape.experts else 0.0
+    unkept = shape.experts and not fused_kernels(spec.model)
+    expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
     return Pass(
         forward_s=max(products + elementwise, shape.layers * use.forward_layer_s) + loss,

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
+from so_tui.plan.activations import kept_bytes
 from so_tui.plan.architecture import architecture
 from so_tui.plan.host_memory import LOADING
 from so_tui.plan.layout import state_layout
@@ -177,6 +178,13 @@ def test_keeping_more_takes_more(name: str) -> None:
     specs = [with_values(spec_of(name, mode="gpu"), {"model.activation_checkpointing": kept}) for kept in ("full", "selective", "none")]
     full, selective, none = (total(terms_of(spec, 1), "gpu") for spec in specs)
     assert full < selective < none
+
+
+def test_what_is_kept_of_experts_is_what_a_token_meets_of_them() -> None:
+    """Gate and up, and 16 B for its place with each; only the trainer's own path can keep them."""
+    shape = architecture(PRESETS["qwen3-30b-a3b"].spec.model.config)
+    fused, plain = (kept_bytes(shape, "selective", fused=fused) for fused in (True, False))
+    assert fused - plain == 2 * 2 * 8 * 768 + 16 * 8
 
 
 def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() -> None:
