@@ -12,6 +12,9 @@ from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError
 
+_ROOM_FOR_REASONS = 110
+"""Cells of a terminal in which a reason stands beside its run; in a narrower one it comes below the table, not a word a line."""
+
 
 def runs(arguments: argparse.Namespace) -> int:
     """Every known run, newest first."""
@@ -27,23 +30,21 @@ def runs(arguments: argparse.Namespace) -> int:
     if not listed:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
         return 0
+    from rich.console import Console
     from rich.table import Table
 
+    beside = Console().width >= _ROOM_FOR_REASONS
     table = Table(box=None, pad_edge=False)
-    for heading, side in (
-        ("name", "left"),
-        ("state", "left"),
-        ("step", "right"),
-        ("loss", "right"),
-        ("started", "left"),
-        ("reason", "left"),
-    ):
-        table.add_column(heading, justify=side, header_style="bold", no_wrap=heading != "reason", overflow="fold")  # type: ignore[arg-type]
+    for heading, side in (("name", "left"), ("state", "left"), ("step", "right"), ("loss", "right"), ("started", "left")):
+        table.add_column(heading, justify=side, header_style="bold", no_wrap=True, overflow="fold")  # type: ignore[arg-type]
+    if beside:
+        table.add_column("reason", header_style="bold", overflow="fold")
     for run, state in listed:
         started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
         loss = "" if state.loss is None else f"{state.loss:.4f}"
-        table.add_row(run.name, state.state, f"{state.step}/{state.total_steps}", loss, started, state.reason)
-    print_rich(table)
+        row = (run.name, state.state, f"{state.step}/{state.total_steps}", loss, started)
+        table.add_row(*row, *((state.reason,) if beside else ()))
+    print_rich(table, *([] if beside else [f"\n{run.name}: {state.reason}" for run, state in listed if state.reason]))
     return 0
 
 

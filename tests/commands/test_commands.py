@@ -42,6 +42,17 @@ def test_texts_of_others_are_printed_as_they_are(ended_run: RunDirectory, capsys
         assert word in printed
 
 
+@pytest.mark.parametrize(("width", "lines"), [("80", 1), ("160", 0)])
+def test_in_a_narrow_terminal_reasons_come_below_the_table(
+    ended_run: RunDirectory, width: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    assert main(["runs", "--runs-dir", str(ended_run.path.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert sum(line.startswith(f"{ended_run.name}: [/lib") for line in printed.splitlines()) == lines
+    assert "closed [bold] by :x: peer" in printed
+
+
 def test_a_problem_of_a_preset_names_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "so-tui" / "presets"
     folder.mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
-from so_tui.runs import RunDirectory, create_run
+from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.control import pending
+from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import RunSpec, load_catalog
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.widgets.chart import Chart
@@ -270,6 +272,23 @@ async def test_dashboard_of_a_live_run(runs_dir: Path, size: tuple[int, int]) ->
         assert screen.maximized is loss
         await pilot.press("m")
         assert screen.maximized is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+    writer = MetricsWriter(run, 1)
+    for step, loss in ((60, 2.5), (110, 2.25)):
+        writer.append(EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100))
+    writer.close()
+
+    def heading() -> str:
+        return pilot.app.screen.query_one("#loss", Chart).render_line(0).text
+
+    async with opened(runs_dir, size, open_run=run) as pilot:
+        await until(pilot, lambda: re.search(r"now \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.25", heading()))
+        await pilot.press("i", *["left"] * 8)
+        await until(pilot, lambda: re.search(r"loss  \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.50(  at step \d+)? *$", heading()))
 
 
 async def test_log_follows_is_searched_and_lets_go(runs_dir: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from make_run import plan_for, quad_machine
+from rich.text import Text
 
 from so_tui.machine.doctor import Finding
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
+from so_tui.ui.run_columns import COLUMNS, with_room
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts, rank_counts
 from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant, thousands
@@ -139,3 +141,12 @@ def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
     assert "share" in hint(fields["data.held_out"])
     assert set(HINTS) <= set(fields)
     assert max(map(len, HINTS.values())) <= 20
+
+
+def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
+    widths = {"state": 10, "name": 21, "model": 15, "step": 13, "loss": 5, " ": 12, "tokens/s": 8, "age": 4, "host": 10}
+    rows = [{name: Text("x" * widths.get(name, 1)) for name in COLUMNS}]
+    whole = sum(widths.values()) + 1 + 2 * len(COLUMNS)
+    assert with_room(rows, whole, 1) == list(COLUMNS)
+    assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
+    assert with_room(rows, 76, 1) == ["", "state", "name", "step", "loss", "age"]

@@ -215,10 +215,10 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         loss, throughput, norm = (self.query_one(selector, Chart) for selector in ("#loss", "#throughput", "#norm"))
         loss.waiting = throughput.waiting = norm.waiting = stats.waiting_words(snapshot)
         lines = [snapshot.line("loss", "raw", axis), snapshot.line("ema", "main", axis)]
-        names = ["now", "mean"]
+        names = ["now" if cursor is None else ".", "mean"]
         if snapshot.evaluations is not None:
             lines.append(snapshot.evaluations)
-            names.append("evaluation")
+            names.append("evaluation" if loss.size.width >= 52 else "eval")
         loss.show(lines, names, step_axis, marks=marks, cursor=cursor, note=note)
         latest = snapshot.latest
         wide = throughput.size.width >= 52

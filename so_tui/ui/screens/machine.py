@@ -16,7 +16,7 @@ from so_tui.plan.binding import cpu_ranges
 from so_tui.ui.page import Page
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import gpu_model
-from so_tui.ui.text import memory, plural
+from so_tui.ui.text import memory, memory_of, plural
 from so_tui.ui.widgets.bars import fill, verdict_style
 from so_tui.ui.widgets.rule import Rule
 
@@ -93,8 +93,8 @@ def _memory_words(node: NumaNode) -> Content:
         return Content(memory(node.memory_total_bytes))
     used = node.memory_total_bytes - node.memory_free_bytes
     share = used / node.memory_total_bytes if node.memory_total_bytes else 0.0
-    cache = f", {memory(node.file_cache_bytes)} of it file cache" if node.file_cache_bytes else ""
-    return fill(share, 16, verdict_style(share)) + f"  {memory(used)} of {memory(node.memory_total_bytes)} in use{cache}"
+    cache = f", {memory(node.file_cache_bytes)} of it cache" if node.file_cache_bytes else ""
+    return fill(share, 16, verdict_style(share)) + f"  {memory_of(used, node.memory_total_bytes)} in use{cache}"
 
 
 def _gpu_words(gpu: Gpu) -> Content:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
@@ -19,17 +18,17 @@ from textual.widgets import DataTable, Static
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
 from so_tui.ui.messages import Failed
+from so_tui.ui.run_columns import cells_of, model_of, with_room
 from so_tui.ui.run_words import comparison, facts
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens.filtered import FilteredPage
 from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
 from so_tui.ui.series import Axis
 from so_tui.ui.sketch import Sketch, Sketcher
-from so_tui.ui.text import age, plural, rate, shorten, thousands
+from so_tui.ui.text import plural, shorten
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.rule import Rule
-from so_tui.ui.widgets.stats import SIGNS
 
 EMPTY = (
     "No runs yet. Every run you start is listed here, with its loss, its settings and what it left on disk.\n\n"
@@ -37,6 +36,8 @@ EMPTY = (
 )
 ROLES = ("main", "second", "third", "fourth")
 """Chart roles of overlaid runs: more than four lines are not told apart."""
+BESIDE = 4
+"""Cells left and right of the table: its margins, and a scrollbar."""
 
 
 class Sketched(Message):
@@ -148,58 +149,23 @@ class RunsScreen(RunActions, FilteredPage):
         """Draw the table again, the cursor on the run it was on."""
         wanted = self.filter_text
         chosen = self.chosen_run
-        self._rows = [row for row in self.so.runs if wanted in f"{row.run.name} {_model(row)} {row.state.state}".lower()]
+        self._rows = [row for row in self.so.runs if wanted in f"{row.run.name} {model_of(row)} {row.state.state}".lower()]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.so.runs)]
         self.query_one("#empty").display = not self.so.runs
         for name in ("#table", "#preview", "#preview-rule"):
             self.query_one(name).display = bool(self.so.runs)
         table = self._table
         table.clear(columns=True)
-        wide = self.size.width >= 110
-        for title in (
-            "",
-            "state",
-            "name",
-            *(["model"] if wide else []),
-            "step",
-            "loss",
-            "",
-            *(["tokens/s"] if wide else []),
-            "age",
-            *(["host"] if wide else []),
-        ):
-            table.add_column(title)
-        for row in self._rows:
-            table.add_row(*self._cells(row, wide), key=str(row.run.path))
+        colours = self.app.theme_variables
+        cells = [cells_of(row, self._sketches.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
+        columns = with_room(cells, self.size.width - BESIDE, table.cell_padding)
+        for name in columns:
+            table.add_column(name.strip())
+        for row, own in zip(self._rows, cells, strict=True):
+            table.add_row(*(own[name] for name in columns), key=str(row.run.path))
         places = [index for index, row in enumerate(self._rows) if row.run == chosen]
         table.move_cursor(row=places[0] if places else 0)
         self._preview()
-
-    def _cells(self, row: RunRow, wide: bool) -> list[Text]:
-        state, sketch = row.state, self._sketches.get(row.run)
-        colours = self.app.theme_variables
-        sign, style = SIGNS.get(state.state, ("?", "$faint"))
-        faint = colours["faint"]
-        cells = [
-            Text("▸" if row.run in self._marked else " ", style=colours["accent"]),
-            Text(f"{sign} {state.state}", style=colours[style.removeprefix("$")]),
-            Text(shorten(row.run.name, 28)),
-        ]
-        if wide:
-            cells.append(Text(shorten(_model(row), 24), style=faint))
-        cells.append(
-            Text(
-                f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step), justify="right"
-            )
-        )
-        cells.append(Text("" if state.loss is None else f"{state.loss:.3f}", justify="right"))
-        cells.append(Text(sketch.spark if sketch is not None else "", style=colours["accent"]))
-        if wide:
-            cells.append(Text(rate(sketch.tokens_per_s) if sketch is not None and sketch.tokens_per_s else "", justify="right"))
-        cells.append(Text(age(time.time() - state.started) if state.started else "", style=faint, justify="right"))
-        if wide:
-            cells.append(Text(shorten(state.host, 16), style=faint))
-        return cells
 
     # The preview.
 
@@ -301,7 +267,3 @@ class RunsScreen(RunActions, FilteredPage):
 
     def filter_changed(self) -> None:
         self._fill()
-
-
-def _model(row: RunRow) -> str:
-    return row.spec.label if row.spec is not None else "?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -164,7 +164,7 @@ class Chart(Widget, can_focus=True):
         styles = self._role_styles.get(self)
         base = styles["base"]
         plot_width, plot_height = width - GUTTER, height - 2
-        rows = [self._heading(styles)]
+        rows = [self._heading(styles, width)]
         if plot_width < 4 or plot_height < 1:
             return [Strip(rows[0]).adjust_cell_length(width, base)]
         if self.axis is None or not any(line.length for line in self.lines):
@@ -191,27 +191,37 @@ class Chart(Widget, can_focus=True):
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
         return fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling)
 
-    def _heading(self, styles: Mapping[str, Style]) -> list[Segment]:
-        segments = [Segment(self.title, styles["title"])]
+    def _heading(self, styles: Mapping[str, Style], width: int) -> list[Segment]:
+        """Title and values, as many as there is room for; none is cut, which would make it another number."""
+        kept: list[Segment] = []
+        free = width
+        for piece in self._pieces(styles):
+            cells = sum(segment.cell_length for segment in piece)
+            if cells <= free or not kept:
+                kept += piece
+                free -= cells
+        return kept
+
+    def _pieces(self, styles: Mapping[str, Style]) -> Iterator[list[Segment]]:
+        yield [Segment(self.title, styles["title"])]
         axis = self.axis
         for line, name in zip(self.lines, self.names, strict=True):
             if not name or axis is None or not line.length:
                 continue
             value = line.series.value(line.length - 1) if self.cursor is None else value_at(line, axis, self.cursor)
             shown = "-" if value is None else self.format_value(value)
-            segments += [
+            yield [
                 Segment(f"  {name} ".replace("  . ", "  "), styles["note"]),
                 Segment(shown, styles["label" if line.role == "raw" else "value" if line.role == "main" else line.role]),
             ]
         if self.unit:
-            segments.append(Segment(f" {self.unit}", styles["note"]))
+            yield [Segment(f" {self.unit}", styles["note"])]
         if self.cursor is not None and axis is not None:
-            segments.append(Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"]))
+            yield [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
         if self.log_scale:
-            segments.append(Segment("  log y", styles["note"]))
-        if self.note:
-            segments.append(Segment(f"  {self.note}", styles["note"]))
-        return segments
+            yield [Segment("  log y", styles["note"])]
+        for note in filter(None, self.note.split("   ")):
+            yield [Segment(f"  {note}", styles["note"])]
 
     def _with_cursor(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
         """The row with the cursor's cell replaced; a crossing line stays visible in the cursor's colour."""

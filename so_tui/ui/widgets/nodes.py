@@ -196,7 +196,7 @@ class NodePanel(Widget, can_focus=True):
                     Segment(f"{group.name}{cores}", styles[colours[group.role]]),
                     Segment(f" {group.mean:.0f} %", styles["label"]),
                 ]
-            cache = f", cache {sample.file_cache_bytes / GIB:.0f}" if long else ""
+            cache = f", cache {sample.file_cache_bytes / GIB:.0f} GiB" if long else ""
             segments += [
                 Segment("  memory " if long else "  ", styles["note"]),
                 Segment(memory, styles["full" if full else "value"]),

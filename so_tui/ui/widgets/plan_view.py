@@ -160,7 +160,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
     if not shown:
         return []
-    name_width = min(max(len(term.name) for term in shown), max(12, width - 30))
+    name_width = min(max(len(term.name) for term in shown), max(12, width - 28))
     most = shown[0].bytes
     lines = []
     for term in shown:
