@@ -109,7 +109,23 @@ def test_a_checkpoint_that_has_no_room_is_refused_with_field_value_and_remedy(tm
     with pytest.raises(TrainingError) as caught:
         checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: a checkpoint needs 1000000000.0 GB, and ")
-    assert "checkpoint.keep" in caught.value.suggestion
+    assert "then resume" in caught.value.suggestion
+
+
+def test_one_bit_in_a_small_file_shows(tmp_path: Path, alone: Ranks) -> None:
+    run = spec(keep=5)
+    with support.engine(run) as made:
+        paths = [save(made, tmp_path, step, alone, run) for step in (1, 2, 3)]
+    files = (paths[2] / "random.rank0.pt", paths[1] / "optimizer" / "rank_00000.json")
+    for file, position in zip(files, (2000, files[1].read_bytes().index(b'"numel": ') + 9), strict=True):
+        data = bytearray(file.read_bytes())
+        data[position] ^= 1
+        file.write_bytes(data)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.path == paths[0]
+    for damage, file in zip(found.damaged, files, strict=True):
+        assert f"{file} does not hold what was written" in damage.reason
 
 
 def test_the_clock_asks_for_a_checkpoint_of_the_next_step(tmp_path: Path, alone: Ranks) -> None:

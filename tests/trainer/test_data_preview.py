@@ -79,6 +79,11 @@ def test_holding_out_too_much_is_refused_before_anything_starts(wanted: str, tol
             list(prepare(request))
 
 
+def test_what_several_checks_find_wrong_is_said_once(tmp_path: Path) -> None:
+    (answer,) = check({"spec": spec_tree(tiny(model__tokenizer=str(tmp_path / "nowhere"), data__evaluation="builtin:tiny/rows.jsonl"))})
+    assert [problem["field"] for problem in answer["problems"]] == ["model.tokenizer"]
+
+
 def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a"}')
     with pytest.raises(InputError, match="fit no known layout"):

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial"
 _DAMAGED = ".damaged"
 _MANIFEST = "checkpoint.json"
+_SMALL_BYTES = 64 << 20
+"""What is read again whole in no time: all but the states of a model worth its name."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -47,6 +50,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     spec: RunSpec
     files: dict[str, int] = {}
     """Every other file of the checkpoint, and its bytes."""
+    checksums: dict[str, int] = {}
+    """CRC-32 of the small ones, whole. Of large files of states a part is sampled, by checksums of their own."""
 
 
 class Damage(NamedTuple):
@@ -93,6 +98,9 @@ def verify(checkpoint: Path) -> Manifest:
     for name, size in manifest.files.items():
         if (found := (checkpoint / name).stat().st_size) != size:
             raise offload.OffloadError(f"{checkpoint / name} has {found} bytes where the checkpoint says {size}: it is torn.")
+    for name, checksum in manifest.checksums.items():
+        if zlib.crc32((checkpoint / name).read_bytes()) != checksum:
+            raise offload.OffloadError(f"{checkpoint / name} does not hold what was written (its checksum is another).")
     offload.verify_state(optimizer_folder(checkpoint))
     return manifest
 
@@ -139,8 +147,9 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     Returns where it is. Raises OSError, msgspec.DecodeError or OffloadError; those before it are there still.
     """
     written = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
+    checksums = {name: zlib.crc32((partial / name).read_bytes()) for name, size in written.items() if size <= _SMALL_BYTES}
     with (partial / _MANIFEST).open("wb") as file:
-        file.write(msgspec.json.encode(msgspec.structs.replace(manifest, files=written)))
+        file.write(msgspec.json.encode(msgspec.structs.replace(manifest, files=written, checksums=checksums)))
         file.flush()
         os.fsync(file.fileno())
     for path in (optimizer_folder(partial), partial):

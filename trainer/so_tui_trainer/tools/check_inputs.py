@@ -26,7 +26,7 @@ def check(request: Answer) -> Iterator[Answer]:
         try:
             warnings += look(spec)
         except InputError as error:
-            problems += problems_json(error)
+            problems += [problem for problem in problems_json(error) if problem not in problems]  # several need the tokenizer
     yield {"problems": problems, "warnings": warnings, "done": True}
 
 
