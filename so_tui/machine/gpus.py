@@ -30,6 +30,17 @@ _NAMES = {
     0x2941: "NVIDIA GB200",
     0x31C2: "NVIDIA GB300",
 }
+_PUBLISHED_MIB = {
+    # What nvidia-smi or the NUMA map of such parts shows, for trees that tell neither.
+    0x20B2: 81920,
+    0x2330: 81559,
+    0x2335: 143771,
+    0x2342: 97280,
+    0x2345: 97280,
+    0x2348: 146176,
+    0x2941: 188416,
+    0x31C2: 283136,
+}
 
 
 class PciGpu(NamedTuple):
@@ -40,6 +51,8 @@ class PciGpu(NamedTuple):
     name: str
     numa_node: int | None
     cpus: tuple[int, ...]
+    published_memory_bytes: int | None = None
+    """What parts with this device id have."""
 
 
 def pci_gpus(tree: Tree) -> tuple[PciGpu, ...]:
@@ -63,6 +76,11 @@ def read_gpus(tree: Tree, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, cohe
             notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver here and are left out.")
         gpus = _from_pci(usable)
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
+    if not nvml.answered:
+        gpus, assumed = _with_published_memory(gpus, on_bus, nodes)
+        if assumed:
+            listed = ", ".join(str(gpu.index) for gpu in assumed)
+            notes.append(f"Nothing here tells how much memory GPU {listed} has: it is taken to be what is published for {assumed[0].name}.")
     if tree.live and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus, hidden = _visible(gpus, os.environ["CUDA_VISIBLE_DEVICES"])
         if hidden:
@@ -90,6 +108,7 @@ def _pci_gpu(tree: Tree, bus_id: str) -> PciGpu | None:
         name=name or f"{'NVIDIA' if vendor == _NVIDIA else 'AMD'} GPU [{device:04x}]",
         numa_node=node if node is not None and node >= 0 else None,
         cpus=cpus_or_empty(tree.text(f"{folder}/local_cpulist")),
+        published_memory_bytes=_PUBLISHED_MIB[device] * 2**20 if vendor == _NVIDIA and device in _PUBLISHED_MIB else None,
     )
 
 
@@ -148,6 +167,23 @@ def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent:
         for gpu in placed
         for own in [gpu.memory_node if gpu.memory_node is not None else owned.get(gpu.pci_bus_id)]
     )
+
+
+def _with_published_memory(
+    gpus: tuple[Gpu, ...], on_bus: tuple[PciGpu, ...], nodes: tuple[NumaNode, ...]
+) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
+    """The GPUs with the memory that their parts are published with where nothing else is known; and those of which that is so.
+
+    With more memory nodes than GPUs MIG has cut some of them up, and nothing is assumed.
+    """
+    if sum(node.kind == "gpu-memory" for node in nodes) > len(gpus):
+        return gpus, ()
+    published = {place.bus_id: place.published_memory_bytes for place in on_bus}
+    filled = tuple(
+        msgspec.structs.replace(gpu, memory_total_bytes=published.get(gpu.pci_bus_id)) if gpu.memory_total_bytes is None else gpu
+        for gpu in gpus
+    )
+    return filled, tuple(after for before, after in zip(gpus, filled, strict=True) if after is not before and after.memory_total_bytes)
 
 
 def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from so_tui.machine.types import Machine
 from so_tui.plan.assess import Assessment, assess, best
 from so_tui.plan.site import Site, site_of
-from so_tui.plan.verdict import gib, usable
+from so_tui.plan.verdict import EACH_GPU, gib, usable
 from so_tui.spec.types import RunSpec
 
 LARGE_GRACE_BYTES = 480_000_000_000
@@ -69,7 +69,7 @@ def _shorter(spec: RunSpec, site: Site) -> Iterator[str]:
         if found.verdict != "does not fit":
             yield f"data.sequence_length = {length} fits here"
             return
-        if found.shortages and found.shortages[0].place != "each GPU":
+        if found.shortages and found.shortages[0].place != EACH_GPU:
             return  # sequences take no host memory
         length //= 2
 
@@ -108,14 +108,17 @@ def _more_gpus(spec: RunSpec, site: Site) -> str:
 
 def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:
     whole = site_of(site.machine, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
+    if "GH200" in site.gpu_name and min(whole.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
+        yield from _larger_parts(spec, whole)
     counts = range(2, MOST_HOSTS + 1)
     # The more machines share a model, the less each of them holds, so the fewest that do can be found by halving.
     found = bisect_left(counts, True, key=lambda hosts: _holds(spec, whole, hosts * whole.ranks) is not None)
     if found < len(counts):
         ranks = counts[found] * whole.ranks
-        yield f"{counts[found]} machines like this one ({ranks} GPUs) would hold it{_holds(spec, whole, ranks)}"
-    if "GH200" in site.gpu_name and min(whole.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
-        yield from _larger_parts(spec, whole)
+        yield (
+            f"{counts[found]} machines like this one ({ranks} GPUs) would hold it{_holds(spec, whole, ranks)}; "
+            "so-tui itself trains on one machine so far"
+        )
 
 
 def _larger_parts(spec: RunSpec, whole: Site) -> Iterator[str]:
@@ -136,7 +139,7 @@ def warnings(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
         yield from _ratio(spec, site, found)
         if site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
-    if site.has_gpu and site.supply.gpu_bytes is None:
+    if site.gpu_memory_unknown:
         yield "the GPU's memory size is not known: whether it fits there cannot be said"
     if not site.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
         yield f"{found.layout.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"

@@ -58,6 +58,8 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     terms = refined_terms(found, mode, layout.ranks, probes) if probes else found
     demand = demand_of(terms, site.nodes)
     verdict, shortages = judge(demand, site.supply)
+    if site.gpu_memory_unknown and verdict == "fits":
+        verdict = "tight"
     known = workload or (probes[-1].workload if probes else Workload())
     step = _step(spec, layout, shape, site, known)
     return Assessment(
@@ -82,10 +84,12 @@ def best(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
     """The fastest place for the states of ``spec`` on this site, batch and recompute as given: what stays on the GPU costs least time.
 
     Without offload when that fits with a margin, else SuperOffload at the smallest ratio that does; else what at least may fit; else
-    what is least short.
+    what is least short. What takes the least GPU memory where nobody knows how much there is.
     """
     if not site.has_gpu:
         return assess(in_mode(spec, "superoffload"), site, ranks=ranks)
+    if site.gpu_memory_unknown:
+        return assess(in_mode(spec, "superoffload", 1.0), site, ranks=ranks)
     on_gpu = assess(in_mode(spec, "gpu"), site, ranks=ranks)
     if on_gpu.verdict == "fits":
         return on_gpu
@@ -102,7 +106,7 @@ def smallest_ratio(spec: RunSpec, site: Site, *, margin: float, ranks: int | Non
     capacity = site.supply.gpu_bytes
     whole = assess(in_mode(spec, "superoffload", 1.0), site, ranks=ranks)
     if capacity is None:
-        return assess(in_mode(spec, "superoffload", 0.0), site, ranks=ranks)
+        return whole
     room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
 
     def leaves_margin(ratio: float) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from so_tui.plan.activations import Policy, policy_of
 from so_tui.plan.assess import Assessment, assess, in_mode
-from so_tui.plan.search import rate, runner_up, with_micro_batch, with_policy
+from so_tui.plan.search import fastest, rate, runner_up, with_micro_batch, with_policy
 from so_tui.plan.site import Site
 from so_tui.plan.types import Mode
 from so_tui.spec.types import RunSpec
@@ -16,6 +18,11 @@ REPEATS: dict[Policy, str] = {
     "selective": "products and attention are kept, and only what is cheap is repeated",
     "full": "keeping more than each layer's input would not fit or cost more than it saves",
 }
+
+_MUCH = 0.3
+"""Share of a step that waits for the optimizer, from which on it is worth saying."""
+_MORE = 4
+_WORTH_SAYING = 1.2
 
 
 def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[str]:
@@ -29,8 +36,37 @@ def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[As
     if chosen.spec.train.micro_batch != given.train.micro_batch:
         yield _batch(given, site, chosen)
     yield from _cores(given, site, chosen)
-    if (other := runner_up(chosen, tried)) is not None and rate(other):
+    if site.speed is None:
+        yield "no speed is known of this machine, so nothing faster was looked for"
+    elif (other := runner_up(chosen, tried)) is not None:
         yield f"next best: {describe(other)}, {slower(chosen, other)}"
+    elif not site.gpu_memory_unknown:
+        yield "next best: none; no other recomputing or cut of the step keeps the margin"
+
+
+def larger_steps(given: RunSpec, site: Site, chosen: Assessment) -> Iterator[str]:
+    """What more tokens in an optimizer step would gain, where much of a step is waiting for the optimizer. The user's to decide: it
+    changes what is trained.
+    """
+    if chosen.verdict != "fits" or not chosen.step or chosen.step.exposed_optimizer_s < _MUCH * chosen.step.total_s:
+        return
+    larger, _ = fastest(_with_more_tokens(given), site)
+    if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTH_SAYING * rate(chosen):
+        return
+    tokens = given.data.sequence_length * site.ranks * larger.spec.micro_steps * larger.spec.train.micro_batch
+    key = "train.tokens_per_step" if given.train.tokens_per_step else "train.gradient_accumulation"
+    value = larger.spec.train.tokens_per_step or given.train.gradient_accumulation * _MORE
+    yield (
+        f"a step of {chosen.step.total_s:.2f} s waits {chosen.step.exposed_optimizer_s:.2f} s for the optimizer: with {_MORE} times the "
+        f"tokens in a step ({tokens:,}; {key} = {value}) {rate(larger) / rate(chosen):.1f} times as many tokens a second would be trained"
+    )
+
+
+def _with_more_tokens(given: RunSpec) -> RunSpec:
+    train = given.train
+    if train.tokens_per_step:
+        return replace(given, train=replace(train, tokens_per_step=_MORE * train.tokens_per_step))
+    return replace(given, train=replace(train, gradient_accumulation=_MORE * train.gradient_accumulation))
 
 
 def slower(chosen: Assessment, other: Assessment) -> str:
@@ -50,8 +86,10 @@ def _place(given: RunSpec, site: Site, chosen: Assessment) -> str:
     offload = chosen.spec.offload
     if offload.mode == "gpu":
         return "gpu: everything fits on the GPU, and offloading would only add time"
+    if site.gpu_memory_unknown:
+        return f"ratio {offload.ratio:.2f} takes the least of the GPU, whose memory is not known"
     margin = "keeps a margin on each GPU" if chosen.verdict == "fits" else "each GPU can hold"
-    text = f"ratio {offload.ratio:.2f} is the smallest that {margin}"
+    text = f"ratio {offload.ratio:.2f} is the smallest that {margin} with this micro-batch and recomputing"
     if offload.ratio == given.offload.ratio:
         return text
     as_given = assess(in_mode(chosen.spec, "superoffload", given.offload.ratio), site)

@@ -18,7 +18,7 @@ from so_tui.plan.advice import impossible, remedies, warnings
 from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import Assessment, assess, in_mode
 from so_tui.plan.binding import whole_gpus
-from so_tui.plan.explain import REPEATS, explained
+from so_tui.plan.explain import REPEATS, explained, larger_steps
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.search import fastest, fastest_policy, rate, with_fitting_cores, with_policy
@@ -50,6 +50,8 @@ def _decided(spec: RunSpec, site: Site) -> tuple[Assessment, tuple[str, ...]]:
     offloaded = fastest_policy(in_mode(spec, "superoffload"), site)
     if not site.has_gpu:
         return offloaded, ("auto is superoffload on a machine without GPUs",)
+    if site.gpu_memory_unknown:
+        return offloaded, ("auto is superoffload here: the GPU's memory is not known",)
     on_gpu = fastest_policy(in_mode(spec, "gpu"), site)
     if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or rate(on_gpu) >= rate(offloaded)):
         return on_gpu, ("auto is gpu here: everything fits on the GPU, and offloading would only add time",)
@@ -67,6 +69,11 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
     Tokens of a step and sequence length stay.
     """
     wanted = spec if gpus is None else replace(spec, gpus=gpus)
+    plan, site, chosen = _recommended(wanted, machine)
+    return replace(plan, warnings=(*plan.warnings, *larger_steps(wanted, site, chosen)))
+
+
+def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessment]:
     site = site_of(machine, wanted.gpus, wanted.offload.cpu_adam_cores_fraction)
     chosen, tried = fastest(wanted, site)
     with_cores = with_fitting_cores(chosen.spec, site)
@@ -74,15 +81,24 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
         site = site_of(machine, wanted.gpus, with_cores.offload.cpu_adam_cores_fraction)
         chosen = assess(with_cores, site)
     plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, site, chosen, tuple(explained(wanted, site, chosen, tried)))
-    return replace(plan, recommended=plan.verdict == "fits")
+    return replace(plan, recommended=plan.verdict == "fits"), site, chosen
 
 
-def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (1, 2, 4)) -> tuple[PlanRow, ...]:
-    """The recommended plan of every preset on every GPU count. In each row the count with the most tokens/s per GPU is marked.
+def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = ()) -> tuple[PlanRow, ...]:
+    """The recommended plan of every preset on every GPU count, by default ``rank_counts``. In each row the count with the most tokens/s
+    per GPU is marked.
 
     Presets without a parameter table are left out: nothing can be said about them.
     """
-    return tuple(_row(preset.spec, machine, gpu_counts) for preset in presets if preset.spec.model.parameters)
+    counts = gpu_counts or rank_counts(machine)
+    return tuple(_row(preset.spec, machine, counts) for preset in presets if preset.spec.model.parameters)
+
+
+def rank_counts(machine: Machine) -> tuple[int, ...]:
+    """GPU counts worth a column: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
+    most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, len(machine.allowed_cpus)))
+    doubled = tuple(2**power for power in range(most.bit_length()))
+    return doubled if doubled[-1] == most else (*doubled, most)
 
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
@@ -120,7 +136,7 @@ def command_of(plan: Plan, given: RunSpec, preset: str) -> str:
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
-    cells = {count: replace(recommend(spec, machine, count), recommended=False) for count in gpu_counts}
+    cells = {count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False) for count in gpu_counts}
     marked = _best_count(cells)
     if marked is not None:
         cells[marked] = replace(cells[marked], recommended=True)

@@ -14,7 +14,7 @@ from so_tui.plan.activations import POLICIES, Policy
 from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio
 from so_tui.plan.site import Site, site_of
 from so_tui.plan.types import Verdict
-from so_tui.plan.verdict import GPU_MARGIN
+from so_tui.plan.verdict import EACH_GPU, GPU_MARGIN
 from so_tui.spec.types import RunSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -29,12 +29,15 @@ def fastest(spec: RunSpec, site: Site, *, ranks: int | None = None) -> tuple[Ass
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
-    frugal = best(with_policy(with_micro_batch(spec, min(micro_batches(spec))), "full"), site, ranks=ranks)
-    if frugal.verdict == "does not fit" or site.speed is None:
-        given = best(spec, site, ranks=ranks)
-        tried = [given] if _ORDER[given.verdict] <= _ORDER[frugal.verdict] else [frugal, given]
+    frugal = _frugal(spec, site, ranks)
+    lost = all(found.verdict == "does not fit" for found in frugal)
+    if lost or site.speed is None or site.gpu_memory_unknown:
+        tried = sorted([best(spec, site, ranks=ranks), *frugal], key=lambda found: _ORDER[found.verdict])
         return tried[0], tuple(tried)
-    tried = sorted([frugal, *_tried(spec, site, ranks)], key=lambda found: (_ORDER[found.verdict], -rate(found)))
+    tried = [*_tried(spec, site, ranks)]
+    if "full" in policies(spec, site) or all(found.verdict == "does not fit" for found in tried):
+        tried += frugal
+    tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
     return _simplest(spec, tried), tuple(tried)
 
 
@@ -102,6 +105,15 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
     return replace(spec, model=replace(spec.model, activation_checkpointing=policy))
 
 
+def _frugal(spec: RunSpec, site: Site, ranks: int | None) -> list[Assessment]:
+    """What takes the least memory: on the GPU the smallest micro-batch, on the host the largest, which has the fewest gradients to sum."""
+    sizes = micro_batches(spec)
+    repeating = with_policy(spec, "full")
+    return [
+        best(with_micro_batch(repeating, size), site, ranks=ranks) for size in dict.fromkeys((sizes[0], spec.train.micro_batch, sizes[-1]))
+    ]
+
+
 def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]:
     states_fit = _states_fit(spec, site, ranks)
     for policy in policies(spec, site):
@@ -114,7 +126,7 @@ def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]
                     continue
             offloaded = smallest_ratio(varied, site, margin=GPU_MARGIN, ranks=ranks)
             yield offloaded
-            if offloaded.verdict == "does not fit":
+            if any(shortage.fatal and shortage.place == EACH_GPU for shortage in offloaded.shortages):
                 break  # nor would a larger micro-batch
 
 

@@ -44,6 +44,11 @@ class Site(Struct, frozen=True, kw_only=True):
     """Why the ranks cannot be placed on this machine; empty when they can."""
 
     @property
+    def gpu_memory_unknown(self) -> bool:
+        """Whether it can be said of no plan that it fits."""
+        return self.has_gpu and self.supply.gpu_bytes is None
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks that share the fullest node."""
         return max((self.nodes.count(node) for node in set(self.nodes)), default=1)

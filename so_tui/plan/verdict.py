@@ -17,6 +17,9 @@ HOST_MARGIN = 0.06
 TIGHT_MARGIN = 0.015
 """Share that must stay free for a plan to be worth trying: below this the estimates cannot be trusted to hold."""
 
+EACH_GPU = "each GPU"
+"""What a shortage of GPU memory says of its place."""
+
 _RESERVE_SHARE = 0.03
 _RESERVE_BYTES = 1_000_000_000
 
@@ -98,7 +101,7 @@ def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
 def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
     """Whether it fits, and where not: worst first."""
     found = [
-        _short("each GPU", demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
+        _short(EACH_GPU, demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
         *(_short(nodes, needs, has, HOST_MARGIN) for nodes, needs, has in alike(demand, supply)),
         _short("the host, within its memory limit,", sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
         _short("/dev/shm", demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),

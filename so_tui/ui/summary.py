@@ -46,12 +46,3 @@ def machine_facts(machine: Machine) -> list[str]:
         facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores are ours")
     facts.append(f"MPAM {machine.mpam.state}")
     return facts
-
-
-def rank_counts(machine: Machine) -> tuple[int, ...]:
-    """GPU counts worth a column: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
-    most = len(machine.gpus) or min(2, len(machine.allowed_cpus))
-    counts = [1]
-    while counts[-1] * 2 <= most:
-        counts.append(counts[-1] * 2)
-    return tuple(counts if counts[-1] == most else [*counts, most])

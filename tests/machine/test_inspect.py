@@ -14,6 +14,7 @@ from sysroots import (
     ONE_GH200,
     ONE_GH200_CDMM,
     ONE_GH200_HBM_ONLY,
+    ONE_GH200_MIG,
     QUAD_GH200,
     build_sysroot,
     fake_numa,
@@ -82,7 +83,12 @@ def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_pa
 def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None) -> None:
     machine = host.machine(tmp_path)  # type: ignore[attr-defined]
     assert places(machine) == [(0, node)]
-    assert (machine.gpus[0].memory_total_bytes is None) == (node is None)
+    assert machine.gpus[0].memory_total_bytes == 97280 * MIB, "the part's own, where no node tells it"
+    assert any("memory" in note for note in machine.notes) == (node is None)
+
+
+def test_memory_that_mig_cut_up_is_not_taken_for_the_whole_part(tmp_path: Path) -> None:
+    assert [gpu.memory_total_bytes for gpu in ONE_GH200_MIG.machine(tmp_path).gpus] == [None]
 
 
 def test_gb200_without_memory_nodes(tmp_path: Path) -> None:

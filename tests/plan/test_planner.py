@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from so_tui.machine.types import Machine
-from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
+from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend
 from so_tui.plan.show import render_plan, render_table
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, RunSpec, load_catalog, with_values
@@ -304,3 +304,61 @@ def test_a_target_of_tokens_a_step_reaches_memory_time_and_the_reasons() -> None
     halved = recommend(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="131072", train__micro_batch="64"), BIG, 1)
     assert halved.spec.train.micro_batch < 64
     assert halved.tokens_per_step == 131_072
+
+
+def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
+    unknown = replace(BIG, gpus=(replace(BIG.gpus[0], memory_total_bytes=None),))
+    for name in ("tiny", "qwen3-14b"):
+        plan = recommend(spec_of(name), unknown, 1)
+        assert (plan.verdict, plan.recommended, plan.mode, plan.ratio) == ("tight", False, "superoffload", 1.0)
+        assert any("memory size is not known" in warning for warning in plan.warnings)
+        assert "fits on the GPU" not in " ".join(plan.reasons)
+        assert "memory is not known" in " ".join(make_plan(spec_of(name, gpus="1"), unknown).reasons)
+    assert not any(plan.recommended for row in plan_table(list(CATALOG.presets.values()), unknown) for plan in row.cells.values())
+
+
+def test_a_table_has_a_column_for_the_gpu_counts_of_the_machine() -> None:
+    split = replace(QUAD, gpus=(*QUAD.gpus[:3], replace(QUAD.gpus[3], mig=True)))
+    machines = (BIG, QUAD, split, x86("NVIDIA H200", gpu_count=8), CPU_ONLY)
+    counts = [(1,), (1, 2, 4), (1, 2, 3), (1, 2, 4, 8), (1, 2)]
+    assert [rank_counts(machine) for machine in machines] == counts
+    for machine, expected in zip(machines, counts, strict=True):
+        (row,) = plan_table([CATALOG.presets["tiny"]], machine)
+        assert tuple(row.cells) == expected
+
+
+def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
+    waiting = recommend(spec_of("gpt-oss-20b"), BIG, 1)
+    (said,) = (warning for warning in waiting.warnings if "times the tokens" in warning)
+    accumulation = int(said.split("train.gradient_accumulation = ")[1].split(")")[0])
+    larger = recommend(spec_of("gpt-oss-20b", train__gradient_accumulation=str(accumulation)), BIG, 1)
+    assert f"({larger.tokens_per_step:,}; " in said
+    faster = (larger.useful_tokens_per_s_total or 0) / (waiting.useful_tokens_per_s_total or 1)
+    assert f"{faster:.1f} times as many" in said
+    busy = recommend(spec_of("qwen3-4b-random"), x86("NVIDIA H200"), 1)
+    assert not any("times the tokens" in warning for warning in busy.warnings)
+
+
+def test_a_recommendation_without_an_alternative_says_so() -> None:
+    plan = recommend(spec_of("tiny", train__micro_batch="1", model__activation_checkpointing="full"), QUAD, 1)
+    assert plan.recommended
+    assert any(reason.startswith("next best: none") for reason in plan.reasons)
+
+
+def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being_tried() -> None:
+    """Summing takes 4 B a parameter there: one micro-step fits where two of half the size do not."""
+    roomy = recommend(spec_of("qwen3-30b-a3b", train__micro_batch="4"), BIG, 1)
+    assert roomy.recommended
+    cut = make_plan(spec_of("qwen3-30b-a3b", gpus="1", train__micro_batch="1", train__gradient_accumulation="4"), BIG)
+    assert not cut.fits
+    again = recommend(cut.spec, BIG, 1)
+    assert again.recommended
+    assert again.spec.micro_steps == 1
+    assert (again.useful_tokens_per_s_total or 0) > 0.97 * (roomy.useful_tokens_per_s_total or 0)
+
+
+def test_what_would_hold_a_model_comes_with_the_least_painful_first() -> None:
+    reasons = recommend(spec_of("llama-3.3-70b"), QUAD, 4).reasons
+    large, more = (next(place for place, reason in enumerate(reasons) if word in reason) for word in ("480 GB", "8 GPUs"))
+    assert large < more
+    assert "one machine so far" in reasons[more]

@@ -82,6 +82,14 @@ def test_only_what_is_asked_for_is_replaced() -> None:
     assert kernels.install(causal, [kernels.NORM]) == ("Qwen3RMSNorm",)
 
 
+def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
+    heads = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
+    turned = rotate(heads, torch.randn(1, 3, 8), torch.randn(1, 3, 8))
+    turned.sum().backward()
+    assert turned.dtype == torch.bfloat16
+    assert heads.grad is not None
+
+
 def test_gradients_are_those_of_the_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -12,7 +12,7 @@ from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between,
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.run_columns import COLUMNS, with_room
 from so_tui.ui.screens.findings import finding_content
-from so_tui.ui.summary import machine_facts, rank_counts
+from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant, thousands
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
@@ -99,8 +99,6 @@ def test_a_machine_in_a_line() -> None:
     facts = machine_facts(quad_machine())
     assert facts[0] == "4x GH200 120GB 95 GiB"
     assert facts[1] == "4 NUMA nodes x 72 cores, 117 GiB each"
-    assert rank_counts(quad_machine()) == (1, 2, 4)
-    assert rank_counts(quad_machine(3)) == (1, 2, 3)
 
 
 def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:

@@ -17,7 +17,6 @@ from textual.widgets import DataTable, Static
 
 from so_tui.ui.messages import Failed
 from so_tui.ui.screens.filtered import FilteredPage
-from so_tui.ui.summary import rank_counts
 from so_tui.ui.text import count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.entry import Entry
@@ -116,7 +115,7 @@ class PresetsScreen(FilteredPage):
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
     def plan_all(self) -> None:
         """Plan every preset for every GPU count."""
-        from so_tui.plan import plan_table
+        from so_tui.plan import plan_table, rank_counts
         from so_tui.spec import SoTuiError
 
         catalog, machine = self.so.catalog, self.so.machine

@@ -43,5 +43,7 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
         (angles, angles) if angles.shape[-1] == first.shape[-1] else angles.chunk(2, dim=-1) for angles in (cos, sin)
     )
     if direction > 0:
-        return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
-    return torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)
+        turned = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
+    else:
+        turned = torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)
+    return turned.to(heads.dtype)  # some models (OLMo 2) keep the cosines in fp32
