@@ -34,13 +34,27 @@ def plan(arguments: argparse.Namespace) -> int:
                 # In one line, to be copied.
                 print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset)}")
         return 0 if chosen.fits else 3
+    counts = _counts(arguments)
     catalog = load_catalog()
-    rows = plan_table(list(catalog.presets.values()), machine)
+    rows = plan_table(list(catalog.presets.values()), machine, counts)
     if arguments.json:
         print_json(plans_json([cell for row in rows for cell in row.cells.values()]))
     else:
         print_rich(render_table(rows, machine), *(str(problem) for problem in catalog.problems))
     return 0
+
+
+def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """GPU counts of the table: those of the machine, where none are asked for. Raises InputError for what needs a preset."""
+    given = next((name for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given)) if value), "")
+    if given:
+        raise InputError([Problem(field=given, value="", message="needs a preset", remedy=f"Name one: so-tui plan PRESET {given} ...")])
+    if arguments.gpus is None:
+        return ()
+    if not arguments.gpus.isdigit() or not int(arguments.gpus):
+        message, remedy = "is no number of GPUs", "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2"
+        raise InputError([Problem(field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
+    return (int(arguments.gpus),)
 
 
 def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:

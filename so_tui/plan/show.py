@@ -19,15 +19,15 @@ _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
 _BAR_WIDTH = 28
 _NONE = "—"
-_NARROW = 104
-"""Columns below which the table shows verdicts only."""
+_NAME, _FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
+"""Columns that a model's name takes, its name and facts, a cell, and a cell that says where memory is short."""
 
 
 def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     """What this machine can train: a line per model, a column per GPU count, and what the signs mean. Narrow terminals get less detail."""
     parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows)]
     if not any(plan.recommended for row in rows for plan in row.cells.values()):
-        parts.append(Text("Nothing here fits this machine. `so-tui plan PRESET` says what would."))
+        parts.append(Text("Nothing here is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
     return Group(*parts)
 
 
@@ -38,12 +38,13 @@ class _Grid:
         self._rows, self._machine = rows, machine
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _grid(self._rows, self._machine, narrow=options.max_width < _NARROW)
+        yield _grid(self._rows, self._machine, options.max_width)
 
 
-def _grid(rows: Sequence[PlanRow], machine: Machine, *, narrow: bool) -> Table:
+def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     unit = "GPU" if machine.gpus else "rank"
     counts = sorted({count for row in rows for count in row.cells})
+    narrow, compact = width < _FACTS + _WIDE_CELL * len(counts), width < _NAME + _CELL * len(counts)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("model", no_wrap=True)
     if not narrow:
@@ -53,20 +54,23 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, *, narrow: bool) -> Table:
         table.add_column(f"{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
     for row in rows:
         facts = [] if narrow else [_parameters(row), str(row.sequence_length)]
-        cells = [cell(row.cells[count], narrow=narrow) if count in row.cells else Text("") for count in counts]
+        cells = [cell(row.cells[count], narrow=narrow, compact=compact) if count in row.cells else Text("") for count in counts]
         table.add_row(row.preset, *facts, *cells)
     return table
 
 
-def cell(plan: Plan, *, narrow: bool = False) -> Text:
-    """One cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``."""
+def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
+    """One cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
     sign, style = _SIGNS[plan.verdict]
-    text = Text("★ " if plan.recommended else "  ").append(f"{sign} ", style)
+    star = "★" if plan.recommended else " "
+    text = Text.assemble((sign, style), star) if compact else Text.assemble(star, " ", (f"{sign} ", style))
     if not plan.fits:
         return text.append(_shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
     rate = plan.useful_tokens_per_s_total
-    return text if rate is None else text.append(f" {_rate(rate):>7}")
+    if rate is None:
+        return text
+    return text.append(f" {_rate(rate).removesuffix('/s'):>5}" if compact else f" {_rate(rate):>7}")
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
@@ -138,16 +142,20 @@ def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
     return Padding(table, (0, 0, 0, 2))
 
 
-def _step(plan: Plan) -> Text:
+def _step(plan: Plan) -> RenderableType:
     text = Text.assemble(("step".ljust(22), "bold"))
     if plan.step is None or plan.step_s is None:
         return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "nothing is known of this machine's speed"))
     step = plan.step
-    text.append(f"{plan.step_s:.2f} s   data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}")
-    text.append(f"   optimizer exposed {step.exposed_optimizer_s:.2f}\n" + " " * 22)
-    text.append(f"{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
-    text.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU" if plan.model_tflops_per_gpu else "")
-    return text.append(f"\n{' ' * 22}≈ {plan.speed_source}", "dim") if plan.speed_source else text
+    parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
+    said = Text(f"{plan.step_s:.2f} s:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
+    said.append(f"\n{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
+    said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU" if plan.model_tflops_per_gpu else "")
+    said.append(f"\n≈ {plan.speed_source}" if plan.speed_source else "", "dim")
+    table = Table.grid()
+    table.add_column(width=22)
+    table.add_row(text, said)
+    return table
 
 
 def _binding(plan: Plan) -> RenderableType:
@@ -179,7 +187,8 @@ def _machine_line(machine: Machine) -> Text:
 
 def _legend(rows: Sequence[PlanRow]) -> Text:
     text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
-    text.append("\ngpu: no offload   0.40: offload ratio   k/s: thousand tokens a second   243 > 106: GiB needed > GiB there")
+    text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
+    text.append("\n243 > 106: GiB needed > GiB there, on each host node or GPU")
     sources = {plan.speed_source for row in rows for plan in row.cells.values() if plan.speed_source}
     return text.append("".join(f"\nspeeds are predictions: {source}" for source in sorted(sources)), "dim")
 
@@ -201,6 +210,8 @@ def _shortfall(plan: Plan, narrow: bool) -> str:
 
 
 def _rate(tokens_per_s: float) -> str:
+    if tokens_per_s >= 99_950:
+        return f"{tokens_per_s / 1000:.0f}k/s"
     return f"{tokens_per_s / 1000:.1f}k/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}/s"
 
 

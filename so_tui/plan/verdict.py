@@ -113,11 +113,19 @@ def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]
 
 
 def alike(demand: Demand, supply: Supply) -> tuple[tuple[str, int, int], ...]:
-    """(name, needs, has) of the CPU nodes, those with the same figures under one name: ``host node 0``, ``each of host nodes 1, 2, 3``."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    """(name, needs, has) of the CPU nodes, those that read the same under one name: ``host node 0``, ``each of host nodes 1, 2, 3``; the
+    fullest of them gives the figures.
+    """
+    groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for node, needs in sorted(demand.node_bytes.items()):
-        groups.setdefault((needs, supply.node_bytes.get(node, 0)), []).append(node)
-    return tuple((_names(nodes), needs, has) for (needs, has), nodes in groups.items())
+        has = supply.node_bytes.get(node, 0)
+        groups.setdefault((gib(needs), gib(has)), []).append((node, needs, has))
+    return tuple((_names([node for node, _, _ in group]), *_fullest(group)) for group in groups.values())
+
+
+def _fullest(group: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    _, needs, has = max(group, key=lambda found: found[1] / max(1, found[2]))
+    return needs, has
 
 
 def _names(nodes: Sequence[int]) -> str:

@@ -128,3 +128,13 @@ def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(ended_run: Run
     assert "state.json cannot be read" in listed[damaged.name]["reason"]
     assert main(["watch", str(damaged.path)]) == 2
     assert "state.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"), [(("--set", "a.b=c"), "needs a preset"), (("--gpus", "0,1"), "is no number"), (("--as-given",), "preset")]
+)
+def test_a_table_takes_no_settings_of_a_preset(argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *argv]) == 2
+    assert told in capsys.readouterr().err
+    assert main(["plan", "--gpus", "1"]) == 0
+    assert "2 rank" not in capsys.readouterr().out

@@ -252,10 +252,11 @@ def test_the_json_is_the_contracts() -> None:
     assert set(row["host_bytes_per_node"]) == {"0", "1", "2", "3"}
 
 
+@pytest.mark.parametrize("machine", [QUAD, x86("NVIDIA H200", gpu_count=8)], ids=["quad", "h200"])
 @pytest.mark.parametrize("width", [80, 120, 160])
-def test_the_table_never_cuts_a_name_or_a_verdict(width: int) -> None:
-    rows = plan_table(list(CATALOG.presets.values()), QUAD)
-    text = shown(render_table(rows, QUAD), width)
+def test_the_table_never_cuts_a_name_or_a_verdict(width: int, machine: Machine) -> None:
+    rows = plan_table(list(CATALOG.presets.values()), machine)
+    text = shown(render_table(rows, machine), width)
     assert "…" not in text
     assert all(name in text for name in CATALOG.presets)
     assert all(len(line) <= width for line in text.splitlines())
@@ -268,6 +269,21 @@ def test_a_plan_is_shown_with_every_term_and_reason() -> None:
     assert all(" ".join(reason.split()) in text for reason in plan.reasons)
     assert "216-287" not in text
     assert "287" in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_what_is_said_of_a_plan_stays_in_its_column(width: int) -> None:
+    text = shown(render_plan(recommend(spec_of("phi-4"), QUAD, 4), QUAD), width)
+    step = text[text.index("\nstep ") + 1 : text.index("\nrank ")].rstrip().splitlines()
+    assert all(line.startswith(" " * 22) for line in step[1:])
+
+
+def test_nodes_that_read_the_same_are_told_in_one_line() -> None:
+    uneven = replace(
+        QUAD, numa_nodes=tuple(replace(node, memory_total_bytes=node.memory_total_bytes + node.id) for node in QUAD.numa_nodes)
+    )
+    (line,) = (reason for reason in recommend(spec_of("llama-3.3-70b"), uneven, 4).reasons if "host node" in reason)
+    assert line.startswith("each of host nodes 0, 1, 2, 3 needs ")
 
 
 def shown(renderable: object, width: int) -> str:
