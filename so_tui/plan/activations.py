@@ -16,7 +16,8 @@ POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 """The fastest first."""
 
 SINKS = frozenset({"gpt_oss"})
-"""Model types whose attention has sinks: two fp32 copies of one layer's attention result exist for a moment in backward."""
+"""Model types whose attention has sinks: two fp32 copies of one layer's attention result exist for a moment in backward. The gate of their
+experts is clamped and shifted, in steps that each keep a copy where they are not one kernel."""
 
 
 def policy_of(model: ModelSpec) -> Policy:
@@ -34,8 +35,8 @@ def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
 
     full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
     inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
-    up and their product; experts by those a token meets, plus the copies of what is routed to them: 2 h each, 4 h without fused kernels.
-    Fused experts keep 16 B for each that a token meets whatever the policy: where its row is, and back.
+    up and their product; experts by those a token meets (see ``expert_kept_bytes``). Fused experts keep 16 B for each that a token meets
+    whatever the policy: where its row is, and back.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
     places = 16 * shape.experts_per_token if fused else 0
@@ -43,8 +44,36 @@ def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
         return block_input_bytes(shape) + places
     if policy == "selective":
         return block_input_bytes(shape) + product_bytes(shape, fused=fused) + places
-    routed = (2 if fused else 4) * h * shape.experts_per_token
-    return 2 * (4 * h + 3 * q + 3 * kv + 3 * f) + 4 * shape.heads + routed + places
+    feed_forward = expert_kept_bytes(shape, fused=fused) if shape.experts else 6 * f
+    return 2 * (4 * h + 3 * q + 3 * kv) + 4 * shape.heads + feed_forward + places
+
+
+def expert_kept_bytes(shape: Architecture, *, fused: bool) -> int:
+    """What a layer's experts leave behind per token where nothing is recomputed, k of them of width f / k: 2 k h + 6 f with fused kernels
+    (rows, first products, second products' inputs), 4 k h + 8 f in transformers' path, 14 f with gpt-oss's clamped gate. The router: its
+    logits in bf16, their softmax and its fp32 copy, 8 B an expert. transformers' figures are what torch's memory profiler finds.
+    """
+    h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
+    return (2 * k * h + 6 * f if fused else 4 * k * h + _plain_gate(shape) * f) + _ROUTER_BYTES * shape.experts
+
+
+def expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
+    """The most that a layer's experts hold per token in backward, recompute included.
+
+    Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products, inputs and the gradient of these), or in the
+    gate's 2 k h + 10 f, when the products' gradient has come. In transformers' path 6 k h on top of what is kept, as torch's memory
+    profiler finds.
+    """
+    h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
+    own = max(4 * k * h + 8 * f, 2 * k * h + 10 * f) if fused else 10 * k * h + _plain_gate(shape) * f
+    return own + _ROUTER_BYTES * shape.experts
+
+
+_ROUTER_BYTES = 8
+
+
+def _plain_gate(shape: Architecture) -> int:
+    return 14 if shape.model_type in SINKS else 8
 
 
 def product_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -59,13 +88,13 @@ def block_bytes(shape: Architecture, *, fused: bool) -> int:
     """What recompute and backward of one block hold per token, beside its input: at the end of the feed-forward's backward.
 
     With fused kernels 10 h + 6 (q + kv) + 12 f: what the block keeps, the gradients of gate, up and their product, and two of width h.
-    Without, norms keep fp32 copies: 24 h + 6 (q + 2 kv) + 12 f. Experts by those a token meets, plus 4 h of routing copies for each.
+    Without, norms keep fp32 copies: 24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of 12 f.
     """
-    h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
-    routing = 4 * h * shape.experts_per_token
+    h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
+    feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else 12 * shape.intermediate
     sinks = 8 * q if shape.model_type in SINKS else 0
     own = 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
-    return own + 12 * f + routing + sinks
+    return own + feed_forward + sinks
 
 
 def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
-from so_tui.plan.activations import kept_bytes
+from so_tui.plan.activations import block_bytes, expert_kept_bytes, expert_peak_bytes, kept_bytes
 from so_tui.plan.architecture import architecture
 from so_tui.plan.host_memory import LOADING
 from so_tui.plan.layout import state_layout
@@ -185,6 +185,20 @@ def test_what_is_kept_of_experts_is_what_a_token_meets_of_them() -> None:
     shape = architecture(PRESETS["qwen3-30b-a3b"].spec.model.config)
     fused, plain = (kept_bytes(shape, "selective", fused=fused) for fused in (True, False))
     assert fused - plain == 2 * 2 * 8 * 768 + 16 * 8
+
+
+@pytest.mark.parametrize(("name", "width"), [("qwen3-30b-a3b", 8), ("gpt-oss-20b", 14)])
+def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: int) -> None:
+    """Per token, k experts of width f, hidden h: what torch's memory profiler found of transformers' grouped path, forward and backward,
+    and of the trainer's forward."""
+    shape = architecture(PRESETS[name].spec.model.config)
+    rows, f, router = shape.experts_per_token * shape.hidden, shape.active_intermediate, 8 * shape.experts
+    assert expert_kept_bytes(shape, fused=False) == 4 * rows + width * f + router
+    assert expert_peak_bytes(shape, fused=False) == expert_kept_bytes(shape, fused=False) + 6 * rows
+    assert expert_kept_bytes(shape, fused=True) == 2 * rows + 6 * f + router
+    assert expert_kept_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=False)
+    # Backward of a layer holds what the layer keeps, and more.
+    assert block_bytes(shape, fused=True) > kept_bytes(shape, "none", fused=True)
 
 
 def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() -> None:
