@@ -21,91 +21,26 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from planner_settings import GPU, OFFLOAD, SETS, SHAPES, Setting, h200_host, seconds_of
 
-from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_of
+from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import calibration_of, speed_of
 from so_tui.plan.constants import PATH as CONSTANTS
+from so_tui.plan.types import Plan
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values
 
-SHAPES: dict[str, dict[str, int | bool]] = {
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-}
-"""What of the Qwen3 4B shape each size changes."""
 SWEEP_RATIOS = (0.3, 0.5, 0.7, 0.9, 1.0)
 SWEEP_CORES = (0.7, 0.8, 0.9)
 SWEEP_MICRO_BATCHES = (2, 4, 8)
-
-
-@dataclass(frozen=True)
-class Setting:
-    size: str
-    mode: str
-    gpus: int
-    micro_batch: int = 4
-    ratio: float = 0.9
-    accumulation: int = 1
-    kept: str = "full"
-    clipping: float = 1.0
-    cores: float = 0.9
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
-
-OFFLOAD, ZERO, GPU = "superoffload", "zerooffload", "gpu"
-SETS: dict[str, tuple[Setting, ...]] = {
-    "fit": (
-        Setting("4b", OFFLOAD, 1),
-        Setting("4b", ZERO, 1),
-        Setting("1.7b", GPU, 1),
-        Setting("4b", GPU, 1, micro_batch=2, kept="none"),
-        Setting("8b", OFFLOAD, 1, micro_batch=2, ratio=0.9),
-        Setting("1.7b", OFFLOAD, 1, micro_batch=8, ratio=0.5, kept="selective", clipping=0.0),
-        Setting("8b", OFFLOAD, 1, micro_batch=2, ratio=0.7, kept="selective", accumulation=2),
-        Setting("1.7b", ZERO, 1, micro_batch=2, ratio=0.5),
-        Setting("4b", GPU, 2),
-        Setting("8b", OFFLOAD, 2, ratio=0.5),
-        Setting("4b", OFFLOAD, 4, clipping=0.0),
-        Setting("8b", GPU, 4, micro_batch=2, kept="selective"),
-    ),
-    "check": (
-        Setting("1.7b", OFFLOAD, 1),
-        Setting("1.7b", GPU, 1, micro_batch=2, kept="none"),
-        Setting("1.7b", ZERO, 1, ratio=1.0),
-        Setting("4b", OFFLOAD, 1, ratio=0.3),
-        Setting("4b", OFFLOAD, 1, micro_batch=2, ratio=0.7, kept="selective", clipping=0.0),
-        Setting("4b", GPU, 1, kept="selective"),
-        Setting("4b", ZERO, 1, micro_batch=2, ratio=0.5),
-        Setting("8b", OFFLOAD, 1, ratio=1.0),
-        Setting("8b", OFFLOAD, 1, micro_batch=2, ratio=0.3, clipping=0.0),
-        Setting("4b", OFFLOAD, 2, ratio=0.5, accumulation=2),
-        Setting("8b", OFFLOAD, 2, micro_batch=2),
-        Setting("8b", ZERO, 2, ratio=0.7),
-        Setting("8b", OFFLOAD, 4, ratio=0.7),
-        Setting("4b", GPU, 4),
-    ),
-}
 
 
 def main() -> int:
@@ -124,16 +59,15 @@ def main() -> int:
     name = "sweep" if arguments.sweep else arguments.set
     machine = inspect_machine()
     settings = _sweep(arguments, machine) if arguments.sweep else [(setting, "") for setting in SETS[name]]
+    done = {row["key"] for row in rows if row["set"] == name and "error" not in row}
+    todo = [(setting, label) for setting, label in _wanted(settings, arguments) if setting.key not in done]
+    if arguments.list:
+        print(_listed([setting for setting, _ in todo], machine, arguments))
+        return 0
     begun, failed = time.monotonic(), 0
-    for setting, label in settings:
-        if arguments.gpus and setting.gpus != arguments.gpus:
-            continue
-        if arguments.shape == "tiny":
-            setting = Setting(**asdict(setting) | {"size": "tiny", "mode": OFFLOAD if setting.mode == GPU else setting.mode})
-        if any(row["key"] == setting.key and row["set"] == name and "error" not in row for row in rows):
-            continue
-        if time.monotonic() - begun > 60 * arguments.minutes:
-            print(f"{arguments.minutes:g} minutes are over; run the same command again for the rest", flush=True)
+    for setting, label in todo:
+        if time.monotonic() - begun + planned(setting, machine, arguments)[1] > 60 * arguments.minutes:
+            print(f"{arguments.minutes:g} minutes are too few for the next setting: run the same command again for the rest", flush=True)
             break
         row = {"set": name, "label": label} | _row(setting, machine, arguments)
         failed += "error" in row
@@ -141,6 +75,36 @@ def main() -> int:
         _write(arguments.out, rows)
         print(_line(row), flush=True)
     return min(failed, 1)
+
+
+def _wanted(settings: list[tuple[Setting, str]], arguments: argparse.Namespace) -> list[tuple[Setting, str]]:
+    chosen = [(setting, label) for setting, label in settings if not arguments.gpus or setting.gpus == arguments.gpus]
+    if arguments.shape == "tiny":
+        modes = {GPU: OFFLOAD}  # what a machine without GPU has not
+        return [
+            (replace(setting, size="tiny", mode=modes.get(setting.mode, setting.mode), gpus=min(setting.gpus, 2)), label)
+            for setting, label in chosen
+        ]
+    return chosen
+
+
+def _listed(settings: list[Setting], machine: Machine, arguments: argparse.Namespace) -> str:
+    """Each setting with its verdict and about how long it takes: on this machine where it has GPUs, else on a host with H200s."""
+    lines, whole_s = [], 0.0
+    for setting in settings:
+        plan, seconds = planned(setting, machine, arguments)
+        whole_s += seconds
+        lines.append(
+            f"{setting.size} x {setting.gpus} {settings_of(plan)}: {plan.verdict}, each GPU {plan.gpu_bytes / 2**30:.0f} GiB, "
+            f"host {sum(plan.host_bytes_per_node.values()) / 2**30:.0f} GiB, about {seconds:.0f} s"
+        )
+    return "\n".join([*lines, f"{len(settings)} settings, about {whole_s / 60:.0f} minutes"])
+
+
+def planned(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> tuple[Plan, float]:
+    """The plan of a setting, and about how many seconds it takes."""
+    plan = make_plan(spec_of(setting, arguments), machine if machine.gpus else h200_host(setting.gpus), probed=False)
+    return plan, seconds_of(plan, WARMUP_STEPS + arguments.steps)
 
 
 def _arguments() -> argparse.Namespace:
@@ -153,8 +117,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("planner.json"), help="file of the rows")
     parser.add_argument("--rows", type=Path, help="JSON file of Alpaca rows (default: the embedded ones)")
     parser.add_argument("--gpus", type=int, help="only settings with so many GPUs")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no setting after so long")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two that do not count")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no setting that would end later")
+    parser.add_argument("--list", action="store_true", help="measure nothing: say what is left, whether it fits, and how long it takes")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps, after two that do not count")
     parser.add_argument("--model", choices=list(SHAPES), default="4b", help="of the sweep")
     parser.add_argument("--kept", choices=["full", "selective", "none"], help="of the sweep; default: what is recommended")
     parser.add_argument("--core-fractions", type=float, nargs="+", default=SWEEP_CORES, help="of the sweep")
@@ -197,7 +162,7 @@ def _row(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> d
     row: dict[str, Any] = {
         "key": setting.key,
         "setting": asdict(setting),
-        "spec": spec_tree(spec),
+        "spec": _spec_tree(spec),
         "constants": hashlib.sha256(CONSTANTS.read_bytes()).hexdigest()[:12],
         "speed": msgspec.to_builtins(speed_of(machine, machine.gpus[0].name, calibration_of(machine))) if machine.gpus else None,
         "machine": _machine_tree(machine),
@@ -252,6 +217,13 @@ def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Settin
     ]
     print(f"{len(grid)} settings of the grid, about {len(grid) * 0.6:.0f} minutes", flush=True)
     return [(recommended, "recommended"), (original, "original"), *((setting, "grid") for setting in grid)]
+
+
+def _spec_tree(spec: RunSpec) -> dict[str, Any]:
+    """Without where this machine keeps the data."""
+    tree = spec_tree(spec)
+    tree["data"]["source"] = Path(tree["data"]["source"]).name
+    return tree
 
 
 def _machine_tree(machine: Machine) -> dict[str, Any]:

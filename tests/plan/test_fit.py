@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import planner
 import planner_fit
+from planner_settings import h200_host
 
 TRUTH = replace(
     constants(),
@@ -87,3 +90,18 @@ def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
         assert {setting.mode for setting in settings} == {"gpu", "superoffload", "zerooffload"}
         assert {setting.gpus for setting in settings} == {1, 2, 4}
     assert {0.3, 1.0} <= {setting.ratio for setting in check}
+    known = [row["setting"] for row in planner_fit.kept_rows()]
+    assert not [setting for setting in check if asdict(setting) in known], "a check of what the constants already rest on"
+
+
+@pytest.mark.parametrize("name", list(planner.SETS))
+def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
+    """On hosts with 128 GiB and 16 cores for each H200: nothing is refused there, and no machine is held for long."""
+    arguments = Namespace(sequence_length=4096, shape=None, rows=None, steps=3)
+    seconds: dict[int, float] = {}
+    for setting in planner.SETS[name]:
+        plan, needed_s = planner.planned(setting, h200_host(setting.gpus), arguments)
+        assert plan.verdict == "fits", (setting, plan.reasons)
+        seconds[setting.gpus] = seconds.get(setting.gpus, 0.0) + needed_s
+    assert max(seconds.values()) < 620
+    assert sum(seconds.values()) < 960
