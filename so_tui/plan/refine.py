@@ -7,7 +7,7 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from so_tui.plan.calibration import Probe
+from so_tui.plan.calibration import Figures, Probe
 from so_tui.plan.types import MemoryTerm, Mode, StepTime
 
 BEYOND = "measured beyond the formulas"
@@ -16,19 +16,37 @@ BEYOND = "measured beyond the formulas"
 def refined_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Probe]) -> StepTime:
     """Forward and backward by the ratio that any probe of the model found; the exposed optimizer by those of the same mode.
 
-    Probes with as many ranks count alone where there are any.
+    Probes with as many ranks count alone where there are any. In SuperOffload the host waits for weights while the GPU still computes what
+    it was given before, so that some of forward is measured as the optimizer's: only their sum is corrected there, and what it says of
+    forward in other modes is what it says of backward.
     """
     near = [probe for probe in probes if probe.ranks == ranks] or list(probes)
     same = [probe for probe in near if probe.mode == mode]
     if not near:
         return step
-    optimizer = _ratio([(probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in same])
+    backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in same or near])
+    if same and mode == "superoffload":
+        forward = optimizer = _ratio([(_forward_and_optimizer(probe.actual), _forward_and_optimizer(probe.predicted)) for probe in same])
+    else:
+        forward = _ratio([_forward(probe) for probe in same or near])
+        optimizer = _ratio([(probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in same])
     return replace(
         step,
-        forward_s=step.forward_s * _ratio([(probe.actual.forward_s, probe.predicted.forward_s) for probe in same or near]),
-        backward_s=step.backward_s * _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in same or near]),
+        forward_s=step.forward_s * forward,
+        backward_s=step.backward_s * backward,
         exposed_optimizer_s=step.exposed_optimizer_s * optimizer,
     )
+
+
+def _forward_and_optimizer(figures: Figures) -> float:
+    return figures.forward_s + figures.exposed_optimizer_s
+
+
+def _forward(probe: Probe) -> tuple[float, float]:
+    """Measured and predicted, of what tells how fast forward is."""
+    if probe.mode == "superoffload":
+        return probe.actual.backward_s, probe.predicted.backward_s
+    return probe.actual.forward_s, probe.predicted.forward_s
 
 
 def refined_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:

@@ -116,6 +116,20 @@ def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
     assert recommend(other, H200, 1) == unprobed
 
 
+def test_what_a_superoffload_probe_measured_as_waiting_is_no_faster_forward() -> None:
+    """The sum of forward and optimizer is as predicted; a plan of either mode must stay as it was, however it was parted."""
+    probe = probe_of(1.0, 0.0)
+    shifted = 0.4 * probe.actual.forward_s
+    actual = replace(
+        probe.actual, forward_s=probe.actual.forward_s - shifted, exposed_optimizer_s=probe.actual.exposed_optimizer_s + shifted
+    )
+    store(H200, probe=replace(probe, actual=actual))
+    for mode in ("superoffload", "gpu"):
+        spec = replace(SPEC, offload=replace(SPEC.offload, mode=mode))
+        probed, unprobed = (make_plan(spec, H200, probed=probed, workload=probe.workload) for probed in (True, False))
+        assert probed.step_s == pytest.approx(unprobed.step_s, rel=0.001)
+
+
 def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
     store(H200, probe=probe_of(1.0, -30.0))
     plan = make_plan(SPEC, H200)
