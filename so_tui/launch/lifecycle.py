@@ -73,6 +73,7 @@ def resume(
         raise InputError(
             [Problem(field="run", value=run.name, message=f"has finished all of its {before.total_steps} steps", remedy=remedy)]
         )
+    _refuse_passed_length(values or {}, before)
     machine = visible_machine(machine, os.environ)
     _refuse_other_host(machine)
     spec = read_spec(run)
@@ -128,6 +129,14 @@ def _lengthens(values: Mapping[str, str], steps: int) -> bool:
     """Whether these settings may leave something to train after ``steps``; how many steps epochs or tokens are only the data says."""
     given = values.get("train.steps", "")
     return (given.isdecimal() and int(given) > steps) or "train.epochs" in values or "train.tokens" in values
+
+
+def _refuse_passed_length(values: Mapping[str, str], before: RunState) -> None:
+    given = values.get("train.steps", "")
+    if before.saved_step and given.isdecimal() and 0 < int(given) <= before.saved_step:
+        message = f"it goes on from step {before.saved_step}, and would have nothing to train"
+        remedy = f"Give more steps, or use what it trained: `so-tui export {before.name}`"
+        raise InputError([Problem(field="train.steps", value=given, message=message, remedy=remedy)])
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:

@@ -26,7 +26,7 @@ from so_tui.launch.job import Job
 from so_tui.launch.processes import ProcessTree
 from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
 from so_tui.launch.stopping import StopRequest, request_stop, stop_request
-from so_tui.launch.verdict import End, Evidence, Failure, conclude
+from so_tui.launch.verdict import End, Evidence, Failure, conclude, ended_by
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import identify
@@ -177,8 +177,7 @@ class Supervisor:
         The launcher's death takes its ranks along (parent-death signal) faster than we look, and a rank that was killed those that waited
         for it, which leave by themselves.
         """
-        code = self._tree.exit_code(process)
-        return ("launcher", "runner", "rank").index(process.role), code is None or code >= 0
+        return ("launcher", "runner", "rank").index(process.role), ended_by(self._tree.exit_code(process)) is None
 
     def _notice_stop(self) -> None:
         if self._signal:

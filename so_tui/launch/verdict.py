@@ -99,10 +99,17 @@ def conclude(evidence: Evidence) -> End:
     return _by_exit(evidence, again)
 
 
+def ended_by(code: int | None) -> int | None:
+    """The signal that ended a process with this exit code; a rank obeys SIGTERM by leaving with 143."""
+    if code is not None and code < 0:
+        return -code
+    return signal.SIGTERM if code == 128 + signal.SIGTERM else None
+
+
 def _bereaved(evidence: Evidence) -> bool:
     """Whether what the ranks report are only the consequences of one that a signal ended before it could say a word."""
     gone, code = evidence.first_gone, evidence.first_gone_code
-    if not evidence.unprompted or gone is None or gone.role != "rank" or code is None or code >= 0:
+    if not evidence.unprompted or gone is None or gone.role != "rank" or ended_by(code) is None:
         return False
     return all(failure.rank != gone.rank for failure in evidence.failures)
 
@@ -124,10 +131,8 @@ def _by_exit(evidence: Evidence, again: str) -> End:
     else:
         # A launcher that lived to see a rank fail reports that rank's code.
         who, code = f"rank {gone.rank}" if gone.role == "rank" else "a rank", reported if code is None else code
-    if code == 128 + signal.SIGTERM:  # how a rank that was told to leave does so
-        code = -signal.SIGTERM
-    if code is not None and code < 0:
-        return _killed(who, -code, again)
+    if signum := ended_by(code):
+        return _killed(who, signum, again)
     if gone is not None and code is None and who != "a rank":
         reason = f"{who} (pid {gone.pid}) vanished while training went on: it was killed"
         return End(state="failed", reason=reason, suggestion=f"{_WHO_KILLS}. {again}")

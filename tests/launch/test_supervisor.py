@@ -152,6 +152,8 @@ def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(run
         resume(run, machine, values={"checkpoint.folder": "/elsewhere", "gpus": "1"})
     with pytest.raises(InputError, match="gpus"):
         resume(run, machine, values={"gpus": "none"})
+    with pytest.raises(InputError, match="would have nothing to train"):
+        resume(run, machine, values={"train.steps": str(read_state(run).saved_step)})
     assert (run.attempts(), read_spec(run).gpus) == ((1,), 2)
     command = [sys.executable, "-m", "so_tui", "resume", str(run.path), "--plain", "--force", "--gpus", "1"]
     command += ["--set", "checkpoint.every_minutes=30"]

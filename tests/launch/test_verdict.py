@@ -64,6 +64,7 @@ def test_what_the_bereaved_report_does_not_hide_the_dead() -> None:
     assert reason(failures=(failure,), end=record, **dead) == "rank 2 was ended by SIGKILL"
     assert "resume" in conclude(Evidence(name="r", failures=(failure,), **dead)).suggestion  # type: ignore[arg-type]
     assert "want of memory" in reason(failures=(failure,), oom_kills=1, **dead)
+    assert reason(failures=(failure,), end=record, **{**dead, "first_gone_code": 143}) == "rank 2 was ended by SIGTERM"
 
 
 def test_a_rank_that_was_made_to_go_is_not_the_cause() -> None:
