@@ -207,6 +207,8 @@ def _accumulation(spec: RunSpec) -> Iterator[str]:
 
 def _source(found: Assessment, site: Site) -> str:
     source = site.speed.source if site.speed else ""
+    if found.workload == Workload():
+        source += "; for whole sequences with every token trained, the most that data can cost"
     return f"{source}; corrected by a probe of this model here" if found.probed else source
 
 
