@@ -41,7 +41,32 @@ CHANNELS = (
     "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
-SPECIALS = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>"]
+# The same with what was thought and called, each in a message of its own, the content of a call left out; as gpt-oss does.
+CALLS = (
+    "{% for m in messages %}{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{% if m.tool_calls %}{{ '<|start|>assistant to=' + m.tool_calls[0].function.name + '<|message|>{' }}"
+    "{{ m.tool_calls[0].function.arguments | items | join + '}<|call|>' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+# Nothing ends an answer but the next turn; as GLM does.
+OPEN_ENDED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for call in m.tool_calls or () %}"
+    "{{ '\n[' + call.function.name + ']' }}{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPECIALS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|header|>",
+    "<|/header|>",
+    "<|start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|call|>",
+]
 TALK = (Message("user", "Add 2 and 3."), Message("assistant", "It is 5."), Message("user", "And 1?"), Message("assistant", "Then 6."))
 
 
@@ -121,6 +146,26 @@ def test_tool_calls_are_answers_too() -> None:
     template = CHATML.replace("m.content +", "m.content + (m.tool_calls | string if m.tool_calls else '') +")
     talk = (*TALK[:1], Message("assistant", "", (("tool_calls", ["add"]),)), Message("tool", "5"), TALK[1])
     assert trained(tokenizer_with(template), talk) == ["['add']<|im_end|>", "It is 5.<|im_end|>"]
+
+
+def test_calls_are_trained_whole_where_the_template_leaves_out_what_is_said_beside_them() -> None:
+    call = (("thinking", "hm"), ("tool_calls", [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]))
+    talk = (TALK[0], Message("assistant", "", call), Message("tool", "5"), Message("assistant", "It is 5."))
+    assert trained(tokenizer_with(CALLS), talk) == [
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=add<|message|>{('a', 2)}<|call|>",
+        "<|channel|>final<|message|>It is 5.<|return|>",
+    ]
+    headers = HEADERS.replace("m.content | trim", "(m.tool_calls[0] | string if m.tool_calls else m.content | trim)")
+    assert trained(tokenizer_with(headers), talk) == [f"{call[1][1][0]}<|im_end|>", "It is 5.<|im_end|>"]
+    assert trained(tokenizer_with(OPEN_ENDED), talk) == ["\n[add]<|eos|>", "It is 5.<|eos|>"]
+
+
+def test_a_thought_in_a_message_of_its_own_is_trained_with_its_answer() -> None:
+    talk = (*TALK[:3], Message("assistant", "Then 6.", (("thinking", "hm"),)))
+    assert trained(tokenizer_with(CALLS), talk) == [
+        "<|channel|>final<|message|>It is 5.",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Then 6.<|return|>",
+    ]
 
 
 def test_calls_that_the_layout_does_not_write_are_no_answers() -> None:

@@ -116,6 +116,11 @@ def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_p
     assert (first[0].role, first[0].extra) == ("tools", (("tools", tools),))
     assert dict(first[-1].extra)["tool_calls"] == [{"function": add}]
     assert [message.role for message in second] == ["user", "assistant"]
+    written = [{"function": {**add, "arguments": json.dumps(add["arguments"])}}]
+    for given in (written, json.dumps(written)):
+        row = {"messages": [ROWS["messages"]["messages"][0], {"role": "assistant", "content": "", "tool_calls": given}]}
+        (opened,) = open_sources(spec_of(lines(tmp_path, [row])).data)
+        assert dict(next(opened.conversations())[-1].extra)["tool_calls"] == [{"function": add}]
     assert dict(second[-1].extra)["tool_calls"] == [{"function": halve}]
 
 
@@ -322,6 +327,7 @@ GOOD = json.dumps(ROWS["alpaca"])
         ),
         ("rows.jsonl", '{"messages": [{"speaker": "a", "words": "b"}]}', ("row 1", "column messages[0]", "speaker, words")),
         ("rows.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', ("row 1", "not text")),
+        ("rows.jsonl", f'{GOOD[:-1]}, "tools": "a"}}', ("row 1", "column tools", "no JSON")),
         ("rows.jsonl", '{"messages": "a"}', ("row 1", "column messages", "not a list of turns")),
         ("rows.csv", 'instruction,output\na,b\nc,d,e\n', ("rows.csv", "line 3")),
         ("rows.parquet", "no parquet", ("rows.parquet", "cannot be read")),

@@ -7,9 +7,9 @@ template has to be prepared for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from so_tui.spec import InputError, Problem
 from so_tui.spec.types import LossOn
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
+_CALLED = "so_tui_called_this"
+"""Stands for the name of a tool: letters, since templates write names as JSON, or as they please."""
 
 
 class Segment(NamedTuple):
@@ -128,7 +130,7 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
     for index in answers:
         start, stop = contents[index]
         following = [contents[later][0] for later in sorted(contents) if later > index]
-        end, closed = _closed(chat, whole, stop, following[0] if following else len(whole), bool(conversation[index].extra))
+        end, closed = _closed(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
         start = _begin(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.stop if closed else "").strip()
         parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), bool(said))]
@@ -160,12 +162,16 @@ def _contents(chat: Chat, conversation: Conversation, whole: str) -> dict[int, S
 
 def _differing(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
     """Where the text changes when one message changes: for templates that rewrite what a message says (split off its reasoning, say)."""
-    other = chat.render([_marked(message, index) if place == index else message for place, message in enumerate(conversation)])
-    start = _common(whole, other)
-    same = min(_common(whole[::-1], other[::-1]), len(whole) - start)
-    if _placeholder(index) not in other:
-        raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
-    return start, len(whole) - same
+    before, after = conversation[:index], conversation[index + 1 :]
+    other = chat.render([*before, _marked(conversation[index], index), *after])
+    if _placeholder(index) in other:
+        start = _common(whole, other)
+        return start, len(whole) - min(_common(whole[::-1], other[::-1]), len(whole) - start)
+    other = chat.render([*before, _called(conversation[index]), *after])
+    if _CALLED in other:  # what follows may have the name as well: where the call ends is found by its stop token
+        start = _common(whole, other)
+        return start, start
+    raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
 
 
 def _common(one: str, other: str) -> int:
@@ -175,16 +181,16 @@ def _common(one: str, other: str) -> int:
 
 def _begin(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
     """Where the model takes over: behind what asks for the answer. The template may write more before the content, which is learnt too."""
+    again = bool(chat.asking) and whole.count(chat.asking, position, content) > 1  # a thought or a call in a message of its own
+    if (again or not chat.asking) and any(message.role != TOOLS for message in before):
+        prompt = chat.render(before, ask=True)
+        if whole.startswith(prompt) and position <= len(prompt) <= content:
+            return len(prompt)
     if chat.asking:
         for length in range(len(chat.asking), 0, -1):  # a template may ask with more than it keeps (an opened thought, say)
             at = whole.rfind(chat.asking[:length], position, content)
             if at >= 0:
                 return at + length if length == len(chat.asking) else _header_end(whole, at + length, content)
-        return content
-    if any(message.role != TOOLS for message in before):
-        prompt = chat.render(before, ask=True)
-        if whole.startswith(prompt) and position <= len(prompt) <= content:
-            return len(prompt)
     return content
 
 
@@ -193,15 +199,21 @@ def _header_end(whole: str, at: int, content: int) -> int:
     return at if not whole[at:content].strip() else content
 
 
-def _closed(chat: Chat, whole: str, content: int, limit: int, more: bool) -> tuple[int, bool]:
-    """Where an answer's stop token ends, and whether it has one there. ``more``: tool calls may stand between content and stop token.
+def _closed(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> tuple[int, bool]:
+    """Where the last answer of ``said`` ends with its stop token, and whether it has one there. Calls may stand before it.
 
-    Templates may close earlier turns with another token than the last one; what does not stop the model is not learnt.
+    Templates may close earlier turns with another token than the last one; what does not stop the model is not learnt, but for the end
+    of a call.
     """
+    calls = bool(said[-1].extra)
     if chat.stop:
         at = whole.find(chat.stop, content, limit)
-        if at >= 0 and (more or not whole[content:at].strip()):
+        if at >= 0 and (calls or not whole[content:at].strip()):
             return at + len(chat.stop), True
+    if any(name == "tool_calls" for name, _ in said[-1].extra):
+        through = chat.render(said).rstrip()
+        if whole.startswith(through) and content <= len(through) <= limit:
+            return len(through), bool(chat.stop)
     return content, bool(chat.stop)
 
 
@@ -211,6 +223,21 @@ def _placeholder(index: int) -> str:
 
 def _marked(message: Message, index: int) -> Message:
     return message._replace(content=_placeholder(index))
+
+
+def _called(message: Message) -> Message:
+    """The message with the names of what it calls replaced."""
+    extra = dict(message.extra)
+    calls = extra.get("tool_calls")
+    if isinstance(calls, list):
+        extra["tool_calls"] = [_renamed(call) for call in calls]
+    return message._replace(extra=tuple(extra.items()))
+
+
+def _renamed(call: Any) -> Any:
+    if isinstance(call, Mapping):
+        return {key: _CALLED if key == "name" else _renamed(value) if key == "function" else value for key, value in call.items()}
+    return call
 
 
 def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

@@ -28,7 +28,7 @@ class Message(NamedTuple):
     @property
     def answers(self) -> bool:
         """Whether there is something here for a model to learn to say."""
-        said = bool(self.content.strip()) or any(name == "tool_calls" for name, _ in self.extra)
+        said = bool(self.content.strip()) or any(name == "tool_calls" and calls for name, calls in self.extra)
         return self.role in ("assistant", TEXT) and said and ("weight", 0) not in self.extra
 
 
@@ -113,7 +113,11 @@ def _turn(turn: object, column: str) -> Message:
         role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
         if role is None:
             raise RowError(f"{column}.{role_key}", f"is {_shown(turn[role_key])}, which is none of {', '.join(_ROLES)}")
-        extra = tuple((name, _known(value)) for name, value in turn.items() if name not in (role_key, content_key) and value is not None)
+        extra = tuple(
+            (name, _calls(value, f"{column}.{name}") if name == "tool_calls" else _known(value))
+            for name, value in turn.items()
+            if name not in (role_key, content_key) and value is not None
+        )
         return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
     raise RowError(column, f"has the keys {', '.join(turn) or '(none)'}, and neither role and content nor from and value")
 
@@ -154,23 +158,40 @@ def _around(row: Row, layout: Layout) -> Conversation:
     system = row.get("system")
     if isinstance(system, str) and system.strip() and said[0].role != "system":
         said = (Message("system", system), *said)
-    tools = _tools(row.get("tools"))
+    tools = _listed(row.get(TOOLS), TOOLS)
     return (Message(TOOLS, "", ((TOOLS, tools),)), *said) if tools else said
 
 
-def _tools(value: object) -> list[Any]:
-    """Descriptions of tools: a list, or one written as JSON."""
+def _listed(value: object, column: str) -> list[Any]:
+    """A list, or one that is written as JSON; nothing is an empty one."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise RowError(TOOLS, f"is no JSON ({error.msg})") from error
+            raise RowError(column, f"is no JSON ({error.msg})") from error
     if not value:
         return []
     if not isinstance(value, list):
-        raise RowError(TOOLS, f"is {_shown(value)}, not a list of tools")
+        raise RowError(column, f"is {_shown(value)}, not a list")
     found: list[Any] = _known(value)
     return found
+
+
+def _calls(value: object, column: str) -> list[Any]:
+    """What is called, with arguments as chat templates want them: as an object, where OpenAI has JSON in a string."""
+    return [_with_arguments(call) for call in _listed(value, column)]
+
+
+def _with_arguments(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    try:
+        given = json.loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
+    except json.JSONDecodeError:
+        return call  # the model is to write what is no JSON, then
+    return {**call, "arguments": given} if isinstance(given, dict) else call
 
 
 def _shown(value: object) -> str:
