@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
@@ -42,7 +43,11 @@ def doctor(arguments: argparse.Namespace) -> int:
         from so_tui.launch.helpers import call_tool
 
         answer = call_tool("build_ops", {})
-        print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)")
+        # With --json, stdout is the findings' alone.
+        print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=sys.stderr if arguments.json else sys.stdout)
+        if answer["deepspeed"]:
+            reason = f"DeepSpeed's own, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
+            print(reason, file=sys.stderr)
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
     if arguments.preset:

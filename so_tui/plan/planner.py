@@ -165,6 +165,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
     fits = not blocked and found.verdict != "does not fit"
     sequences = site.ranks * spec.train.micro_batch * spec.micro_steps
     tokens = sequences * spec.data.sequence_length
+    mends = tuple(remedies(spec, site)) if found.verdict == "does not fit" and not blocked else ()
     step = None if blocked else found.step
     disk = sum(term.bytes for term in found.terms if term.place == "disk")
     return Plan(
@@ -175,7 +176,8 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
         fits=fits,
         verdict=found.verdict if fits else "does not fit",
         possible=not blocked,
-        reasons=(*blocked, *_verdict_reasons(spec, site, found, bool(blocked)), *((*choices, *_accumulation(spec)) if fits else ())),
+        reasons=(*blocked, *_verdict_reasons(site, found, bool(blocked)), *mends, *((*choices, *_accumulation(spec)) if fits else ())),
+        remedies=mends,
         warnings=tuple(warnings(spec, site, found)),
         gpu_bytes=found.demand.gpu_bytes,
         gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.place == "gpu" and term.name not in OUTSIDE_ALLOCATOR),
@@ -230,10 +232,10 @@ def _tflops(spec: RunSpec, sequences: int, step_s: float, ranks: int) -> float:
     return model_flops(flops_of(spec.model), sequences * length, [length] * sequences) / step_s / ranks / 1e12
 
 
-def _verdict_reasons(spec: RunSpec, site: Site, found: Assessment, blocked: bool) -> tuple[str, ...]:
+def _verdict_reasons(site: Site, found: Assessment, blocked: bool) -> tuple[str, ...]:
     short = tuple(str(shortage) for shortage in found.shortages)
     if found.verdict == "does not fit":
-        return short if blocked else (*short, *remedies(spec, site))
+        return short
     if blocked:
         return ()
     return (*short, _summary(found, site))

@@ -76,7 +76,7 @@ def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     """The verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
     parts: list[RenderableType] = [_headline(plan), Text()]
-    parts += [_bullet("·", "cyan", reason) for reason in plan.reasons]
+    parts += [_bullet("→", "green", reason) if reason in plan.remedies else _bullet("·", "cyan", reason) for reason in plan.reasons]
     parts += [_bullet("!", "yellow", warning) for warning in plan.warnings]
     for place, title, capacity in _places(plan, machine):
         terms = sorted((term for term in plan.breakdown if term.place == place and term.bytes), key=lambda term: -term.bytes)

@@ -115,6 +115,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     recommended: bool = False
     reasons: tuple[str, ...]
     """Why the verdict is what it is, most important first; with numbers, and the remedy where it does not fit."""
+    remedies: tuple[str, ...] = ()
+    """Those of the reasons that say what would make it fit, the least painful first."""
     warnings: tuple[str, ...]
     gpu_bytes: int
     """Peak per GPU (0 on a machine without GPUs)."""

@@ -138,3 +138,19 @@ def test_a_table_takes_no_settings_of_a_preset(argv: tuple[str, ...], told: str,
     assert told in capsys.readouterr().err
     assert main(["plan", "--gpus", "1"]) == 0
     assert "2 rank" not in capsys.readouterr().out
+
+
+def test_doctor_compiles_ahead_and_keeps_its_json_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # DeepSpeed's own takes a minute or more to compile: with no such folder it fails at once, which must not hide the rest.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    main(["doctor", "--fix", "--json"])
+    out, err = capsys.readouterr()
+    assert "findings" in json.loads(out)
+    assert "CPU Adam kernel: " in err
+    assert "cannot be compiled" in err
+    assert list((tmp_path / "cache" / "so-tui" / "kernels").glob("adam-*.so"))

@@ -79,7 +79,8 @@ def test_what_doctor_says_blocks_a_launch() -> None:
     assert caught.value.forceable
 
 
-def test_a_compiler_for_cpu_adam() -> None:
+def test_a_compiler_for_cpu_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, compiler=None))
     with pytest.raises(Refused, match="compiler") as caught:
         quick_checks(plan_of(embedded()), machine)

@@ -65,7 +65,16 @@ def found(machine: Machine, files: dict[str, str] | None = None, folder: Path | 
 def needs_of(mode: str = "superoffload", changes: dict[str, str] | None = None, **needs: Any) -> SimpleNamespace:
     """What a plan tells doctor: a run that needs nothing, changed as told."""
     spec = with_values(find_preset("tiny").spec, changes or {})
-    base = {"mode": mode, "spec": spec, "fits": True, "reasons": (), "host_bytes_per_node": {0: 0}, "shm_bytes": 0, "disk_bytes": 0}
+    base = {
+        "mode": mode,
+        "spec": spec,
+        "fits": True,
+        "reasons": (),
+        "remedies": (),
+        "host_bytes_per_node": {0: 0},
+        "shm_bytes": 0,
+        "disk_bytes": 0,
+    }
     return SimpleNamespace(**(base | {"disk_peak_bytes": 0, "step_s": None} | needs))
 
 
@@ -158,6 +167,15 @@ def test_environment_that_does_no_harm(tmp_path: Path, name: str, value: str) ->
 def test_shared_memory_against_what_the_run_needs(tmp_path: Path, needs: int, severity: str | None) -> None:
     results = found(healthy(tmp_path), plan=needs_of(shm_bytes=needs))
     assert [finding.severity for finding in results] == ([severity] if severity else [])
+
+
+def test_a_kernel_that_is_kept_needs_no_compiler(tmp_path: Path) -> None:
+    machine = with_software(healthy(tmp_path / "m"), compiler=None)
+    files = {"/home/me/.cache/so-tui/kernels/adam-1-2.so": ""}
+    finding = only(found(machine, files, tmp_path / "t", environment={"HOME": "/home/me"}))
+    assert finding.severity == "note"
+    assert "/home/me/.cache/so-tui/kernels keeps" in finding.evidence
+    assert only(found(machine, {}, tmp_path / "u", environment={"HOME": "/home/me"})).severity == "blocks"
 
 
 def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, Host
+from sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, QUAD_GH200_HBM_ONLY, Host, fake_numa
 from test_doctor import GIB, INSTALLED, found, healthy, only
 
 from so_tui.machine import inspect_machine
@@ -184,3 +184,20 @@ def test_findings_here_are_true() -> None:
 
 def test_every_check_is_silent_on_a_machine_elsewhere(tmp_path: Path) -> None:
     assert findings(dataclasses.replace(QUAD_GH200).machine(tmp_path)) == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "titles"),
+    [
+        (QUAD_GH200, []),
+        (NVL2, []),
+        (QUAD_GH200_HBM_ONLY, ["takes the GPUs' memory"]),
+        (fake_numa(4), ["fake NUMA nodes"]),
+        (fake_numa(8), ["takes the GPUs' memory", "fake NUMA nodes"]),
+    ],
+    ids=["quad", "nvl2", "only-hbm", "fake-4", "fake-8"],
+)
+def test_numa_maps_that_mislead_others_are_noted(tmp_path: Path, host: Host, titles: list[str]) -> None:
+    results = found(healthy(tmp_path, host))
+    assert [finding.severity for finding in results] == ["note"] * len(titles)
+    assert all(title in finding.title for title, finding in zip(titles, results, strict=True))

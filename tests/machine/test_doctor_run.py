@@ -18,8 +18,9 @@ THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
 
 
 def test_a_plan_that_does_not_fit_blocks(tmp_path: Path) -> None:
-    finding = only(found(healthy(tmp_path), plan=needs_of(fits=False, reasons=("host node 0 needs 300 GiB", "use 4 GPUs"))))
-    assert (finding.severity, finding.evidence, finding.remedy) == ("blocks", "host node 0 needs 300 GiB", "use 4 GPUs")
+    short, mends = ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"), ("4 GPUs hold it", "a larger part would")
+    finding = only(found(healthy(tmp_path), plan=needs_of(fits=False, reasons=(*short, *mends), remedies=mends)))
+    assert (finding.severity, finding.evidence, finding.remedy) == ("blocks", "; ".join(short), "4 GPUs hold it; or a larger part would")
 
 
 @pytest.mark.parametrize(("share", "severity"), [(0.5, None), (0.95, "warning"), (1.5, "blocks")])

@@ -74,6 +74,23 @@ def test_a_kernel_is_kept_in_a_folder_of_our_own_or_nowhere(tmp_path: Path, monk
         kernel.library()
 
 
+def test_without_a_compiler_a_kernel_kept_for_this_cpu_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(offload.OffloadError, match=r"needs a C\+\+ compiler .* keeps no kernel for this CPU"):
+        kernel.library()
+    monkeypatch.setenv("PATH", path)
+    built = kernel.library()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert kernel.library() == built
+    other = built.with_name(f"adam-{'0' * 16}-{'0' * 16}.so")
+    built.rename(other)
+    with pytest.raises(offload.OffloadError, match="keeps no kernel for this CPU"):
+        kernel.library()
+
+
 def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = msgspec.structs.replace(support.binding(), adam_cpus=(100_000,))
     monkeypatch.setattr(support, "binding", lambda: nowhere)

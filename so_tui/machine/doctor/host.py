@@ -30,6 +30,34 @@ def cores_away_from_gpus(look: Look) -> Iterator[Finding]:
         )
 
 
+def memory_taken_for_a_cpus(look: Look) -> Iterator[Finding]:
+    """As many nodes without CPUs as with them: DeepSpeed's launcher takes the former for fast memory of the CPU, and prefers it."""
+    nodes = look.machine.numa_nodes
+    bare = [node.id for node in nodes if not node.cpus]
+    if look.nvidia and bare and 2 * len(bare) == len(nodes):
+        yield Finding(
+            severity="note",
+            title="DeepSpeed's launcher takes the GPUs' memory for the processors' own",
+            evidence=f"{len(nodes)} NUMA nodes, of which half ({cpu_ranges(bare)}) have no CPUs",
+            cost="None for runs of so-tui: ranks bind themselves. By hand, the optimizer's states come to lie in the GPUs' memory.",
+            remedy="Nothing must be done; for trainers started by hand: `numactl -m` with the CPU nodes, no `--bind_cores_to_rank`.",
+        )
+
+
+def fake_nodes(look: Look) -> Iterator[Finding]:
+    """Several nodes that list the same CPUs: a kernel started with ``numa=fake``."""
+    nodes = look.machine.cpu_nodes
+    shared = [node.id for node in nodes if sum(other.cpus == node.cpus for other in nodes) > 1]
+    if look.grace and shared:
+        yield Finding(
+            severity="note",
+            title="The kernel cuts memory into fake NUMA nodes",
+            evidence=f"nodes {cpu_ranges(shared)} list the same CPUs (numa=fake)",
+            cost="None for training: ranks are bound to all the pieces. Older kernels mix the GPU's memory into one of them.",
+            remedy="Nothing must be done; without `numa=fake` among the kernel's arguments the map is plainer.",
+        )
+
+
 def few_cores(look: Look) -> Iterator[Finding]:
     gpus, cores = len(look.nvidia), len(look.machine.allowed_cpus)
     if gpus and cores < _FEW_CORES * gpus:
@@ -103,4 +131,14 @@ def login_node(look: Look) -> Iterator[Finding]:
         )
 
 
-CHECKS = (cores_away_from_gpus, few_cores, cpu_quota, numa_balancing, governor, process_limit, login_node)
+CHECKS = (
+    cores_away_from_gpus,
+    memory_taken_for_a_cpus,
+    fake_nodes,
+    few_cores,
+    cpu_quota,
+    numa_balancing,
+    governor,
+    process_limit,
+    login_node,
+)

@@ -16,13 +16,13 @@ _DEEPSPEED_WORKER_CORES = 10
 
 def fits(look: Look) -> Iterator[Finding]:
     if look.plan and not look.plan.fits:
-        first, *others = look.plan.reasons or ("the plan does not fit",)
+        why = [reason for reason in look.plan.reasons if reason not in look.plan.remedies]
         yield Finding(
             severity="blocks",
             title="The plan does not fit this machine",
-            evidence=first,
+            evidence="; ".join(why),
             cost="`so-tui run` refuses it.",
-            remedy="; ".join(others) or f"`so-tui plan {look.plan.spec.name}` shows the arithmetic.",
+            remedy="; or ".join(look.plan.remedies) or f"`so-tui plan {look.plan.spec.name}` shows the arithmetic.",
         )
 
 

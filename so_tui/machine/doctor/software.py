@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from so_tui.machine.doctor.finding import Finding, Look
+from so_tui.machine.tree import Tree
 
 DEEPSPEED = "0.19.8"
 """The one version whose internals the offload engine was written for."""
@@ -70,12 +71,17 @@ def build_tools(look: Look) -> Iterator[Finding]:
     if not look.machine.live or installed.deepspeed is None or (look.plan and look.plan.mode == "gpu"):
         return
     if installed.compiler is None:
+        kept = look.tree is not None and keeps_kernel(look.tree, look.environment)
         yield Finding(
-            severity="blocks",
+            severity="note" if kept else "blocks",
             title="No C++ compiler",
-            evidence="`c++ --version` (or $CXX) was tried",
-            cost="CPU Adam is compiled at first use and cannot be: the offload modes do not start.",
-            remedy="Install g++ (or load the site's compiler module); `so-tui doctor --fix` then compiles it ahead.",
+            evidence="`c++ --version` (or $CXX) was tried"
+            + (f"; {kernel_folder(look.environment)} keeps what was compiled before" if kept else ""),
+            cost="None, if that was compiled for this kind of CPU."
+            if kept
+            else "CPU Adam is compiled at first use and cannot be: the offload modes do not start.",
+            remedy="Install g++ (or load the site's compiler module); `so-tui doctor --fix` then compiles it ahead, also for machines "
+            "like it with the same home folder.",
         )
     if installed.ninja is None:
         yield Finding(
@@ -93,6 +99,16 @@ def build_tools(look: Look) -> Iterator[Finding]:
             cost="The first run does it while all its ranks wait, for one to three minutes.",
             remedy="`so-tui doctor --fix` does it now.",
         )
+
+
+def kernel_folder(environment: Mapping[str, str]) -> str:
+    """Where so-tui's own compiled CPU Adam is kept."""
+    return f"{environment.get('XDG_CACHE_HOME') or environment.get('HOME', '~') + '/.cache'}/so-tui/kernels"
+
+
+def keeps_kernel(tree: Tree, environment: Mapping[str, str]) -> bool:
+    """Whether a compiled CPU Adam is there; for which CPU is seen when it is loaded."""
+    return any(name.startswith("adam-") and name.endswith(".so") for name in tree.names(kernel_folder(environment)))
 
 
 def toolkit(look: Look) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Compiles ``adam.cpp`` for this CPU, once: a second of work, kept in the user's cache."""
+"""Compiles ``adam.cpp`` for this CPU, once: a second of work, kept in the user's cache, also for nodes without a compiler."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-
 
 
 def library() -> Path:
-    """The compiled library. Raises OffloadError when there is no C++ compiler or it fails."""
-    compiler = _compiler()
-    folder = _cache_folder()
-    path = folder / f"adam-{_fingerprint(compiler)}.so"
+    """The compiled library; where there is no compiler, one that was kept for this CPU.
+
+    Raises OffloadError when there is neither, or the compiler fails.
+    """
+    compiler, folder = _compiler(), _cache_folder()
+    if compiler is None:
+        return _kept(folder)
+    path = folder / f"adam-{_of_this_cpu()}-{_made_by(compiler)}.so"
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / path.name
@@ -32,11 +36,18 @@ def library() -> Path:
     return path
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        if name and shutil.which(name):
-            return name
-    raise OffloadError("The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to choose one). None was found.")
+def _compiler() -> str | None:
+    return next((name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and shutil.which(name)), None)
+
+
+def _kept(folder: Path) -> Path:
+    kept = sorted(folder.glob(f"adam-{_of_this_cpu()}-*.so"))
+    if not kept:
+        raise OffloadError(
+            "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to choose one). None was found, and "
+            f"{folder} keeps no kernel for this CPU: `so-tui doctor --fix` on a machine like it, with a compiler, puts one there."
+        )
+    return kept[-1]
 
 
 def _cache_folder() -> Path:
@@ -55,10 +66,16 @@ def _cache_folder() -> Path:
     )
 
 
-def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler and the instructions of this CPU (a home folder may serve different machines)."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = (SOURCE.read_text(), *FLAGS, compiler, version, platform.machine(), _instructions())
+def _of_this_cpu() -> str:
+    """Changes with the source, the flags and the instructions of this CPU (a home folder may serve different machines)."""
+    return _digest(SOURCE.read_text(), *FLAGS, platform.machine(), _instructions())
+
+
+def _made_by(compiler: str) -> str:
+    return _digest(compiler, subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout)
+
+
+def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

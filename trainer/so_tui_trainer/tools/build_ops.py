@@ -1,7 +1,7 @@
-"""Compile what a first run would compile: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s}`` out.
+"""Compile what a first run would compile: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s, "deepspeed": reason or ""}`` out.
 
-That is DeepSpeed's CPU Adam and our own. Otherwise the first run does it while all its ranks wait, for one to three minutes in which
-nothing seems to happen.
+That is our own CPU Adam and DeepSpeed's. Otherwise the first run does it while all its ranks wait, for one to three minutes in which
+nothing seems to happen. ``deepspeed`` says why DeepSpeed's cannot be had, which only some settings need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 
 def build() -> dict[str, object]:
-    """Load the kernels, which compiles those that are not cached. Raises whatever the compiler's failure raises."""
+    """Load the kernels, which compiles those that are not cached. Raises OffloadError where our own cannot be compiled."""
     import torch
 
     from so_tui_trainer.offload import kernel
@@ -23,11 +23,16 @@ def build() -> dict[str, object]:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
-    CPUAdamBuilder().load(verbose=False)
+    reason = ""
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except (RuntimeError, OSError, AssertionError, CUDAMismatchException, MissingCUDAException) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     seconds = time.monotonic() - began
     # Loading a cached build takes a second or two; compiling takes most of a minute on any machine.
-    return {"cpu_adam": "built" if seconds > 10 else "ready", "seconds": round(seconds, 1)}
+    return {"cpu_adam": "built" if seconds > 10 else "ready", "seconds": round(seconds, 1), "deepspeed": reason}
 
 
 def main() -> int:

@@ -37,6 +37,8 @@ def prepare(request: Answer) -> Iterator[Answer]:
     yield {"message": "compiling the CPU kernels (a minute, the first time)"}
     built = build_ops.build()
     yield {"message": f"CPU kernels: {built['cpu_adam']} ({built['seconds']} s)"}
+    if built["deepspeed"]:
+        yield {"message": f"DeepSpeed's own CPU Adam, which only some settings need, cannot be compiled: {built['deepspeed']}"}
     yield {"message": f"{spec.name} is ready to start", "done": True}
 
 
