@@ -1,10 +1,11 @@
 """The application: five screens, what they share (presets, machine, runs), and starting runs.
 
-Nothing is computed before the first paint: presets, machine, plans and runs come from named thread workers as typed messages.
+Nothing is computed before the first paint: presets, machine, plans and runs come from named workers that compute in threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -109,6 +110,8 @@ class SoTuiApp(App[None]):
         self.opened = open_run
         self._start = start
         self._lister: RunLister | None = None
+        self._listing: Worker[None] | None = None
+        self._listing_due = asyncio.Event()
         # Per instance, before Textual reads it: a run that is to be shown needs no other screen first.
         setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
         super().__init__()
@@ -180,19 +183,24 @@ class SoTuiApp(App[None]):
             screen.edit(then_edit)
 
     def list_runs(self) -> None:
-        """Read the list of runs, unless the reading before is still under way (a slow file system)."""
-        if not any(worker.group == "runs" and worker.is_running for worker in self.workers):
-            self._list_runs()
+        """Read the list of runs, after the reading that may be under way (a slow file system)."""
+        self._listing_due.set()
+        if self._listing is None or self._listing.is_finished:
+            self._listing = self._list_runs()
 
-    @work(thread=True, group="runs", name="list runs", exit_on_error=False)
-    def _list_runs(self) -> None:
+    @work(group="runs", name="list runs", exclusive=True, exit_on_error=False)
+    async def _list_runs(self) -> None:
+        """One worker for every reading, in a thread: starting one each time costs as much as reading."""
+        while True:
+            await self._listing_due.wait()
+            self._listing_due.clear()
+            self.runs = await asyncio.to_thread(self._read_runs)
+
+    def _read_runs(self) -> tuple[RunRow, ...]:
         from so_tui.ui.runlist import RunLister
 
         self._lister = self._lister or RunLister(self.runs_dir)
-        self.post_message(messages.RunsListed(self._lister.rows()))
-
-    def on_runs_listed(self, message: messages.RunsListed) -> None:
-        self.runs = message.runs
+        return self._lister.rows()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         self.tell_failed_worker(event)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from so_tui.plan.types import Plan
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog, Problem, RunSpec
-    from so_tui.ui.follow import Snapshot
-    from so_tui.ui.runlist import RunRow
 
 
 class Loaded(Message):
@@ -29,14 +27,6 @@ class Failed(Message):
 
     def __init__(self, title: str, lines: tuple[str, ...], *, retry_forced: RunSpec | None = None) -> None:
         self.title, self.lines, self.retry_forced = title, lines, retry_forced
-        super().__init__()
-
-
-class RunsListed(Message):
-    """The runs that the index knows, newest first."""
-
-    def __init__(self, runs: tuple[RunRow, ...]) -> None:
-        self.runs = runs
         super().__init__()
 
 
@@ -64,12 +54,4 @@ class Diagnosed(Message):
 
     def __init__(self, findings: tuple[Finding, ...]) -> None:
         self.findings = findings
-        super().__init__()
-
-
-class SnapshotReady(Message):
-    """What a poll of a run brought; ``generation`` tells the run that is shown from one that was left."""
-
-    def __init__(self, generation: int, snapshot: Snapshot) -> None:
-        self.generation, self.snapshot = generation, snapshot
         super().__init__()

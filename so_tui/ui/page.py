@@ -18,6 +18,7 @@ from so_tui.ui.widgets.keyline import KeyLine
 
 if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.runlist import RunRow
 
 PAGES: tuple[tuple[str, str], ...] = (
     ("presets", "Presets"),
@@ -35,16 +36,28 @@ class TopLine(Widget):
     TopLine { height: 1; background: $surface; padding: 0 1; }
     """
 
+    def __init__(self) -> None:
+        self._live = 0
+        super().__init__()
+
     def on_mount(self) -> None:
-        for name in ("machine", "runs", "doctor_line"):
+        for name in ("machine", "doctor_line"):
             self.watch(self.app, name, self._changed, init=False)
+        self.watch(self.app, "runs", self._count)
 
     def _changed(self) -> None:
         self.refresh()
 
+    def _count(self, runs: tuple[RunRow, ...]) -> None:
+        """The list changes at every step of a run; this line only says how many live."""
+        live = sum(run.live for run in runs)
+        if live != self._live:
+            self._live = live
+            self.refresh()
+
     def render(self) -> Content:
         app: SoTuiApp = self.app  # type: ignore[assignment]
-        live = sum(1 for run in app.runs if run.live)
+        live = self._live
         right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no run live", "$faint")
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width

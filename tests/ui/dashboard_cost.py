@@ -48,18 +48,18 @@ def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None
         os.close(terminal)
         os.close(telling)
         total, sent, due, began, heard = 0, 0, time.monotonic(), 0.0, ""
-        last = b""
-        while run.poll() is None:
+        last, sources = b"", [controller, hearing]
+        while True:  # until all that it said is heard: it may end, and its terminal with it, right after its last word
             if time.monotonic() >= due:
                 due += 1.0
                 feed()
-            ready, _, _ = select.select([controller, hearing], [], [], 0.05)
+            ready, _, _ = select.select(sources, [], [], 0.05)
             if controller in ready:
                 try:
                     block = os.read(controller, 65536)
                     total, last = total + len(block), block
                 except OSError:  # how the end of a pty shows itself on Linux
-                    break
+                    sources.remove(controller)
             if hearing in ready:
                 said = os.read(hearing, 65536).decode()
                 heard += said
@@ -67,6 +67,7 @@ def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None
                     sent, began = total, time.monotonic()
                 if match := re.search(r"cpu ([0-9.]+)", said):
                     found = Cost(float(match[1]), (total - sent) / (time.monotonic() - began))
+                if found or not said:
                     break
         run.kill()
     os.close(controller)

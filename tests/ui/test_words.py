@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from make_run import plan_for, quad_machine
 from rich.text import Text
+from textual.scrollbar import ScrollBarRender
 
 from so_tui.machine.doctor import Finding
 from so_tui.spec import field_index, find_preset, with_values
@@ -17,6 +18,7 @@ from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
+from so_tui.ui.widgets.log import thumb_top
 
 
 def test_numbers_have_units_and_no_noise() -> None:
@@ -148,3 +150,15 @@ def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
     assert with_room(rows, whole, 1) == list(COLUMNS)
     assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
     assert with_room(rows, 76, 1) == ["", "state", "name", "step", "loss", "age"]
+
+
+def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None:
+    def drawn(rows: int, lines: int) -> tuple[str, ...]:
+        bar = ScrollBarRender.render_bar(size=rows, virtual_size=lines, window_size=rows, position=lines - rows)
+        return tuple(f"{segment.text} {segment.style}" for segment in bar.segments)
+
+    for rows in (3, 5, 17):
+        for lines in range(rows + 1, 400):
+            same = thumb_top(rows, lines) == thumb_top(rows, lines + 1)
+            assert not same or drawn(rows, lines) == drawn(rows, lines + 1), (rows, lines)
+    assert len({thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, "a long log's hardly ever moves"

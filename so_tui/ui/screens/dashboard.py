@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
-from textual import on, work
+from textual import work
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
+from textual.worker import Worker
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import RunFollower, Snapshot
-from so_tui.ui.messages import SnapshotReady
 from so_tui.ui.screens.dashboard_axis import AxisKeys
 from so_tui.ui.screens.dashboard_log import LogSearch
 from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
@@ -83,7 +84,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
     def __init__(self) -> None:
         self._run: RunDirectory | None = None
         self._follower: RunFollower | None = None
-        self._generation = 0
+        self._worker: Worker[None] | None = None
+        self._due = asyncio.Event()
         self._axis: Axis | None = None
         super().__init__()
 
@@ -127,8 +129,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         if known or not self.query("#panels"):  # a new screen takes the opened run when it is mounted
             return
         self._run = run
-        self._generation += 1
         self._follower = RunFollower(run)
+        self._worker = None
         self.snapshot = None
         self._axis = None
         self.view = View(unit=self.view.unit)
@@ -143,24 +145,32 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         self._tick()
 
     def _tick(self) -> None:
-        """Poll, unless this screen is not shown or the poll before is still under way (a slow file system)."""
+        """Have the run polled, unless this screen is not shown."""
         if self._follower is None or not self.is_current:
             return
-        if not any(worker.group == "follow" and worker.is_running for worker in self.workers):
+        self._due.set()
+        if self._worker is None or self._worker.is_finished:
+            self._worker = self._poll(self._follower)
+
+    @work(group="follow", name="follow the run", exclusive=True, exit_on_error=False)
+    async def _poll(self, follower: RunFollower) -> None:
+        """Poll in a thread when it is time, and not before the last poll came back (a slow file system), until another run is followed.
+
+        One worker for all polls: starting one, and what it tells of its states, costs as much as a poll.
+        """
+        while True:
+            await self._due.wait()
+            self._due.clear()
             zoomed = self.view.window is not None and self._axis is not None
-            self._poll(self._generation, self._follower, self._axis.in_steps() if zoomed and self._axis is not None else None)
+            window = self._axis.in_steps() if zoomed and self._axis is not None else None
+            snapshot = await asyncio.to_thread(follower.poll, window)
+            if follower is self._follower:
+                self._take(snapshot)
 
-    @work(thread=True, group="follow", name="follow the run", exit_on_error=False)
-    def _poll(self, generation: int, follower: RunFollower, window: tuple[float, float] | None) -> None:
-        self.post_message(SnapshotReady(generation, follower.poll(window)))
-
-    @on(SnapshotReady)
-    def _take(self, message: SnapshotReady) -> None:
-        if message.generation != self._generation:
-            return
-        before, self.snapshot = self.snapshot, message.snapshot
-        self._show(message.snapshot)
-        if before is None or before.live != message.snapshot.live:
+    def _take(self, snapshot: Snapshot) -> None:
+        before, self.snapshot = self.snapshot, snapshot
+        self._show(snapshot)
+        if before is None or before.live != snapshot.live:
             self.refresh_bindings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

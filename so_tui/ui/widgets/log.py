@@ -12,9 +12,15 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 
 MOST_LINES = 20_000
+
+
+def thumb_top(rows: int, lines: int) -> int:
+    """Where the thumb of a scrollbar begins when ``lines`` are followed through ``rows``: in eighths of a cell, as it is drawn."""
+    return int((rows - max(1.0, rows * rows / max(1, lines))) * 8)
 
 
 class LogView(ScrollView, can_focus=True):
@@ -80,15 +86,28 @@ class LogView(ScrollView, can_focus=True):
         bars = size.height > self.size.height, size.width > self.size.width
         if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
             # More lines behind the same scrollbars: nothing else on the screen moves, so it need not be laid out again.
+            before = self.virtual_size.height
             self.set_reactive(ScrollView.virtual_size, size)
-            for scrollbar, extent, shown in zip((self.vertical_scrollbar, self.horizontal_scrollbar), size[::-1], bars, strict=True):
-                if shown:
-                    scrollbar.window_virtual_size = extent
+            if bars[0]:
+                self._move_thumb(before, size.height)
+            if bars[1]:
+                self.horizontal_scrollbar.window_virtual_size = size.width
         else:
             self.virtual_size = size
         if self.following:
-            self.scroll_end(animate=False, immediate=True, x_axis=False)
+            self.scroll_to(y=self.max_scroll_y, animate=False, immediate=True)
         self.refresh()
+
+    def _move_thumb(self, before: int, after: int) -> None:
+        """Tell the scrollbar of more lines; painted only where it will look different, which a long log's seldom does."""
+        scrollbar = self.vertical_scrollbar
+        if not self.following:
+            scrollbar.window_virtual_size = after
+            return
+        scrollbar.set_reactive(ScrollBar.window_virtual_size, after)
+        scrollbar.set_reactive(ScrollBar.position, float(self.max_scroll_y))
+        if thumb_top(self.size.height, before) != thumb_top(self.size.height, after):
+            scrollbar.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
