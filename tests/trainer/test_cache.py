@@ -26,6 +26,7 @@ def spec_of(path: Path, **changes: str) -> RunSpec:
 
 def rows_file(folder: Path, count: int = 3, name: str = "rows.jsonl", output: str = "Answer") -> Path:
     path = folder / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(json.dumps({"instruction": f"Ask {n}.", "output": f"{output} {n}."}) for n in range(count)))
     return path
 
@@ -44,6 +45,16 @@ def test_other_data_and_other_options_are_another_entry(tmp_path: Path, change: 
     folder = prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
     path = rows_file(tmp_path, output=change.pop("rows", "Answer"))
     assert prepare(spec_of(path, **change), tmp_path / "cache") != folder
+
+
+def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> None:
+    folders = set()
+    for output in ("One", "Two"):
+        for source in (rows_file(tmp_path, output=output), rows_file(tmp_path, name="more/rows.jsonl", output=output).parent):
+            for file in source.rglob("*") if source.is_dir() else [source]:
+                os.utime(file, (1_700_000_000,) * 2)
+            folders.add(prepare(spec_of(source), tmp_path / "cache"))
+    assert len(folders) == 2  # file and folder have the same rows
 
 
 def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:

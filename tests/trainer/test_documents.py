@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +347,22 @@ def test_what_cannot_be_used_is_named_with_its_row_and_column(
     told = problem(tmp_path / name, tmp_path)
     for words in said:
         assert words in told
+
+
+def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path) -> None:
+    place = tmp_path / "hub" / "models--owner--tokenizer"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("a" * 40)
+    load_tokenizer(tiny()).save_pretrained(place / "snapshots" / ("a" * 40))
+    (place / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(tiny().model.config))
+    code = (
+        "from so_tui.spec import find_preset, with_values; from so_tui_trainer.data.tokens import load_tokenizer;"
+        "changes = {'model.revision': 'v2', 'model.tokenizer': 'owner/tokenizer'};"
+        "print(load_tokenizer(with_values(find_preset('tiny').spec, changes)).eos_token)"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert asked.stdout == "<|eos|>\n", asked.stderr
 
 
 def test_what_is_not_there_is_no_hub_name(tmp_path: Path) -> None:

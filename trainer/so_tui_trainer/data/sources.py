@@ -5,6 +5,7 @@ Imports ``datasets`` only when a source is opened.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -85,11 +86,12 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
 
 def _load_file(path: Path, source: DataSource) -> Dataset:
     reader = _reader(path, source)
+    options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_of((path,))}
     if reader == "csv":
         import pandas
 
-        return _as_written(source, reader, data_files=str(path), **_texts(pandas.read_csv(path, nrows=0).columns))
-    return _as_written(source, reader, data_files=str(path))
+        options |= _texts(pandas.read_csv(path, nrows=0).columns)
+    return _as_written(source, reader, **options)
 
 
 def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
@@ -103,8 +105,17 @@ def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
         if source.split not in saved:
             raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
         return saved[source.split], ()
-    rows = _as_written(source, str(path), source.subset or None)
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    rows = _as_written(source, str(path), source.subset or None, cache_dir=_cache_of(files))
     return rows, () if source.subset else _left_out(path)
+
+
+def _cache_of(files: Iterable[Path]) -> str:
+    """Where ``datasets`` keeps the rows of local files. By itself it tells changed ones by their time alone, which copies may keep."""
+    import datasets
+
+    states = [(str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for file in files for state in (file.stat(),)]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "so-tui" / hashlib.sha256(repr(states).encode()).hexdigest()[:16])
 
 
 def _left_out(folder: Path) -> tuple[str, ...]:

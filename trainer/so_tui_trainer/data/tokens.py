@@ -48,9 +48,9 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = resolve_source(spec.model.tokenizer or spec.model.id)
-    field = "model.tokenizer" if spec.model.tokenizer else "model.id"
+    field, revision = ("model.tokenizer", "main") if spec.model.tokenizer else ("model.id", spec.model.revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=spec.model.revision, trust_remote_code=spec.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=spec.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
