@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,32 @@ def test_one_bit_in_a_small_file_shows(tmp_path: Path, alone: Ranks) -> None:
     assert found.path == paths[0]
     for damage, file in zip(found.damaged, files, strict=True):
         assert f"{file} does not hold what was written" in damage.reason
+
+
+def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path: Path, alone: Ranks) -> None:
+    run = spec(keep=1)
+    with support.engine(run) as made:
+        model = save(made, tmp_path / "model", 1, alone, run)
+    folder, end = tmp_path / "run", time.monotonic() + 2
+    folder.mkdir()
+    shutil.copytree(model, folder / "step-000001")
+
+    def go_on() -> None:
+        """As a run that saves and removes all the time."""
+        for step in itertools.count(2):
+            shutil.copytree(model, folder / "new.partial")
+            (folder / "new.partial").rename(folder / f"step-{step:06d}")
+            shutil.rmtree((folder / f"step-{step - 1:06d}").rename(folder / "old.partial"))
+            if time.monotonic() > end:
+                return
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    while other.is_alive():
+        found = checkpoint.newest(folder)
+        assert found is not None
+        assert not found.damaged
+    other.join()
 
 
 def test_the_clock_asks_for_a_checkpoint_of_the_next_step(tmp_path: Path, alone: Ranks) -> None:

@@ -232,6 +232,9 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     assert "rank_00001.states" in messages[0]["message"]
     assert messages[-1]["step"] == 5
     assert states.is_file()
+    (run.checkpoints_dir / "step-000005" / "checkpoint.json").write_text("{")
+    with pytest.raises(InputError, match=r"step-000005: checkpoint.json: .*truncated"):
+        list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
 
 
 STOP_ID = 2048

@@ -81,7 +81,9 @@ def newest(folder: Path) -> Found | None:
         try:
             return Found(path, verify(path), tuple(damaged))
         except (OSError, msgspec.DecodeError, offload.OffloadError) as error:
-            damaged.append(Damage(path, str(error)))
+            if not path.is_dir():  # not damaged: a run that goes on has replaced it by a newer one meanwhile
+                return newest(folder)
+            damaged.append(Damage(path, f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)))
     if damaged:
         reasons = "; ".join(f"{damage.path.name}: {damage.reason}" for damage in damaged)
         reason = f"none of the checkpoints in {folder} can be read ({reasons})"
@@ -166,8 +168,11 @@ def complete(partial: Path, manifest: Manifest) -> Path:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Ascending by step."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    """Ascending by step. As of one moment: asked one by one, each could be gone and the newer one not have been there yet."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        found = [folder / entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

@@ -44,8 +44,12 @@ def _newest(run: RunDirectory) -> Found:
     from so_tui.runs import read_spec
     from so_tui.spec import InputError, Problem
     from so_tui_trainer.checkpoint import folder_of, newest
+    from so_tui_trainer.failures import TrainingError
 
-    found = newest(folder_of(run, read_spec(run)))
+    try:
+        found = newest(folder_of(run, read_spec(run)))
+    except TrainingError as error:
+        raise InputError([Problem(field="run", value=run.name, message=error.reason, remedy=error.suggestion)]) from error
     if found is None:
         remedy = "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or `every_minutes`."
         raise InputError([Problem(field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)])
