@@ -70,10 +70,10 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
 
 @torch.no_grad()
 def _route(chosen: Tensor, experts: int) -> Routing:
-    expert, order = chosen.flatten().sort(stable=True)
+    expert, order = chosen.flatten().to(torch.int16).sort(stable=True)  # a GPU sorts by digits: narrow numbers take fewer passes
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
+    ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device, dtype=expert.dtype), right=True, out_int32=True)
     return Routing(order, places.view(chosen.shape), ends)
 
 
