@@ -16,8 +16,8 @@ POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 """The fastest first."""
 
 SINKS = frozenset({"gpt_oss"})
-"""Model types whose attention has sinks: two fp32 copies of one layer's attention result exist for a moment in backward. The gate of their
-experts is clamped and shifted, in steps that each keep a copy where they are not one kernel."""
+"""Model types whose attention has sinks: another tensor like one layer's attention result exists for a moment in backward. The gate of
+their experts is clamped and shifted, in steps that each keep a copy where they are not one kernel."""
 
 
 def policy_of(model: ModelSpec) -> Policy:
@@ -92,7 +92,7 @@ def block_bytes(shape: Architecture, *, fused: bool) -> int:
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
     feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else 12 * shape.intermediate
-    sinks = 8 * q if shape.model_type in SINKS else 0
+    sinks = 2 * q if shape.model_type in SINKS else 0
     own = 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
     return own + feed_forward + sinks
 

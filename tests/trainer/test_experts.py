@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from so_tui_trainer.model.kernels.experts import Gate, Weights, mixture
+from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 TOKENS, CHOICES, EXPERTS = 13, 3, 6
@@ -71,12 +71,41 @@ def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("gate", [SILU, CLAMPED._replace(limit=1.0)], ids=["silu", "clamped"])
+def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
+    _, chosen, shares, _ = example(gate, 8, 8)
+    generator = torch.Generator().manual_seed(0)
+    pairs, width = chosen.numel(), 3
+    leaves = (torch.randn(pairs, 2 * width, generator=generator), shares, torch.randn(EXPERTS, 2 * width, generator=generator))
+    doubles = [leaf.double().requires_grad_() for leaf in leaves]
+    assert torch.autograd.gradcheck(lambda *own: gated(*own, route(chosen, EXPERTS), gate), doubles)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("width", [40, 768, 2880])
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
+    _, chosen, shares, _ = example(gate, 8, 8)
+    products, gradient = 5 * torch.randn(chosen.numel(), 2 * width), torch.randn(chosen.numel(), width)
+    bias = None if gate is SILU else torch.randn(EXPERTS, 2 * width)
+    results = []
+    for device in ("cpu", "cuda"):
+        own = [None if leaf is None else leaf.to(device).requires_grad_() for leaf in (products, shares, bias)]
+        result = gated(*own, route(chosen.to(device), EXPERTS), gate)
+        result.backward(gradient.to(device))
+        results.append([result.detach().cpu(), *(leaf.grad.cpu() for leaf in own if leaf is not None)])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("width", [24, 768, 2880])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:
     hidden, chosen, shares, weights = example(gate, 64, width)
+    hidden = hidden / 8  # within the limit: where a number of eight bits falls to its other side, a gradient is gone
     results = []
     for like in (torch.empty(0), torch.empty(0, device="cuda", dtype=torch.bfloat16)):
         own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, like)

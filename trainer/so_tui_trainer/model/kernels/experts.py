@@ -54,10 +54,10 @@ class Weights(NamedTuple):
 def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate) -> Tensor:
     """``hidden``: [tokens, hidden], ``chosen``: [tokens, k] experts, each once, ``shares``: [tokens, k] their weights; like ``hidden``."""
     # Kept in a layer's repetition, since the products that are kept lie in this order.
-    routing = Routing(*keep(lambda: _route(chosen, len(weights.first))))
+    routing = Routing(*keep(lambda: route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
     products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
-    narrow = _Gated.apply(products, shares, weights.first_bias, routing, gate)  # type: ignore[no-untyped-call]
+    narrow = gated(products, shares, weights.first_bias, routing, gate)
     shared_bias = None
     if weights.second_bias is not None:
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
@@ -69,7 +69,8 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
 
 
 @torch.no_grad()
-def _route(chosen: Tensor, experts: int) -> Routing:
+def route(chosen: Tensor, experts: int) -> Routing:
+    """Rows in order of the experts, and of the tokens within each; ``chosen``: [tokens, k]."""
     expert, order = chosen.flatten().to(torch.int16).sort(stable=True)  # a GPU sorts by digits: narrow numbers take fewer passes
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -129,6 +130,12 @@ class _Product(torch.autograd.Function):
         of_rows = grouped_mm(gradient, weight.transpose(-2, -1) if ctx.inputs_first else weight, offs=ends)
         left, right = (rows, gradient) if ctx.inputs_first else (gradient, rows)
         return of_rows, grouped_mm(left.t(), right, offs=ends), None, None
+
+
+def gated(products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate) -> Tensor:
+    """``products``: [pairs, 2 width] in order of the experts, without their ``bias``; [pairs, width], each times its share."""
+    result: Tensor = _Gated.apply(products, shares, bias, routing, gate)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Gated(torch.autograd.Function):
