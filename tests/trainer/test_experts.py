@@ -71,6 +71,25 @@ def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+def test_what_backward_needs_of_a_matrix_is_the_parameter(gate: Gate) -> None:
+    """A view would hold the memory that ZeRO-3 gathers a parameter into."""
+    hidden, chosen, shares, weights = example(gate, 16, 24)
+    own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, torch.empty(0))
+    matrices = {matrix.data_ptr(): matrix for matrix in (own_weights.first, own_weights.second)}
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        mixture(own_hidden, chosen, own_shares, own_weights, gate)
+    found = [tensor for tensor in saved if tensor.data_ptr() in matrices]
+    assert len(found) == 2
+    assert all(tensor is matrices[tensor.data_ptr()] for tensor in found)
+
+
 @pytest.mark.parametrize("gate", [SILU, CLAMPED._replace(limit=1.0)], ids=["silu", "clamped"])
 def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
     _, chosen, shares, _ = example(gate, 8, 8)

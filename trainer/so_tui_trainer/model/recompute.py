@@ -45,8 +45,7 @@ def install(causal: PreTrainedModel, policy: Policy) -> None:
     # Not reentrant: that would run ZeRO-3's end-of-backward work several times per backward. There is no dropout to repeat, and
     # whether both passes save equal shapes is what the tests check.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    if policy == "selective":
-        options["context_fn"] = _contexts
+    options["context_fn"] = _contexts if policy == "selective" else _contexts_of_full
     for layer in causal.modules():
         if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
             inner, ending = _products(layer)
@@ -61,6 +60,11 @@ def keep(compute: Callable[[], Computed]) -> Computed:
     """The result of ``compute``; in a layer's repetition, what it was the first time. For the forward of an ``autograd.Function``."""
     keeper = _local.keeper
     return compute() if keeper is None else keeper(compute)
+
+
+def repeated() -> bool:
+    """Whether this is in a layer whose forward is repeated, in the first pass or the second."""
+    return _local.keeper is not None
 
 
 class Product(torch.autograd.Function):
@@ -99,6 +103,13 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
         return kept.popleft()
 
     return _keeping(first), _keeping(again)
+
+
+def _contexts_of_full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def computed(compute: Callable[[], Computed]) -> Computed:
+        return compute()
+
+    return _keeping(computed), _keeping(computed)
 
 
 @contextmanager

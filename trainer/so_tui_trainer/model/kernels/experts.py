@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from so_tui_trainer.model.recompute import keep
+from so_tui_trainer.model.recompute import keep, repeated
 
 
 class Routing(NamedTuple):
@@ -62,10 +62,17 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
     if weights.second_bias is not None:
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
         shared_bias = by_expert @ weights.second_bias
-    # torch's own product saves its inputs before it computes, and nothing after it saves anything: the repetition of a layer ends here.
-    second = weights.second if weights.inputs_first else weights.second.transpose(-2, -1)
-    result: Tensor = _Collected.apply(grouped_mm(narrow, second, offs=routing.ends), routing)  # type: ignore[no-untyped-call]
+    rows = _second_product(narrow, weights, routing.ends)
+    result: Tensor = _Collected.apply(rows, routing)  # type: ignore[no-untyped-call]
     return result if shared_bias is None else result + shared_bias
+
+
+def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
+    if repeated():
+        # torch's own saves its inputs before it computes, and nothing after it saves anything: the repetition of a layer ends here.
+        return grouped_mm(narrow, weights.second if weights.inputs_first else weights.second.transpose(-2, -1), offs=ends)
+    result: Tensor = _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-untyped-call]
+    return result
 
 
 @torch.no_grad()
