@@ -60,6 +60,8 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
 
 def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
     preview, _, _ = look(data__held_out="20")
+    assert preview.sequences < look()[0].sequences
+    assert preview.sources[0].times_an_epoch == pytest.approx(335 / 355)
     facts = {name: (figure, meaning) for name, figure, meaning in preview.facts()}
     assert facts["held out"] == ("20", "documents to evaluate on; the rest is trained on")
     assert "355 have" in facts["rows"][1]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,14 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
     ):
         documents = documents_of(tmp_path, tmp_path / name)
         assert [texts(documents, index)[1] for index in range(len(documents.lengths))] == [f"{answer}<|eos|>" for answer in said]
+
+
+def test_real_times_in_other_columns_are_no_trouble(tmp_path: Path) -> None:
+    row = ROWS["alpaca"] | {"created": datetime(2021, 1, 1, tzinfo=UTC)}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    assert texts(documents_of(tmp_path, tmp_path / "rows.parquet"))[1] == "They make 5.<|eos|>"
+    rows = lines(tmp_path, [ROWS["alpaca"] | {"created": "2021-01-01 10:00:00"}])
+    assert texts(documents_of(tmp_path, rows))[1] == "They make 5.<|eos|>"
 
 
 def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def _as_written(source: DataSource, *what: str | None, **options: Any) -> Datase
         return rows
     if rows.info.builder_name == "csv":
         return datasets.load_dataset(*what, split=source.split, **options, **_texts(rows.column_names))
-    features = _undated(rows.features)
+    features = _undated(rows.features) if rows.info.builder_name == "json" else rows.features
     return rows if features == rows.features else datasets.load_dataset(*what, split=source.split, **options, features=features)
 
 

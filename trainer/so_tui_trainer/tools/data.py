@@ -38,22 +38,19 @@ def preview(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.packing import fill
     from so_tui_trainer.data.tokens import load_tokenizer
+    from so_tui_trainer.evaluation import divide
 
     spec = requested_spec(request)
     folder = yield from _prepared(spec)
     documents, tokenizer = read(folder, spec.data), load_tokenizer(spec)
-    held_out = 0
-    if spec.data.held_out:
-        from so_tui_trainer.evaluation import divide
-
-        held_out = len(divide(documents, spec).held_out)
-    lengths = documents.lengths
-    sequences = fill(lengths, documents.epoch(spec.train.seed), spec.data)
+    parts, lengths = divide(documents, spec), documents.lengths
+    epoch = documents.epoch(spec.train.seed, parts.training)
+    sequences = fill(lengths, epoch, spec.data)
     shown = islice(_in_turn(documents), max(0, int(request.get("rows", 3))))
     yield {
         **msgspec.to_builtins(documents.counts),
         "documents": len(lengths),
-        "held_out": held_out,
+        "held_out": len(parts.held_out),
         "tokens": len(documents.tokens),
         "trained_tokens": int(documents.trained.sum()),
         "longest": int(lengths.max()),
@@ -65,7 +62,7 @@ def preview(request: Answer) -> Iterator[Answer]:
         "layout": chat_of(tokenizer).name,
         "loss": spec.data.loss,
         "histogram": histogram(lengths),
-        "sources": _sources(documents, spec),
+        "sources": _sources(documents, epoch),
         "sequence": _sequence(documents, sequences),
         "samples": [_sample(documents, tokenizer, index) for index in shown],
         "warnings": list(documents.warnings),
@@ -101,10 +98,9 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
     ]
 
 
-def _sources(documents: Documents, spec: RunSpec) -> list[Answer]:
-    """What became of each source, and its share of what an epoch trains on."""
+def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]:
+    """What became of each source, and its share of ``epoch``, the documents that one trains on."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
-    epoch = documents.epoch(spec.train.seed)
     met = np.bincount(np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts))
     lengths, trained = documents.lengths, documents.trained_lengths
     answers = []
