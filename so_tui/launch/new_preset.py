@@ -38,9 +38,11 @@ def describe_model(
     """
     chosen = name or preset_name(model)
     _refuse_taken(chosen)
-    answer = call_tool(
-        "describe_model", {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}, timeout_s=_TIMEOUT_S
-    )
+    changes = changes or {}
+    _refuse_other_shape(changes)
+    asked = {"tokenizer": changes.get("model.tokenizer", ""), "weights": changes.get("model.weights", "")}
+    request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
+    answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
     spec = check_tree(_tree(answer, chosen))
     return Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
 
@@ -77,6 +79,14 @@ def _gpus(parameters: int) -> int:
 
 def _last_part(model: str) -> str:
     return model.strip().rstrip("/").removeprefix(BUILTIN).rpartition("/")[2] or model.strip()
+
+
+def _refuse_other_shape(changes: dict[str, str]) -> None:
+    """Raises InputError for a change of the shape: the parameter table would be another model's."""
+    for key, value in changes.items():
+        if key.startswith(("model.config", "model.parameters")):
+            remedy = "Copy the folder, change its config.json, and add that one; or use model.weights=random with it."
+            raise InputError([Problem(field=key, value=value, message="is read from the model", remedy=remedy)])
 
 
 def _refuse_taken(name: str) -> None:

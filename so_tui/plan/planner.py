@@ -21,7 +21,7 @@ from so_tui.plan.binding import whole_gpus
 from so_tui.plan.explain import REPEATS, explained, larger_steps
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
-from so_tui.plan.search import fastest, fastest_policy, rate, with_fitting_cores, with_policy
+from so_tui.plan.search import ALIKE, fastest, fastest_policy, rate, with_fitting_cores, with_policy
 from so_tui.plan.site import Site, bindings, site_of
 from so_tui.plan.types import Mode, Plan, PlanRow, Workload
 from so_tui.plan.verdict import alike, gib
@@ -86,7 +86,7 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessm
 
 def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = ()) -> tuple[PlanRow, ...]:
     """The recommended plan of every preset on every GPU count, by default ``rank_counts``. In each row the count with the most tokens/s
-    per GPU is marked.
+    per GPU is marked, or the smallest of those that are alike.
 
     Presets without a parameter table are left out: nothing can be said about them.
     """
@@ -151,12 +151,12 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
 
 
 def _best_count(cells: dict[int, Plan]) -> int | None:
-    """The GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest GPUs where speeds are not known or equal.
+    """The GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest GPUs where speeds are not known or alike.
 
     What is tight is never recommended: the margin is there because some terms are estimates.
     """
-    candidates = [count for count, plan in cells.items() if plan.verdict == "fits"]
-    return max(candidates, key=lambda count: ((cells[count].useful_tokens_per_s_total or 0.0) / count, -count), default=None)
+    rates = {count: (plan.useful_tokens_per_s_total or 0.0) / count for count, plan in cells.items() if plan.verdict == "fits"}
+    return min((count for count, found in rates.items() if found >= (1 - ALIKE) * max(rates.values())), default=None)
 
 
 def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) -> Plan:

@@ -19,7 +19,7 @@ from so_tui.spec.types import RunSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
-_ALIKE = 0.015
+ALIKE = 0.015
 """Settings that differ in speed by less than this are as good as each other: predictions tell them no better apart."""
 _ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
 
@@ -139,7 +139,7 @@ def _states_fit(spec: RunSpec, site: Site, ranks: int | None) -> bool:
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
     """Of what is as good as the first: without offload before with, then the given micro-batch, then the fastest."""
     first = tried[0]
-    alike = [found for found in tried if found.verdict == first.verdict and rate(found) >= (1 - _ALIKE) * rate(first)]
+    alike = [found for found in tried if found.verdict == first.verdict and rate(found) >= (1 - ALIKE) * rate(first)]
     given = spec.train.micro_batch
     return min(alike, key=lambda found: (found.spec.offload.mode != "gpu", found.spec.train.micro_batch != given, -rate(found)))
 

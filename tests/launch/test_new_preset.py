@@ -109,6 +109,9 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     weights, tokenizer = described.notes
     assert "has no weights" in weights
     assert "no tokenizer" in tokenizer
+    settled = {"model.weights": "random", "model.tokenizer": "builtin:tiny"}
+    assert describe_model(str(model), name="other", changes=settled).notes == ()
+    assert "is read from the model" in refusal(model, name="other", changes={"model.config.vocab_size": "2048"})
     assert make_plan(spec, superchips(1)).fits
 
 

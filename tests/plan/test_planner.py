@@ -238,6 +238,8 @@ def test_the_table_has_every_preset_and_marks_at_most_one_count() -> None:
         marked = [plan for plan in row.cells.values() if plan.recommended]
         assert len(marked) <= 1
         assert all(plan.verdict == "fits" for plan in marked)
+    tiny = next(row for row in rows if row.preset == "tiny")
+    assert tiny.cells[1].recommended, "no GPUs more than what makes a difference to each of them"
     moe = next(row for row in rows if row.preset == "qwen3-30b-a3b")
     dense = next(row for row in rows if row.preset == "phi-4")
     assert moe.active_parameters < 0.2 * moe.parameters

@@ -1,7 +1,7 @@
 """What a model is, from its config.json alone, built on meta tensors: no weights, no memory.
 
-``{"model": hub id or folder, "revision": "main", "trust_remote_code": false}`` in; out, with ``model`` the section with shape and table,
-{"model": tree, "parameters": n, "longest_sequence": tokens or 0, "notes": [text], "done": true}
+``{"model": hub id or folder, "revision": "main", "tokenizer": "", "weights": "", "trust_remote_code": false}`` in; out, with ``model`` the
+section with shape and table, {"model": tree, "parameters": n, "longest_sequence": tokens or 0, "notes": [text], "done": true}
 
 Problems name what is wrong: no such model, gated, no network, not a causal language model, code of its own, an unsupported head.
 """
@@ -52,7 +52,11 @@ def describe(request: Answer) -> Iterator[Answer]:
     """Raises InputError."""
     stay_offline_when_cut_off()
     asked = ModelSpec(
-        id=_absolute(request["model"]), revision=request.get("revision") or "main", trust_remote_code=bool(request.get("trust_remote_code"))
+        id=_absolute(request["model"]),
+        revision=request.get("revision") or "main",
+        tokenizer=request.get("tokenizer") or "",
+        weights="random" if request.get("weights") == "random" else "pretrained",
+        trust_remote_code=bool(request.get("trust_remote_code")),
     )
     _look_on_hub(asked)
     # torch and transformers take seconds to import.
@@ -224,9 +228,9 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
             _refuse(model, f"its weights are quantised ({method}), and quantised weights cannot be trained", remedy)
         notes.append(f"its weights are stored as {method} and become bf16 when they are loaded")
     folder = Path(resolve_source(model.id))
-    if folder.is_dir() and not shards(folder):
+    if folder.is_dir() and model.weights == "pretrained" and not shards(folder):
         notes.append(f"{folder} has no weights: it can be planned, and trained only with model.weights=random")
-    if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZERS):
+    if folder.is_dir() and not model.tokenizer and not any(any(folder.glob(name)) for name in _TOKENIZERS):
         notes.append(f"{folder} has no tokenizer: name one when you train it (model.tokenizer=FOLDER or a hub id)")
     return notes
 
