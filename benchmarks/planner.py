@@ -215,8 +215,10 @@ def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Settin
         for ratio in SWEEP_RATIOS
         for micro_batch in SWEEP_MICRO_BATCHES
     ]
-    print(f"{len(grid)} settings of the grid, about {len(grid) * 0.6:.0f} minutes", flush=True)
-    return [(recommended, "recommended"), (original, "original"), *((setting, "grid") for setting in grid)]
+    labels: dict[Setting, str] = {}
+    for setting, label in ((recommended, "recommended"), (original, "original"), *((setting, "") for setting in grid)):
+        labels[setting] = ", ".join(filter(None, (labels.get(setting), label)))
+    return list(labels.items())
 
 
 def _spec_tree(spec: RunSpec) -> dict[str, Any]:

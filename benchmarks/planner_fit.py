@@ -251,11 +251,11 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |", "|---|---|---|---|---|---|"]
     for row in done:
         told, found = row["predicted"]["step_s"], row["measured"]["figures"]["step_s"]
-        label = "" if row["label"] == "grid" else f"**{row['label']}**"
+        label = f"**{row['label']}**" if row["label"] else ""
         lines.append(
             f"| {row['name']} | {row['setting']['cores']} | {rate(row):.0f} | {rate(row) / best:.1%} | {told:.2f} / {found:.2f} | {label} |"
         )
-    named = {row["label"]: rate(row) for row in done}
+    named = {label: rate(row) for row in done for label in row["label"].split(", ")}
     if "recommended" in named and "original" in named:
         lines += ["", f"The recommendation is {named['recommended'] / named['original']:.2f} x as fast as the original setting."]
     return "\n".join(lines)
