@@ -40,8 +40,8 @@ class Assessment(Struct, frozen=True, kw_only=True):
 
 
 def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Workload | None = None) -> Assessment:
-    """``ranks``: their number, where other hosts like this one take part. ``workload``: of the data; a probe's of this model where there is
-    one, else full sequences. Raises InputError as ``state_layout`` does.
+    """``ranks``: their number, where other hosts like this one take part. ``workload``: of the data; else what the site knows of it, else a
+    probe's of this model, else full sequences. Raises InputError as ``state_layout`` does.
     """
     shape = architecture(spec.model.config)
     layout = state_layout(spec, ranks or site.ranks)
@@ -60,7 +60,7 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     verdict, shortages = judge(demand, site.supply)
     if site.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
-    known = workload or (probes[-1].workload if probes else Workload())
+    known = workload or site.workload or (probes[-1].workload if probes else Workload())
     step = _step(spec, layout, shape, site, known)
     return Assessment(
         spec=spec,

@@ -25,6 +25,7 @@ from so_tui.plan.search import ALIKE, fastest, fastest_policy, rate, with_fittin
 from so_tui.plan.site import Site, bindings, site_of
 from so_tui.plan.types import Mode, Plan, PlanRow, Workload
 from so_tui.plan.verdict import alike, gib
+from so_tui.plan.workload import seen
 from so_tui.spec.types import Preset, RunSpec
 
 
@@ -32,16 +33,21 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """The spec as given. What it leaves open is decided: mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else
     ``superoffload`` at the spec's ratio; recomputing ``auto`` becomes the fastest that fits.
 
-    ``workload``: what is known of the data; else a probe's of this model, else full sequences. ``probed``: whether probes of this model on
-    this machine correct the prediction.
+    ``workload``: what is known of the data; else what was seen of it, else a probe's of this model, else full sequences. ``probed``:
+    whether probes of this model on this machine correct the prediction.
     """
-    site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    site = _site_for(spec, machine, workload)
     if not probed:
         site = replace(site, probes=())
     found, choices = _decided(spec, site)
-    if workload is not None:
-        found = assess(found.spec, site, workload=workload)
     return _plan(spec, site, found, (*choices, *_recomputing(spec, site, found)))
+
+
+def _site_for(spec: RunSpec, machine: Machine, workload: Workload | None = None) -> Site:
+    """The site that the spec asks for, with what is known of its data."""
+    known = seen(spec) if workload is None else None
+    site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    return replace(site, workload=known.workload if known else workload)
 
 
 def _decided(spec: RunSpec, site: Site) -> tuple[Assessment, tuple[str, ...]]:
@@ -74,11 +80,11 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
 
 
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessment]:
-    site = site_of(machine, wanted.gpus, wanted.offload.cpu_adam_cores_fraction)
+    site = _site_for(wanted, machine)
     chosen, tried = fastest(wanted, site)
     with_cores = with_fitting_cores(chosen.spec, site)
     if with_cores is not chosen.spec:
-        site = site_of(machine, wanted.gpus, with_cores.offload.cpu_adam_cores_fraction)
+        site = _site_for(with_cores, machine)
         chosen = assess(with_cores, site)
     plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, site, chosen, tuple(explained(wanted, site, chosen, tried)))
     return replace(plan, recommended=plan.verdict == "fits"), site, chosen
@@ -209,9 +215,14 @@ def _accumulation(spec: RunSpec) -> Iterator[str]:
 
 def _source(found: Assessment, site: Site) -> str:
     source = site.speed.source if site.speed else ""
-    if found.workload == Workload():
-        source += "; for whole sequences with every token trained, the most that data can cost"
+    source += f"; {_data(found.workload)}"
     return f"{source}; corrected by a probe of this model here" if found.probed else source
+
+
+def _data(workload: Workload) -> str:
+    if workload == Workload():
+        return "for whole sequences with every token trained, the most that data can cost"
+    return f"for documents of {workload.attended_tokens:.0f} tokens, {workload.trained_share:.0%} of all trained, as seen of the data"
 
 
 def _checkpoints_at_once(spec: RunSpec) -> int:

@@ -59,7 +59,7 @@ def with_fitting_cores(spec: RunSpec, site: Site) -> RunSpec:
     found = []
     for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
         varied = replace(spec, offload=replace(spec.offload, cpu_adam_cores_fraction=fraction))
-        step = assess(varied, site_of(site.machine, site.gpus, fraction)).step
+        step = assess(varied, replace(site_of(site.machine, site.gpus, fraction), workload=site.workload)).step
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)

@@ -11,7 +11,7 @@ from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, Probe, calibration_of, speed_of
 from so_tui.plan.constants import Speed
-from so_tui.plan.types import RankBinding
+from so_tui.plan.types import RankBinding, Workload
 from so_tui.plan.verdict import Supply, memory_node, supply_of
 from so_tui.spec.errors import InputError
 
@@ -40,6 +40,8 @@ class Site(Struct, frozen=True, kw_only=True):
     """What was measured here of real runs, any model."""
     pinned_rounded: bool
     """Whether torch rounds page-locked memory up to powers of two; assumed where its version is not known."""
+    workload: Workload | None = None
+    """What is known of the data that is to be trained on."""
     problem: str
     """Why the ranks cannot be placed on this machine; empty when they can."""
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from so_tui.machine.types import Machine
 from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend
 from so_tui.plan.show import render_plan, render_table
-from so_tui.plan.types import Plan
+from so_tui.plan.types import Plan, Workload
 from so_tui.plan.verdict import Demand, Supply, judge
+from so_tui.plan.workload import Seen, path_of, remember
 from so_tui.spec import InputError, RunSpec, load_catalog, with_values
 
 from .machines import superchips, x86
@@ -279,6 +280,21 @@ def test_what_is_said_of_a_plan_stays_in_its_column(width: int) -> None:
     text = shown(render_plan(recommend(spec_of("phi-4"), QUAD, 4), QUAD), width)
     step = text[text.index("\nstep ") + 1 : text.index("\nrank ")].rstrip().splitlines()
     assert all(line.startswith(" " * 22) for line in step[1:])
+
+
+def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:
+    spec = spec_of("qwen3-14b", gpus="4")
+    whole = make_plan(spec, QUAD)
+    assert "whole sequences" in whole.speed_source
+    remember(spec, Seen(fingerprint="a", workload=Workload(attended_tokens=200.0, trained_share=0.5)))
+    packed = make_plan(spec, QUAD)
+    assert "documents of 200 tokens, 50% of all trained" in packed.speed_source
+    assert (packed.step_s or 0) < 0.97 * (whole.step_s or 0)
+    assert "documents of 200 tokens" in recommend(spec, QUAD).speed_source
+    other = make_plan(replace(spec, data=replace(spec.data, loss="all")), QUAD)
+    assert other.step_s == whole.step_s, "other data, or cut in another way"
+    path_of(spec).write_text("{")
+    assert make_plan(spec, QUAD).step_s == whole.step_s
 
 
 def test_nodes_that_read_the_same_are_told_in_one_line() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from launching import tiny
 
+from so_tui.plan.workload import seen
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.cache import intact, read
@@ -36,6 +37,27 @@ def test_equal_content_is_tokenised_once_whatever_it_is_called(tmp_path: Path) -
     written = folder.stat().st_mtime_ns
     assert prepare(spec_of(rows_file(tmp_path, name="again.jsonl")), tmp_path / "cache") == folder
     assert folder.stat().st_mtime_ns == written
+
+
+def test_plans_are_told_what_the_data_are(tmp_path: Path) -> None:
+    spec = spec_of(rows_file(tmp_path))
+    documents = read(prepare(spec, tmp_path / "cache"), spec.data)
+    found = seen(spec)
+    assert found is not None
+    lengths = documents.lengths
+    assert found.workload.attended_tokens == pytest.approx(float((lengths**2).sum() / lengths.sum()))
+    assert found.workload.trained_share == pytest.approx(documents.trained.mean())
+    assert found.workload.useful_share == 1.0
+    rows_file(tmp_path, output="A longer answer to question")
+    prepare(spec, tmp_path / "cache")
+    changed = seen(spec)
+    assert changed is not None
+    assert changed.workload.attended_tokens > found.workload.attended_tokens, "other rows under the same name"
+    alone = spec_of(rows_file(tmp_path), data__packing="false")
+    prepare(alone, tmp_path / "cache")
+    unpacked = seen(alone)
+    assert unpacked is not None
+    assert unpacked.workload.useful_share == pytest.approx(lengths.mean() / alone.data.sequence_length)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from so_tui.plan import workload
+from so_tui.plan.types import Workload
 from so_tui.spec import InputError, Problem, RunSpec, resolve_source
-from so_tui.spec.types import LossOn
+from so_tui.spec.types import DataSpec, LossOn
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import cache
 from so_tui_trainer.data.chat import Chat, Segment, TemplateError, chat_of, segments
-from so_tui_trainer.data.documents import Counts
+from so_tui_trainer.data.documents import Counts, Documents
 from so_tui_trainer.data.rows import TEXT, bad_row
 from so_tui_trainer.data.sources import Opened, open_sources
 
@@ -87,7 +89,29 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
     folder = (cache_dir or cache.default_folder()) / cache.fingerprint(sources, tokenizer, spec)
     if not cache.intact(folder):
         yield from _tokenise(sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder)
+    _tell_plans(spec, folder)
     return folder
+
+
+def _tell_plans(spec: RunSpec, folder: Path) -> None:
+    """What these data are, for the plans of later runs. Looked at once: the flags of all tokens are read for it."""
+    known = workload.seen(spec)
+    if known is None or known.fingerprint != folder.name:
+        found = workload.Seen(fingerprint=folder.name, workload=workload_of(cache.read(folder, spec.data), spec.data))
+        with suppress(OSError):  # a folder that cannot be written only leaves plans as they were
+            workload.remember(spec, found)
+
+
+def workload_of(documents: Documents, data: DataSpec) -> Workload:
+    """What of the documents decides how long a step takes. Packed sequences count as full, which they nearly are."""
+    lengths = documents.lengths.astype(np.float64)
+    tokens = float(lengths.sum())
+    useful = 1.0 if data.packing else tokens / (len(lengths) * data.sequence_length)
+    return Workload(
+        attended_tokens=float(np.square(lengths).sum()) / tokens,
+        trained_share=useful * float(np.count_nonzero(documents.trained)) / tokens,
+        useful_share=useful,
+    )
 
 
 @dataclass(frozen=True)
