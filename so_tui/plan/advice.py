@@ -137,7 +137,7 @@ def warnings(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
         yield _clipping(found, site)
     if offload.mode != "gpu" and site.has_gpu:
         yield from _ratio(spec, site, found)
-        if site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+        if offload.ratio and site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
     if site.gpu_memory_unknown:
         yield "the GPU's memory size is not known: whether it fits there cannot be said"

@@ -86,6 +86,8 @@ def _place(given: RunSpec, site: Site, chosen: Assessment) -> str:
     offload = chosen.spec.offload
     if offload.mode == "gpu":
         return "gpu: everything fits on the GPU, and offloading would only add time"
+    if not offload.ratio:
+        return "ratio 0.00: everything stays on the GPU; SuperOffload's optimizer needs less of it than mode gpu with its bf16 gradients"
     if site.gpu_memory_unknown:
         return f"ratio {offload.ratio:.2f} takes the least of the GPU, whose memory is not known"
     margin = "keeps a margin on each GPU" if chosen.verdict == "fits" else "each GPU can hold"
@@ -122,7 +124,7 @@ def _batch(given: RunSpec, site: Site, chosen: Assessment) -> str:
 
 def _cores(given: RunSpec, site: Site, chosen: Assessment) -> Iterator[str]:
     fraction = chosen.spec.offload.cpu_adam_cores_fraction
-    if fraction == given.offload.cpu_adam_cores_fraction:
+    if fraction == given.offload.cpu_adam_cores_fraction or not chosen.spec.offload.ratio:
         return
     cores = f"{site.adam_cores} of {site.cores} cores a rank run CPU Adam (fraction {fraction:.2f})"
     if fraction < given.offload.cpu_adam_cores_fraction:

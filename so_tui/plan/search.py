@@ -54,7 +54,7 @@ def runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | N
 
 def with_fitting_cores(spec: RunSpec, site: Site) -> RunSpec:
     """The smallest share of cores for CPU Adam with which a step takes no longer: what Adam cannot use, the training process can."""
-    if spec.offload.mode != "superoffload" or site.speed is None or site.problem:
+    if spec.offload.mode != "superoffload" or not spec.offload.ratio or site.speed is None or site.problem:
         return spec
     found = []
     for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):

@@ -11,7 +11,10 @@ from rich.console import Console
 
 from so_tui.machine.types import Machine
 from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend
+from so_tui.plan.assess import assess, in_mode
+from so_tui.plan.explain import explained
 from so_tui.plan.show import render_plan, render_table
+from so_tui.plan.site import site_of
 from so_tui.plan.types import Plan, Workload
 from so_tui.plan.verdict import Demand, Supply, judge
 from so_tui.plan.workload import Seen, path_of, remember
@@ -397,3 +400,13 @@ def test_what_would_hold_a_model_comes_with_the_least_painful_first() -> None:
     large, more = (next(place for place, reason in enumerate(reasons) if word in reason) for word in ("480 GB", "8 GPUs"))
     assert large < more
     assert "one machine so far" in reasons[more]
+
+
+def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:
+    plan = make_plan(spec_of("tiny", gpus="1", offload__mode="superoffload", offload__ratio="0"), x86("NVIDIA H200"))
+    assert not any("PCIe" in warning for warning in plan.warnings)
+    site = site_of(x86("NVIDIA H200"), 1, 0.7)
+    given = spec_of("tiny", gpus="1")
+    said = " ".join(explained(given, site, assess(in_mode(given, "superoffload", 0.0), site), ()))
+    assert "everything stays on the GPU" in said
+    assert "CPU Adam" not in said
