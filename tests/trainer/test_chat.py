@@ -192,6 +192,17 @@ def test_a_stop_token_that_the_data_has_already_is_trained_once() -> None:
     assert trained(tokenizer_with(""), (TALK[0], Message("assistant", "It is 5.<|eos|>"))) == ["It is 5.<|eos|>"]
 
 
+def test_an_end_of_text_right_behind_the_stop_token_is_trained_with_it() -> None:
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>\n", "<|end|><|im_end|>"), eos_token="<|im_end|>")
+    assert trained(tokenizer) == ["It is 5.<|end|><|im_end|>", "Then 6.<|end|><|im_end|>"]
+    assert not chat_of(tokenizer).warnings
+    at_the_end = tokenizer_with(
+        CHATML.replace("<|im_end|>\n' }}", "<|im_end|>' }}") + "{% if not add_generation_prompt %}<|eos|>{% endif %}"
+    )
+    assert trained(at_the_end) == ["It is 5.<|im_end|>", "Then 6.<|im_end|><|eos|>"]
+    assert trained(at_the_end, (TALK[0], Message("assistant", "", (("tool_calls", ["add"]),)))) == []
+
+
 def test_a_stop_token_that_is_none_is_told_and_the_end_of_text_is_trained_instead() -> None:
     tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|over|>"))
     assert trained(tokenizer) == ["It is 5.<|eos|>", "Then 6.<|eos|>"]

@@ -345,7 +345,7 @@ GOOD = json.dumps(ROWS["alpaca"])
         ("rows.parquet", "no parquet", ("rows.parquet", "cannot be read")),
         ("rows.json", "[]", ("rows.json: has no rows",)),
         ("rows.csv", "instruction,output\n", ("rows.csv: has no rows",)),
-        ("rows.jsonl", GOOD.encode().replace(b"numbers", b"n\xfcmbers"), ("rows.jsonl", "not UTF-8", "Save the file as UTF-8")),
+        ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), ("rows.jsonl: row 2", "Save the file as UTF-8")),
         ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100)[:60], ("rows.jsonl.gz", "cannot be read", "ended before")),
     ],
 )  # fmt: skip

@@ -132,7 +132,7 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
         following = [contents[later][0] for later in sorted(contents) if later > index]
         end, closed = _closed(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
         start = _begin(chat, conversation[:index], whole, position, start)
-        said = whole[start:end].removesuffix(chat.stop if closed else "").strip()
+        said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
         parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), bool(said))]
         position = end
     return [*parts, Segment(whole[position:], False)]
@@ -203,13 +203,14 @@ def _closed(chat: Chat, said: Sequence[Message], whole: str, content: int, limit
     """Where the last answer of ``said`` ends with its stop token, and whether it has one there. Calls may stand before it.
 
     Templates may close earlier turns with another token than the last one; what does not stop the model is not learnt, but for the end
-    of a call.
+    of a call. The end-of-text token right behind a stop token is.
     """
     calls = bool(said[-1].extra)
     if chat.stop:
         at = whole.find(chat.stop, content, limit)
         if at >= 0 and (calls or not whole[content:at].strip()):
-            return at + len(chat.stop), True
+            behind = at + len(chat.stop)
+            return behind + (len(chat.end) if chat.end and whole.startswith(chat.end, behind) else 0), True
     if any(name == "tool_calls" for name, _ in said[-1].extra):
         through = chat.render(said).rstrip()
         if whole.startswith(through) and content <= len(through) <= limit:
@@ -248,7 +249,7 @@ def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def _stop_warnings(tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str) -> list[str]:
-    if stop and end and stop != end:
+    if stop and end and stop != end and not closing.lstrip().startswith(stop + end):
         number = tokenizer.convert_tokens_to_ids(stop)
         return [f"an answer ends with {stop}, and the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"]
     if not stop and closing.strip():

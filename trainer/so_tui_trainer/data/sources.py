@@ -43,10 +43,20 @@ class Opened(NamedTuple):
             try:
                 part = rows[start:stop]
             except UnicodeDecodeError as error:  # Arrow takes the bytes as they come, and looks at them when they become text
-                raise InputError([_problem(source, f"rows {start + 1} to {stop} have text that is not UTF-8", _ENCODE)]) from error
+                raise InputError([_problem(source, f"row {_undecodable(rows, start)} has text that is not UTF-8", _ENCODE)]) from error
             for index in range(len(next(iter(part.values())))):
                 row = {name: values[index] for name, values in part.items()}
                 yield read_row(row, layout, source.source, start + index + 1)
+
+
+def _undecodable(rows: Dataset, start: int) -> int:
+    """The number (from 1) of the first row from ``start`` on with text that cannot be decoded."""
+    for index in range(start, len(rows)):
+        try:
+            rows[index]
+        except UnicodeDecodeError:
+            return index + 1
+    return len(rows)
 
 
 def open_sources(spec: DataSpec) -> tuple[Opened, ...]:

@@ -89,7 +89,7 @@ def _data(spec: RunSpec) -> list[str]:
     for opened in sources:
         for _ in encoder.documents(opened, 0, _ROWS_LOOKED_AT):
             pass
-    return list(encoder.chat.warnings)
+    return [*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings]
 
 
 def _evaluation(spec: RunSpec) -> list[str]:
