@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,13 +37,18 @@ def two_ranks() -> RunSpec:
 class Runs:
     """Starts runs in a folder of the test's own, and leaves nothing alive behind."""
 
-    def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
+    def __init__(self, folder: Path, spec: RunSpec, machine: Machine, ahead: RunDirectory | None = None) -> None:
+        """``ahead``: the run that ``start`` gives first, started already."""
         self.folder = folder
         self.spec = spec
         self._machine = machine
-        self._started: list[RunDirectory] = []
+        self._ahead = ahead
+        self._started: list[RunDirectory] = [ahead] if ahead else []
 
     def start(self) -> RunDirectory:
+        if self._ahead:
+            ahead, self._ahead = self._ahead, None
+            return ahead
         run = start(self.spec, self._machine, runs_dir=self.folder, force=True)
         self._started.append(run)
         return run
@@ -66,11 +71,58 @@ class Runs:
                         os.kill(process.pid, signal.SIGKILL)
 
 
+class Ahead:
+    """Starts the run of a test while the one before still waits: to launch is to import for seconds, to test mostly to wait.
+
+    Such tests are marked ``trains``, with the manners of their fake trainer (tests/launch/fake_trainer), and need no other environment.
+    """
+
+    def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
+        self._folder, self._spec, self._machine = folder, spec, machine
+        self._started: dict[str, tuple[Runs, RunDirectory]] = {}
+
+    def run_for(self, test: pytest.Item, tests: Sequence[pytest.Item]) -> RunDirectory | None:
+        """The run of this test, if it is marked; and that of the one after it is started."""
+        place = tests.index(test)
+        for item in tests[place : place + 2]:
+            marked = item.get_closest_marker("trains")
+            if marked and item.nodeid not in self._started:
+                runs = Runs(self._folder / str(len(self._started)), self._spec, self._machine)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("PYTHONPATH", python_path(FAKE_TRAINER))
+                    patch.setenv("FAKE_TRAINER", " ".join(marked.args))
+                    self._started[item.nodeid] = runs, runs.start()
+        _, mine = self._started.get(test.nodeid, (None, None))
+        return mine
+
+    def clean_up(self) -> None:
+        for runs, _ in self._started.values():
+            runs.clean_up()
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, machine: Machine) -> Iterator[Ahead]:
+    started = Ahead(tmp_path_factory.mktemp("ahead"), two_ranks, machine)
+    yield started
+    started.clean_up()
+
+
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_ranks: RunSpec, machine: Machine) -> Iterator[Runs]:
+def runs(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    two_ranks: RunSpec,
+    machine: Machine,
+    ahead: Ahead,
+) -> Iterator[Runs]:
+    of_module = [item for item in request.session.items if item.path == request.path]
+    mine = ahead.run_for(request.node, of_module)
     monkeypatch.setenv("PYTHONPATH", python_path(FAKE_TRAINER))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    started = Runs(tmp_path / "runs", two_ranks, machine)
+    if marked := request.node.get_closest_marker("trains"):
+        monkeypatch.setenv("FAKE_TRAINER", " ".join(marked.args))  # for its later attempts
+    started = Runs(mine.path.parent if mine else tmp_path / "runs", two_ranks, machine, mine)
     yield started
     started.clean_up()
 

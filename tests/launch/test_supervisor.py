@@ -63,8 +63,8 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"hf_do_not_write_me" not in written
 
 
-def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "steps=5 bad-exit lingers")
+@pytest.mark.trains("steps=5 bad-exit lingers")
+def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: Machine) -> None:
     run = runs.start()
     last = wait_for(run, ended)
     assert (last.state, last.exit_code) == ("finished", 0)
@@ -78,19 +78,23 @@ def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: 
     assert read_spec(run).train.steps == 9
 
 
+def killed(role: str, rank: int | None, manners: str, told: str) -> object:
+    name = role if rank is None else f"{role} {rank}"
+    return pytest.param(role, rank, told, marks=pytest.mark.trains(manners), id=f"{name} {manners}".strip())
+
+
 @pytest.mark.parametrize(
-    ("role", "rank", "manners", "told"),
+    ("role", "rank", "told"),
     [
-        ("runner", None, "", "DeepSpeed's runner was ended by SIGKILL"),
-        ("launcher", None, "", "DeepSpeed's launcher"),
-        ("launcher", None, "orphans deaf", "DeepSpeed's launcher"),
-        ("rank", 1, "", "rank 1 was ended by SIGKILL"),
-        ("rank", 0, "deaf", "rank 0 was ended by SIGKILL"),
-        ("rank", 0, "mourns", "rank 0 was ended by SIGKILL"),
+        killed("runner", None, "", "DeepSpeed's runner was ended by SIGKILL"),
+        killed("launcher", None, "", "DeepSpeed's launcher"),
+        killed("launcher", None, "orphans deaf", "DeepSpeed's launcher"),
+        killed("rank", 1, "", "rank 1 was ended by SIGKILL"),
+        killed("rank", 0, "deaf", "rank 0 was ended by SIGKILL"),
+        killed("rank", 0, "mourns", "rank 0 was ended by SIGKILL"),
     ],
 )
-def test_kill_9_of_any_process(runs: Runs, monkeypatch: pytest.MonkeyPatch, role: str, rank: int | None, manners: str, told: str) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", manners)
+def test_kill_9_of_any_process(runs: Runs, role: str, rank: int | None, told: str) -> None:
     run, before = runs.training()
     kill(process_of(before, role, rank))
     last = wait_for(run, ended, timeout_s=WITHIN_S)
@@ -100,8 +104,8 @@ def test_kill_9_of_any_process(runs: Runs, monkeypatch: pytest.MonkeyPatch, role
     assert nothing_is_left(run, before)
 
 
-def test_an_exception_of_a_rank_is_the_reason(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "crash")
+@pytest.mark.trains("crash")
+def test_an_exception_of_a_rank_is_the_reason(runs: Runs) -> None:
     run = runs.start()
     last = wait_for(run, ended)
     assert (last.state, last.reason) == ("failed", "RuntimeError: the loss is a teapot")
@@ -110,6 +114,7 @@ def test_an_exception_of_a_rank_is_the_reason(runs: Runs, monkeypatch: pytest.Mo
     assert "so-tui logs" in last.suggestion
 
 
+@pytest.mark.trains
 def test_stop_ends_with_the_trainers_word(runs: Runs) -> None:
     run, before = runs.training()
     last = stop(run, grace_s=30)
@@ -119,8 +124,8 @@ def test_stop_ends_with_the_trainers_word(runs: Runs) -> None:
     assert stop(run, grace_s=30) == last
 
 
-def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "stubborn deaf")
+@pytest.mark.trains("stubborn deaf")
+def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
     run, before = runs.training()
     last = stop(run, grace_s=1)
     assert (last.state, last.exit_code) == ("failed", 1)
@@ -128,6 +133,7 @@ def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs, monkeypatch: 
     assert nothing_is_left(run, before)
 
 
+@pytest.mark.trains
 def test_a_signal_to_the_supervisor_is_a_wish_to_stop(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
@@ -135,6 +141,7 @@ def test_a_signal_to_the_supervisor_is_a_wish_to_stop(runs: Runs) -> None:
     assert wait_for(run, ended, timeout_s=WITHIN_S).state == "stopped"
 
 
+@pytest.mark.trains
 def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
@@ -145,6 +152,7 @@ def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(r
     assert nothing_is_left(run, before)
 
 
+@pytest.mark.trains
 def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(runs: Runs, machine: Machine) -> None:
     run, _ = runs.training()
     assert stop(run, grace_s=30).state == "stopped"
@@ -166,6 +174,7 @@ def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(run
     assert read_state(run).state == "stopped"
 
 
+@pytest.mark.trains
 def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
@@ -185,8 +194,8 @@ def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> 
     assert nothing_is_left(run, after)
 
 
-def test_a_takeover_tells_a_later_death(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "orphans")
+@pytest.mark.trains("orphans")
+def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
     kill(before.supervisor)
@@ -200,6 +209,7 @@ def test_a_takeover_tells_a_later_death(runs: Runs, monkeypatch: pytest.MonkeyPa
     assert nothing_is_left(run, before)
 
 
+@pytest.mark.trains
 def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     run, before = runs.training()
     watching = subprocess.Popen(
@@ -218,6 +228,7 @@ def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     assert not run.path.exists()
 
 
+@pytest.mark.trains
 def test_everything_killed_at_once_is_lost(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
@@ -246,6 +257,7 @@ def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: py
     assert (last.state, last.step) == ("finished", 40)
 
 
+@pytest.mark.trains
 def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     (one, _), (two, _) = runs.training(), runs.training()
     ports = {json.loads(run.command_path(1).read_bytes())["port"] for run in (one, two)}
@@ -290,6 +302,7 @@ def test_a_supervisor_that_cannot_start_leaves_nothing(runs: Runs, machine: Mach
     assert not list(runs.folder.iterdir())
 
 
+@pytest.mark.trains
 def test_the_supervisor_is_light(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
