@@ -40,7 +40,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([cell for row in rows for cell in row.cells.values()]))
     else:
-        print_rich(render_table(rows, machine), *(str(problem) for problem in catalog.problems))
+        untold = [name for name, preset in catalog.presets.items() if not preset.spec.model.parameters]
+        left_out = [f"{name} is left out: `so-tui plan {name}` says what is missing" for name in untold]
+        print_rich(render_table(rows, machine), *left_out, *(str(problem) for problem in catalog.problems))
     return 0
 
 

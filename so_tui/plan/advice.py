@@ -106,6 +106,16 @@ def _more_gpus(spec: RunSpec, site: Site) -> str:
     return ""
 
 
+def roomier(spec: RunSpec, site: Site) -> Iterator[str]:
+    """The fewest GPUs of the machine on which what is tight here keeps the margin."""
+    ranks = 2 * site.ranks
+    while ranks <= len(site.machine.gpus):
+        if best(spec, site_of(site.machine, ranks, spec.offload.cpu_adam_cores_fraction)).verdict == "fits":
+            yield f"{ranks} GPUs of this machine keep the margin"
+            return
+        ranks *= 2
+
+
 def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:
     whole = site_of(site.machine, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
     if "GH200" in site.gpu_name and min(whole.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:

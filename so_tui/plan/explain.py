@@ -41,7 +41,8 @@ def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[As
     elif (other := runner_up(chosen, tried)) is not None:
         yield f"next best: {describe(other)}, {slower(chosen, other)}"
     elif not site.gpu_memory_unknown:
-        yield "next best: none; no other recomputing or cut of the step keeps the margin"
+        none = "no other" if chosen.verdict == "fits" else "no"
+        yield f"next best: none; {none} recomputing or cut of the step keeps the margin"
 
 
 def larger_steps(given: RunSpec, site: Site, chosen: Assessment) -> Iterator[str]:

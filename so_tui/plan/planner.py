@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan.activations import policy_of
-from so_tui.plan.advice import impossible, remedies, warnings
+from so_tui.plan.advice import impossible, remedies, roomier, warnings
 from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import Assessment, assess, in_mode
 from so_tui.plan.binding import whole_gpus
@@ -76,7 +76,8 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
     """
     wanted = spec if gpus is None else replace(spec, gpus=gpus)
     plan, site, chosen = _recommended(wanted, machine)
-    return replace(plan, warnings=(*plan.warnings, *larger_steps(wanted, site, chosen)))
+    advice = roomier(chosen.spec, site) if plan.verdict == "tight" else larger_steps(wanted, site, chosen)
+    return replace(plan, warnings=(*plan.warnings, *advice))
 
 
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessment]:

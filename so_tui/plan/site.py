@@ -121,7 +121,7 @@ def _missing(machine: Machine, gpus: Gpus) -> str:
     there = len(machine.gpus)
     has = f"{machine.label} has {there} GPU" + ("s" if there > 1 else "")
     if isinstance(gpus, int):
-        return "" if gpus <= there else f"gpus = {gpus}: {has}. Ask for {there} or fewer"
+        return "" if gpus <= there else f"gpus = {gpus}: {has}. Ask for {'1' if there == 1 else f'{there} or fewer'}"
     indices = [gpu.index for gpu in machine.gpus]
     absent = [index for index in gpus if index not in indices]
     return f"gpus = {list(gpus)}: there is no GPU {absent[0]}, {has}. Choose from {indices}" if absent else ""

@@ -155,3 +155,16 @@ def test_doctor_compiles_ahead_and_keeps_its_json_whole(
     assert "CPU Adam kernel: " in err
     assert "cannot be compiled" in err
     assert list((tmp_path / "cache" / "so-tui" / "kernels").glob("adam-*.so"))
+
+
+def test_a_preset_that_cannot_be_planned_is_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text('extends = "tiny"\nname = "mine"\n[model.config]\nnum_hidden_layers = 2\n')
+    assert main(["plan"]) == 0
+    assert "mine is left out" in capsys.readouterr().out
+    assert main(["plan", "mine"]) == 2
+    assert "model.parameters" in capsys.readouterr().err

@@ -410,3 +410,12 @@ def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:
     said = " ".join(explained(given, site, assess(in_mode(given, "superoffload", 0.0), site), ()))
     assert "everything stays on the GPU" in said
     assert "CPU Adam" not in said
+
+
+def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
+    narrow = replace(QUAD, numa_nodes=tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes))
+    tight = [plan for name in CATALOG.presets for count in (1, 2) if (plan := recommend(spec_of(name), narrow, count)).verdict == "tight"]
+    assert tight
+    for plan in tight:
+        (said,) = (warning for warning in plan.warnings if "keep the margin" in warning)
+        assert recommend(CATALOG.presets[plan.preset].spec, narrow, int(said.split()[0])).recommended
