@@ -74,7 +74,7 @@ class ModelSpec(Spec, frozen=True):
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "plain"],
-        Meta(description="`auto` takes fused norms, rotary embedding and gated activation where they fit the model; `plain` never."),
+        Meta(description="`auto` takes fused norms, rotary embedding, gates and experts where they fit the model; `plain` never."),
     ] = "auto"
     leaf_modules: Annotated[tuple[str, ...], Meta(description="Module classes that ZeRO-3 gathers whole (mixture-of-experts blocks).")] = ()
     trust_remote_code: Annotated[

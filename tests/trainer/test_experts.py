@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_architectures import scaled_down
 from torch import Tensor
 
+from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
+from so_tui_trainer.model.matching import meta_model
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 TOKENS, CHOICES, EXPERTS = 13, 3, 6
@@ -140,3 +143,9 @@ def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, widt
         results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
     for theirs, mine in zip(*results, strict=True):
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_transformers_own_path_multiplies_in_groups_too(name: str) -> None:
+    """Its other one asks the GPU in every layer which experts have tokens, and waits for the answer."""
+    assert meta_model(load_config(scaled_down(name))).config._experts_implementation == "grouped_mm"
