@@ -14,7 +14,7 @@ _SMALL_MEMLOCK_BYTES = 64 << 20
 
 
 def shared_memory(look: Look) -> Iterator[Finding]:
-    """The masters, gradients and moments that rank and Adam worker share live in /dev/shm."""
+    """Buffers of NCCL live there, and what rank and Adam worker of DeepSpeed's own engine share; ours has anonymous memory."""
     free, total = look.machine.shm_free_bytes, look.machine.shm_total_bytes
     if free is None or total is None:
         return
@@ -41,7 +41,8 @@ def shared_memory(look: Look) -> Iterator[Finding]:
             severity="warning",
             title="/dev/shm is very small",
             evidence=evidence,
-            cost="Optimizer states that rank and Adam worker share need up to 16 bytes per offloaded parameter there.",
+            cost="Messages between ranks need tens of megabytes a GPU there, DeepSpeed's own SuperOffload (offload.engine = deepspeed) "
+            "8 bytes per offloaded parameter; so-tui's engine needs none.",
             remedy=remedy,
         )
 

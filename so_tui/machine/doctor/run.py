@@ -64,7 +64,7 @@ def disk(look: Look) -> Iterator[Finding]:
             severity="warning",
             title="Little room for checkpoints",
             evidence=f"{folder}: {disk_size(free)} free",
-            cost="A checkpoint takes 14 bytes a parameter: 112 GB for 8 B parameters.",
+            cost="A checkpoint takes 12 bytes a parameter, 96 GB for 8 B parameters; an export 2 more.",
             remedy="Give `--runs-dir`, or set `checkpoint.folder` to a larger disk.",
         )
 
