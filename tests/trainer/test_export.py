@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 import torch
 from launching import tiny
 from test_architectures import ONE_OF_EACH, scaled_down
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import InputError, RunSpec
@@ -221,6 +224,31 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
     last = list(events)[-1]
     assert (last["step"], last["done"]) == (6, True)
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:
+    """Compute nodes have none, and every look-up would wait half a minute for it."""
+    cached = tmp_path / "hub" / "models--someone--chat"
+    chat_model(cached / "snapshots" / "0123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
+    run = create_run(spec, tmp_path / "runs")
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32)
+    checkpoint_of(model, spec, run.checkpoints_dir / "step-000005")
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-m", "so_tui_trainer.tools.export"],
+        input=json.dumps({"run": str(run.path), "to": str(tmp_path / "model")}),
+        env={name: value for name, value in environment.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
+    assert "Retrying" not in done.stderr
 
 
 def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import RankBindingReport
 from so_tui_trainer import binding
+from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +45,7 @@ def _bind(plan: Plan) -> RankBindingReport:
 
 
 def _prepare_environment(plan: Plan) -> None:
+    stay_offline_when_cut_off()
     if plan.binding[0].gpu is None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if plan.spec.train.deterministic:

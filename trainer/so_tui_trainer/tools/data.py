@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from so_tui.spec import RunSpec
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
+from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +35,7 @@ _USUAL = 0.98
 def preview(request: Answer) -> Iterator[Answer]:
     """Raises InputError when data or tokenizer cannot be read."""
     yield {"message": "loading the tokenizer and opening the data"}
+    stay_offline_when_cut_off()
     from so_tui_trainer.data.cache import read
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.packing import fill

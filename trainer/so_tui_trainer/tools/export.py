@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from so_tui_trainer.tools.channel import Answer, serve
+from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
@@ -18,6 +19,7 @@ def export_run(request: Answer) -> Iterator[Answer]:
     """Raises InputError when the run has no checkpoint, something else than an export lies at the target, or tokenizer or configuration
     cannot be had.
     """
+    stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory
     from so_tui_trainer.export import export, refuse_foreign
     from so_tui_trainer.offload import OffloadError
