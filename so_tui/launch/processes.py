@@ -76,6 +76,7 @@ class ProcessTree:
         self._exit_codes: dict[int, int] = {}
         self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
+        self._settled: set[int] = set(self._living)
         self._counted_ticks: dict[int, int] = {}
 
     @property
@@ -137,13 +138,14 @@ class ProcessTree:
             stat = read_stat(pid)
             if stat is not None and stat.start_time == process.start_time and stat.alive:
                 self._stats[pid] = stat
-                if _age_ticks(stat) < _YOUNG_TICKS:
-                    self._living[pid] = self._described(pid, stat)
+                if pid not in self._settled or _age_ticks(stat) < _YOUNG_TICKS:
+                    self._describe(pid, stat)
                 continue
             if stat is not None and stat.start_time == process.start_time:
                 self._note_zombie(process, stat)
             self._gone.append(self._living.pop(pid))
             self._stats.pop(pid, None)
+            self._settled.discard(pid)
 
     def _note_zombie(self, process: Process, stat: Stat) -> None:
         if stat.wait_status:
@@ -158,13 +160,16 @@ class ProcessTree:
         if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living:
             return
         if stat.parent == self._supervisor_pid or stat.parent in self._living or self._marker in _environ(pid):
-            self._living[pid] = self._described(pid, stat)
+            self._describe(pid, stat)
             self._stats[pid] = stat
 
-    def _described(self, pid: int, stat: Stat) -> Process:
+    def _describe(self, pid: int, stat: Stat) -> None:
+        """Once more after it stopped being young, however long ago the look before was: on a busy host that may be many seconds."""
+        if _age_ticks(stat) >= _YOUNG_TICKS:
+            self._settled.add(pid)
         parent = self._living.get(stat.parent)
         role = role_of(_command(pid), parent.role if parent else None)
-        return Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(_environ(pid)))
+        self._living[pid] = Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(_environ(pid)))
 
 
 def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
