@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="train a few real steps of it here and correct predictions by them: on random weights and embedded rows (`random`, which "
         "downloads nothing), or on the preset's own model and data (`spec`)",
     )
-    plan.add_argument("--as-given", action="store_true", help="keep the preset's offload settings instead of recommending better ones")
+    plan.add_argument("--as-given", action="store_true", help="keep the preset's own settings instead of recommending better ones")
     presets = add(
         "presets", "presets:presets", "list the presets; with a name, print that one; `add MODEL` makes a new one", json_output, changes
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
-from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
+from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
@@ -13,7 +14,7 @@ from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
 
 def plan(arguments: argparse.Namespace) -> int:
     """The models x GPU counts table of a machine, or one plan with its arithmetic."""
-    from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
+    from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of
     from so_tui.plan.show import render_plan, render_table
 
     machine = chosen_machine(arguments)
@@ -23,7 +24,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError([Problem(field="--probe", value=arguments.probe, message=message, remedy=remedy)])
     if arguments.preset:
         spec = chosen_spec(arguments)
-        chosen = make_plan(spec, machine) if arguments.as_given or arguments.set else recommend(spec, machine)
+        fixed = arguments.as_given or bool(settings_of(spec).keys() & chosen_changes(arguments).keys())
+        chosen = make_plan(spec, machine) if fixed else recommend(spec, machine)
         if arguments.probe:
             return _probe(arguments, chosen, machine)
         if arguments.json:
@@ -32,7 +34,12 @@ def plan(arguments: argparse.Namespace) -> int:
             print_rich(render_plan(chosen, machine))
             if chosen.recommended:
                 # In one line, to be copied.
-                print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset)}")
+                others = "".join(f" --set {shlex.quote(change)}" for change in arguments.set)
+                print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset)}{others}")
+            elif fixed:
+                print(
+                    "\nThis is the plan as given. Without its --as-given, or --set of what a plan chooses, better settings are looked for."
+                )
         return 0 if chosen.fits else 3
     counts = _counts(arguments)
     catalog = load_catalog()

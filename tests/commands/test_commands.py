@@ -168,3 +168,16 @@ def test_a_preset_that_cannot_be_planned_is_left_out_by_name(
     assert "mine is left out" in capsys.readouterr().out
     assert main(["plan", "mine"]) == 2
     assert "model.parameters" in capsys.readouterr().err
+
+
+def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the command that it prints carries them."""
+    length, ratio = ("--set", "data.sequence_length=128"), ("--set", "offload.ratio=0.5")
+    assert main(["plan", "tiny", "--gpus", "1", *length]) == 0
+    out = capsys.readouterr().out
+    assert "recommended" in out
+    assert "--set data.sequence_length=128" in out.splitlines()[-1]
+    assert main(["plan", "tiny", "--gpus", "1", *ratio]) == 0
+    out = capsys.readouterr().out
+    assert "recommended" not in out
+    assert "the plan as given" in out
