@@ -40,6 +40,7 @@ STEP = (
     "forward_layer_s",
     "backward_layer_s",
     "gpu_step_bytes_per_parameter",
+    "gpu_step_tensor_s",
     "norm_s",
     "landing_s",
     "zerooffload_backward_bytes",

@@ -71,6 +71,8 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     """What prefetching does not hide of a ZeRO-3 pass over the weights, where computing takes longer."""
     gpu_step_bytes_per_parameter: float
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
+    gpu_step_tensor_s: float
+    """What ZeRO-3 takes for each tensor there, whatever its size, where nothing is offloaded."""
     norm_s: float
     """From the end of backward until the Adam worker starts, where clipping makes it wait for the norm."""
     landing_s: float

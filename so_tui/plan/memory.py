@@ -25,6 +25,8 @@ from so_tui.spec.types import ParameterBlock, RunSpec
 
 PERSISTENCE_THRESHOLD = 100_000
 """ZeRO-3 keeps parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine keeps none."""
+EXPERT_HOLES = 3
+"""Of the largest tensor's gradients: the room lost between activations that are as large as they, in mixtures of experts on an H200."""
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at once (DeepSpeed's default). It looks ahead at every module, and there are many in a block: it
 soon has as many as it may."""
@@ -123,27 +125,24 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
     ranks, bucket = layout.ranks, reduce_bucket_size(spec)
     yield term_of("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {count(bucket)} (reduce_bucket_size)")
     yield _reduced(spec, layout, gpu)
-    block = largest_block(spec.model.parameters)
     if ranks > 1:
         small = 0 if own_engine(spec) else _small_parameters(spec.model.parameters)
         yield term_of(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
-        live = min(layout.parameters, LIVE_PARAMETERS + _largest_in_block(spec.model.parameters))
+        live = min(layout.parameters, LIVE_PARAMETERS + largest_in_block(spec.model.parameters))
         yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters)")
         share = constants().memory.stream_pool_share
         formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
         yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)
-    yield term_of("gradients in flight", gpu, 2 * block, "estimate", f"2 B x {count(block)} (one block)", phase="backward")
+    largest = largest_in_block(spec.model.parameters)
+    yield term_of("gradient in flight", gpu, 2 * largest, "estimate", f"2 B x {count(largest)} (the largest of a block)", phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
-    yield term_of(
-        "temporaries of the largest parameter",
-        gpu,
-        2 * layout.largest_parameter + 6 * share,
-        "estimate",
-        f"2 B x {count(layout.largest_parameter)} + (2 + 4) B x {count(share)}",
-        phase="optimizer",
-    )
+    # The norm of the largest gradient is over before the first sub-group's gradients are cast.
+    cast = 4 * layout.largest_sub_group if spec.offload.mode == "gpu" else 0
+    temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
+    formula = f"2 B x {count(layout.largest_parameter)} + (2 + 4) B x {count(share)}, beyond what comes after"
+    yield term_of("temporaries of the largest parameter", gpu, temporaries, "estimate", formula, phase="optimizer")
 
 
 def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
@@ -186,6 +185,10 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
     waiting = _gradients_waiting(spec, layout, shape, tokens * kept, working)
     if waiting:
         yield term_of("gradients on their way", gpu, waiting, "estimate", "full buckets, less the layers that are done", phase="backward")
+    if shape.experts:
+        largest = largest_in_block(spec.model.parameters)
+        formula = f"{EXPERT_HOLES} x 2 B x {count(largest)}: what is freed is cut too small for the gradient of a layer's experts"
+        yield term_of("room between the rows of experts", gpu, EXPERT_HOLES * 2 * largest, "calibrated", formula, phase="backward")
     if shape.experts and spec.train.router_loss_coefficient:
         size = 2 * tokens * shape.experts * shape.layers
         for phase in phases:
@@ -196,8 +199,9 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
     yield term_of("logits and loss", gpu, needed, "estimate", formula, phase="loss")
     hidden = 4 * tokens * shape.hidden
     for phase in phases:
-        formula = f"2 B x {count(head)}, from the loss until it is reduced"
-        yield term_of("gradient of the head", gpu, 2 * head, "exact", formula, phase=phase)
+        if phase == "loss" or spec.offload.mode != "gpu" or tied_head(spec.model.parameters):
+            formula = f"2 B x {count(head)}, from the loss until it is reduced"
+            yield term_of("gradient of the head", gpu, 2 * head, "exact", formula, phase=phase)
         yield term_of("hidden states and their gradient", gpu, hidden, "exact", f"2 x 2 B x {count(tokens)} x {shape.hidden}", phase=phase)
 
 
@@ -239,7 +243,13 @@ def largest_block(blocks: tuple[ParameterBlock, ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _largest_in_block(blocks: tuple[ParameterBlock, ...]) -> int:
+def tied_head(blocks: tuple[ParameterBlock, ...]) -> bool:
+    """Whether the head is the embedding, whose gradient is whole only at the end of backward."""
+    return any(tensor.tied for block in blocks for tensor in block.tensors)
+
+
+@lru_cache(maxsize=64)
+def largest_in_block(blocks: tuple[ParameterBlock, ...]) -> int:
     return max((prod(tensor.shape) for block in blocks if block.repeat > 1 for tensor in block.tensors), default=0)
 
 

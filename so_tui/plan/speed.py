@@ -78,7 +78,9 @@ def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed,
     elementwise = tokens * shape.layers * elementwise_bytes(shape, fused=fused_kernels(spec.model)) / moved
     trained = tokens * workload.trained_share
     again = 2.0 * recomputed_logits(int(trained), shape.vocabulary) * shape.hidden
-    loss = (6.0 * trained * flops.head_parameters + again) / rate + trained * shape.vocabulary * use.loss_bytes_per_logit / moved
+    # The head's products are dense ones in any model.
+    head_rate = speed.matrix_flops * use.matrix_efficiency
+    loss = (6.0 * trained * flops.head_parameters + again) / head_rate + trained * shape.vocabulary * use.loss_bytes_per_logit / moved
     unkept = shape.experts and not fused_kernels(spec.model)
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
@@ -117,7 +119,7 @@ def _exposed_s(
     """From the end of the last backward kernel until nothing waits for weights any more."""
     on_gpu = use.gpu_step_bytes_per_parameter * layout.gpu_numel / speed.hbm_bytes_per_s
     if not layout.cpu_numel:
-        return on_gpu
+        return on_gpu + use.gpu_step_tensor_s * sum(len(group.names) for group in layout.sub_groups)
     clipped = spec.train.gradient_clipping > 0
     if spec.offload.mode == "zerooffload":
         return on_gpu + use.zerooffload_step_bytes * layout.cpu_numel / host_rate

@@ -74,7 +74,7 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
     assert told.step_s == pytest.approx(found.step_s, rel=0.06)
     for name in ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes"):
         if measured := getattr(found, name):
-            assert 0.99 < getattr(told, name) / measured < 1.02, name
+            assert 0.985 < getattr(told, name) / measured < 1.03, name
 
 
 def test_the_constants_file_is_written_as_it_is_read() -> None:
