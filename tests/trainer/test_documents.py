@@ -207,6 +207,26 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
         assert [texts(documents, index)[1] for index in range(len(documents.lengths))] == [f"{answer}<|eos|>" for answer in said]
 
 
+@pytest.mark.parametrize("later", [{"input": "1 and 4"}, {"output": "five"}, {"system": "Be kind."}])
+def test_what_a_later_row_has_is_read_too_however_long_the_file(tmp_path: Path, later: dict[str, str]) -> None:
+    """``datasets`` takes the columns of a JSON file and their types from its first 10 MB."""
+    early = {"instruction": "Add.", "input": None, "output": 5}
+    rows = [early | {"filler": "x" * 1_000_000}] * 11 + [early | {"filler": ""} | later]
+    documents = documents_of(tmp_path, lines(tmp_path, rows))
+    assert [texts(documents, index)[1] for index in (0, 11)] == ["5<|eos|>", f"{later.get('output', 5)}<|eos|>"]
+    context = texts(documents, 11)[0]
+    assert ("1 and 4" in context, context.startswith("Be kind.")) == ("input" in later, "system" in later)
+
+
+def test_files_of_a_folder_may_differ_in_their_columns(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    lines(folder, [ROWS["alpaca"]], "a.jsonl")
+    (folder / "b.json").write_text(json.dumps([ROWS["alpaca"] | {"id": 7, "output": "Five."}]))
+    documents = documents_of(tmp_path, folder)
+    assert [texts(documents, index)[1] for index in (0, 1)] == ["They make 5.<|eos|>", "Five.<|eos|>"]
+
+
 def test_real_times_in_other_columns_are_no_trouble(tmp_path: Path) -> None:
     row = ROWS["alpaca"] | {"created": datetime(2021, 1, 1, tzinfo=UTC)}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -101,7 +102,8 @@ def _load_file(path: Path, source: DataSource) -> Dataset:
         import pandas
 
         options |= _texts(pandas.read_csv(path, nrows=0).columns)
-    return _as_written(source, reader, **options)
+        return _as_written(source, reader, **options)
+    return _whatever_changes(source, reader, **options)
 
 
 def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
@@ -116,7 +118,7 @@ def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
             raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
         return saved[source.split], ()
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
-    rows = _as_written(source, str(path), source.subset or None, cache_dir=_cache_of(files))
+    rows = _whatever_changes(source, str(path), source.subset or None, cache_dir=_cache_of(files))
     return rows, () if source.subset else _left_out(path)
 
 
@@ -140,6 +142,46 @@ def _left_out(folder: Path) -> tuple[str, ...]:
         return ()
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     return (f"{folder}: {', '.join(missing[:3])}{more} are no part of it (one kind of file is read, and those of named splits alone)",)
+
+
+def _whatever_changes(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+    """Local rows, also where later ones of JSON files have other columns, or other kinds of values, than the first ones.
+
+    ``datasets`` takes columns and types from the first 10 MB. Where that fails, all columns are looked for, and hold JSON. Which they are
+    is kept beside the rows.
+    """
+    import datasets
+
+    known = Path(options["cache_dir"]) / "columns.json"
+    if not known.is_file():
+        try:
+            return _as_written(source, *what, **options)
+        except datasets.exceptions.DatasetGenerationError:
+            config = datasets.load_dataset_builder(*what, **options).config
+            if type(config).__name__ != "JsonConfig":
+                raise
+            columns = _json_columns(file for files in config.data_files.values() for file in files)
+            written = known.with_suffix(f".{os.getpid()}")  # another run may be at the same
+            written.write_text(json.dumps(columns))
+            written.replace(known)
+    features = datasets.Features({name: datasets.Json() for name in json.loads(known.read_text())})
+    return _as_written(source, *what, **options, features=features)
+
+
+def _json_columns(files: Iterable[str]) -> list[str]:
+    """The keys of all rows of JSON files. Raises ValueError for what is no JSON."""
+    import fsspec
+
+    found: dict[str, None] = {}
+    for file in files:
+        with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+            whole = text.read(1) == "["
+            text.seek(0)
+            for row in json.load(text) if whole else (json.loads(line) for line in text if line.strip()):
+                if not isinstance(row, dict):
+                    raise ValueError(f"{file}: a row is no object with columns")
+                found |= dict.fromkeys(row)
+    return list(found)
 
 
 def _as_written(source: DataSource, *what: str | None, **options: Any) -> Dataset:
