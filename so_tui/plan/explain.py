@@ -30,6 +30,8 @@ def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[As
     if not site.has_gpu:
         yield "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
         return
+    if site.problem:
+        return
     yield _place(given, site, chosen)
     if site.speed is not None:
         yield _recompute(site, chosen)

@@ -109,6 +109,14 @@ def test_what_cannot_run_here_is_a_plan_that_says_so(changes: dict[str, str], ma
     assert word in plan.reasons[0]
 
 
+def test_more_gpus_than_there_are_is_a_recommendation_that_says_so() -> None:
+    for name in CATALOG.presets:
+        plan = recommend(spec_of(name), QUAD, 8)
+        assert (plan.possible, plan.recommended, plan.step_s) == (False, False, None)
+        assert "has 4 GPUs" in plan.reasons[0]
+    assert not any(cell.fits for row in plan_table(list(CATALOG.presets.values()), QUAD, (5, 8)) for cell in row.cells.values())
+
+
 def test_a_model_without_a_table_is_an_input_error() -> None:
     bare = replace(spec_of("tiny"), model=replace(spec_of("tiny").model, parameters=()))
     with pytest.raises(InputError, match=r"model\.parameters"):
