@@ -89,7 +89,8 @@ def resume(
     except BaseException:
         if read_state(run).attempt != attempt:
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
-            write_spec(run, spec)
+            if values:
+                write_spec(run, spec)
         raise
     return attempt
 
@@ -171,6 +172,8 @@ def _wait_until_taken(run: RunDirectory, attempt: int, started: Started, log: Pa
     deadline = time.monotonic() + _READY_S
     while read_state(run).attempt != attempt:
         code = started.ended()
+        if code == 0 and read_state(run).attempt != attempt:  # it found another one at work
+            raise SoTuiError(f"another start of {run.name} came first: `so-tui watch {run.name}` shows it")
         if code is not None and read_state(run).attempt != attempt:
             raise SoTuiError(f"the supervisor ended at once (exit code {code}): {_last_lines(log)}")
         if time.monotonic() > deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from so_tui.launch.stopping import request_stop, stop_request
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import RunState
-from so_tui.spec import InputError
+from so_tui.spec import InputError, SoTuiError
 from tests.launch.conftest import Runs, ended, kill, process_of, wait_for
 
 pytestmark = pytest.mark.slow
@@ -265,6 +266,10 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     with pytest.raises(InputError, match="still runs"):
         resume(one, machine)
     stopped = stop(one, grace_s=30)
+    with one.supervisor_lock_path.open("ab") as held:  # by the supervisor of a resume that came a moment before
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SoTuiError, match="came first"):
+            resume(one, machine)
     assert resume(one, machine) == 2
     assert stop_request(one) is None
     again = wait_for(one, lambda state: state.attempt == 2 and state.state == "training")
