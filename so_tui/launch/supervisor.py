@@ -7,7 +7,6 @@ over by the record in ``state.json``. It writes the state and the samples, alone
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -21,18 +20,20 @@ from types import FrameType
 import msgspec
 
 from so_tui.launch import locks, progress
+from so_tui.launch.alone import become_subreaper, only_one
 from so_tui.launch.closing import Closing
 from so_tui.launch.job import Job
+from so_tui.launch.losses import Losses
 from so_tui.launch.processes import ProcessTree
 from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
 from so_tui.launch.stopping import StopRequest, request_stop, stop_request
-from so_tui.launch.verdict import End, Evidence, Failure, conclude, ended_by
+from so_tui.launch.verdict import End, Evidence, Failure, conclude
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader, trim_log
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import FINAL_STATES, Process, RunState
+from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_state, write_state
 
@@ -53,13 +54,13 @@ def supervise(run: RunDirectory, attempt: int) -> int:
 
     Returns 0 at once when another supervisor watches already. Raises OSError when the run directory cannot be written.
     """
-    with _only_one(run) as alone:
+    with only_one(run) as alone:
         if not alone:
             return 0
         state = read_state(run)
         if state.attempt == attempt and state.state in FINAL_STATES:
             return state.exit_code or 0
-        _become_subreaper()
+        become_subreaper()
         return Supervisor(run, attempt, state).watch()
 
 
@@ -75,13 +76,12 @@ class Supervisor:
         self._takes_over = found.attempt == attempt and found.supervisor is not None
         self._state = self._first_state(found)
         self._tree = ProcessTree(self._job.marker, os.getpid(), found.processes if self._takes_over else ())
+        self._losses = Losses(self._tree)
         self._reader = MetricsReader(run)
         self._log = LogReader(run.log_path(attempt, self._host))
         self._last_lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._closing = Closing()
         self._stop: StopRequest | None = None
-        self._first_gone: Process | None = None
-        self._unprompted = False
         self._gone_unseen = False
         self._beaten_at: float | None = None
         self._oom_kills_before = oom_kills()
@@ -162,22 +162,9 @@ class Supervisor:
             self._closing.terminated_at = time.monotonic()
 
     def _notice_losses(self, before: set[int]) -> None:
-        present = {process.role for process in self._tree.alive} - {"rank"}
-        leading = {"runner", "launcher", "rank"} - present
-        lost = [process for process in self._tree.gone if process.pid in before and process.role in leading]
-        if self._first_gone is None and lost:
-            self._first_gone = min(lost, key=self._blame)
-            self._unprompted = self._closing.terminated_at is None
+        lost = self._losses.notice(before, told=self._closing.terminated_at is not None)
         if self._closing.broken_at is None and any(process.role != "rank" for process in lost):
             self._closing.broken_at = time.monotonic()
-
-    def _blame(self, process: Process) -> tuple[int, bool]:
-        """Sorts what one look found gone: the cause first, then its victims.
-
-        The launcher's death takes its ranks along (parent-death signal) faster than we look, and a rank that was killed those that waited
-        for it, which leave by themselves.
-        """
-        return ("launcher", "runner", "rank").index(process.role), ended_by(self._tree.exit_code(process)) is None
 
     def _notice_stop(self) -> None:
         if self._signal:
@@ -234,9 +221,9 @@ class Supervisor:
             end=progress.trainers_end(self._reader, self._attempt),
             failures=_failures(self._run.attempt_dir(self._attempt)),
             runner_status=self._job.status(),
-            first_gone=self._first_gone,
-            first_gone_code=self._tree.exit_code(self._first_gone) if self._first_gone else None,
-            unprompted=self._unprompted,
+            first_gone=self._losses.first,
+            first_gone_code=self._losses.first_code,
+            unprompted=self._losses.unprompted,
             stop_overdue_s=self._stop.grace_s if self._stop and self._closing.stop_overdue(time.monotonic()) else None,
             gone_unseen=self._gone_unseen,
             less_gpu_memory=less_gpu_memory(self._job.plan.spec),
@@ -309,29 +296,6 @@ class Supervisor:
             if self._trouble.get(what) != error.errno:
                 print(f"{what} of {self._run.path}: {error}", file=sys.stderr)
             self._trouble[what] = error.errno
-
-
-@contextlib.contextmanager
-def _only_one(run: RunDirectory) -> Iterator[bool]:
-    """Whether this process is now the run's only supervisor. Where the file system cannot lock, the recorded one's liveness must do."""
-    with run.supervisor_lock_path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            print(f"no lock on {run.supervisor_lock_path}: {error}", file=sys.stderr)
-        yield True
-
-
-def _become_subreaper() -> None:
-    """Make orphans of the run our children instead of init's (prctl(2), PR_SET_CHILD_SUBREAPER), so that none is lost sight of."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(36, 1, 0, 0, 0) != 0:
-        print(f"not a subreaper: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
 
 
 def _failures(folder: Path) -> tuple[Failure, ...]:

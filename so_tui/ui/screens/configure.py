@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on, work
 from textual.binding import Binding, BindingType
@@ -14,7 +14,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
 
-from so_tui.spec import InputError, Refused, RunSpec, field_index, save_preset, with_values
+from so_tui.spec import InputError, Refused, RunSpec, field_index, with_values
 from so_tui.ui.advice import advice, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
@@ -22,9 +22,6 @@ from so_tui.ui.page import Page
 from so_tui.ui.text import plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
-
-if TYPE_CHECKING:
-    pass
 
 DEBOUNCE_S = 0.12
 
@@ -242,38 +239,9 @@ class ConfigureScreen(Page):
         if planned is None or planned.plan is None or base is None:
             self.notify("Mend the marked fields first", severity="error")
             return
-        from so_tui.ui.screens.dialogs import AskName
+        from so_tui.ui.screens.saving import ask_to_save
 
-        spec = with_values(base, self._edits)
-
-        def named(name: str | None) -> None:
-            if name:
-                self._save_unless_taken(spec, name, base.name)
-
-        self.app.push_screen(AskName("Save as preset", "A short name: small letters, digits, - . _", f"{base.name}-mine"), named)
-
-    def _save_unless_taken(self, spec: RunSpec, name: str, base: str) -> None:
-        """Save over another preset of the user only where that is said to be meant."""
-        taken = self.so.catalog.presets.get(name) if self.so.catalog is not None else None
-        if taken is None or taken.origin == "built-in" or name == base:
-            self._save(spec, name, base)
-            return
-        from so_tui.ui.screens.dialogs import Question
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._save(spec, name, base)
-
-        self.app.push_screen(Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"), answered)
-
-    def _save(self, spec: RunSpec, name: str, base: str) -> None:
-        try:
-            path = save_preset(spec, name, base=base)
-        except InputError as error:
-            self.app.post_message(Failed("The preset was not saved", tuple(map(str, error.problems))))
-            return
-        self.notify(f"Saved as {name} in {path}", markup=False)
-        self.so.reload_presets(then_edit=name)
+        ask_to_save(self.so, with_values(base, self._edits), base.name)
 
     def action_look(self) -> None:
         """Show the data as the model will see it, with what stands in the form."""

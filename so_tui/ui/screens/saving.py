@@ -1,0 +1,46 @@
+"""Saving settings as a preset of the user: a name is asked for, and another preset is replaced only where that is said to be meant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from so_tui.spec import InputError, RunSpec, save_preset
+from so_tui.ui.messages import Failed
+
+if TYPE_CHECKING:
+    from so_tui.ui.app import SoTuiApp
+
+
+def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
+    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``."""
+    from so_tui.ui.screens.dialogs import AskName
+
+    def named(name: str | None) -> None:
+        if name:
+            _save_unless_taken(app, spec, name, base)
+
+    app.push_screen(AskName("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine"), named)
+
+
+def _save_unless_taken(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
+    taken = app.catalog.presets.get(name) if app.catalog is not None else None
+    if taken is None or taken.origin == "built-in" or name == base:
+        _save(app, spec, name, base)
+        return
+    from so_tui.ui.screens.dialogs import Question
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            _save(app, spec, name, base)
+
+    app.push_screen(Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"), answered)
+
+
+def _save(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
+    try:
+        path = save_preset(spec, name, base=base)
+    except InputError as error:
+        app.post_message(Failed("The preset was not saved", tuple(map(str, error.problems))))
+        return
+    app.notify(f"Saved as {name} in {path}", markup=False)
+    app.reload_presets(then_edit=name)
