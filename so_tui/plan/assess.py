@@ -80,6 +80,11 @@ def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
     return replace(spec, offload=replace(spec.offload, mode=mode, ratio=spec.offload.ratio if ratio is None else ratio))
 
 
+def mode_without_gpu(spec: RunSpec) -> Mode:
+    """DeepSpeed's own SuperOffload needs a GPU; its ZeRO-Offload does not."""
+    return "zerooffload" if spec.offload.engine == "deepspeed" else "superoffload"
+
+
 def best(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
     """The fastest place for the states of ``spec`` on this site, batch and recompute as given: what stays on the GPU costs least time.
 
@@ -87,7 +92,7 @@ def best(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
     what is least short. What takes the least GPU memory where nobody knows how much there is.
     """
     if not site.has_gpu:
-        return assess(in_mode(spec, "superoffload"), site, ranks=ranks)
+        return assess(in_mode(spec, mode_without_gpu(spec)), site, ranks=ranks)
     if site.gpu_memory_unknown:
         return assess(in_mode(spec, "superoffload", 1.0), site, ranks=ranks)
     on_gpu = assess(in_mode(spec, "gpu"), site, ranks=ranks)

@@ -28,7 +28,12 @@ _WORTH_SAYING = 1.2
 def explained(given: RunSpec, site: Site, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[str]:
     """``given`` is what the user asked for, ``chosen`` what is recommended of ``tried``."""
     if not site.has_gpu:
-        yield "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
+        beside = chosen.spec.offload.mode == "superoffload"
+        yield (
+            "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
+            if beside
+            else "zerooffload: DeepSpeed's SuperOffload needs a GPU; with offload.engine = so-tui the optimizer would have cores of its own"
+        )
         return
     if site.problem:
         return

@@ -16,7 +16,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.activations import policy_of
 from so_tui.plan.advice import impossible, remedies, roomier, warnings
 from so_tui.plan.architecture import architecture
-from so_tui.plan.assess import Assessment, assess, in_mode
+from so_tui.plan.assess import Assessment, assess, in_mode, mode_without_gpu
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.explain import REPEATS, explained, larger_steps
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
@@ -53,9 +53,10 @@ def _site_for(spec: RunSpec, machine: Machine, workload: Workload | None = None)
 def _decided(spec: RunSpec, site: Site) -> tuple[Assessment, tuple[str, ...]]:
     if spec.offload.mode != "auto":
         return fastest_policy(spec, site), ()
-    offloaded = fastest_policy(in_mode(spec, "superoffload"), site)
     if not site.has_gpu:
-        return offloaded, ("auto is superoffload on a machine without GPUs",)
+        mode = mode_without_gpu(spec)
+        return fastest_policy(in_mode(spec, mode), site), (f"auto is {mode} on a machine without GPUs",)
+    offloaded = fastest_policy(in_mode(spec, "superoffload"), site)
     if site.gpu_memory_unknown:
         return offloaded, ("auto is superoffload here: the GPU's memory is not known",)
     on_gpu = fastest_policy(in_mode(spec, "gpu"), site)

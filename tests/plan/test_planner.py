@@ -86,6 +86,13 @@ def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> Non
     assert any("micro-batch" in reason for reason in plan.reasons)
 
 
+@pytest.mark.parametrize("mode", ["auto", "zerooffload"])
+def test_deepspeeds_engine_without_a_gpu_is_its_zero_offload(mode: str) -> None:
+    spec = spec_of("tiny", offload__mode=mode, offload__engine="deepspeed")
+    for plan in (make_plan(spec, CPU_ONLY), recommend(spec, CPU_ONLY)):
+        assert (plan.fits, plan.mode, plan.spec.offload.mode) == (True, "zerooffload", "zerooffload")
+
+
 def test_tiny_fits_without_a_gpu() -> None:
     plan = make_plan(spec_of("tiny"), CPU_ONLY)
     assert (plan.fits, plan.mode, plan.gpu_bytes, plan.gpu_capacity_bytes) == (True, "superoffload", 0, None)
