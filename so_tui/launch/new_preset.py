@@ -53,8 +53,10 @@ def add_preset(described: Described) -> Path:
 
 
 def preset_name(model: str) -> str:
-    """``Qwen/Qwen3-14B`` is ``qwen3-14b``; a folder gives its own name."""
-    words = re.sub(r"[^a-z0-9._-]+", "-", _last_part(model).lower())
+    """``Qwen/Qwen3-14B`` is ``qwen3-14b``; a folder gives its own name, also as ``.``."""
+    folder = Path(model.strip()).expanduser()
+    name = folder.resolve().name if folder.is_dir() else _last_part(model)
+    words = re.sub(r"[^a-z0-9._-]+", "-", name.lower())
     return words.strip("-._")[:64] or "model"
 
 

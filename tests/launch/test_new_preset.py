@@ -192,7 +192,13 @@ def test_a_hub_id_without_a_network() -> None:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("Qwen/Qwen3-14B", "qwen3-14b"), ("/data/My Model (v2)/", "my-model-v2"), ("builtin:tiny", "tiny"), ("..", "model")],
+    [("Qwen/Qwen3-14B", "qwen3-14b"), ("/data/My Model (v2)/", "my-model-v2"), ("builtin:tiny", "tiny"), ("...", "model")],
 )
 def test_names_come_from_the_model(model: str, name: str) -> None:
     assert preset_name(model) == name
+
+
+def test_the_folder_one_stands_in_gives_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Some-Model").mkdir()
+    monkeypatch.chdir(tmp_path / "Some-Model")
+    assert preset_name(".") == preset_name("../Some-Model/") == "some-model"
