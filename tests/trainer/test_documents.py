@@ -46,6 +46,7 @@ VARIANTS = {
         "messages": [{"role": "user", "content": ["Add", "."]}, {"role": "assistant", "content": ["They ", "make 5."]}]
     },
     "a prompt that is a number": {"prompt": 5, "completion": "They make 5."},
+    "columns that mean something else": ROWS["alpaca"] | {"tools": "hammer, saw", "history": "of Rome", "system": 7},
     "a stop token in the data": {"prompt": "Add 2 and 3.", "completion": "They make 5.<|eos|>\n"},
 }
 ASIDE = {
@@ -359,7 +360,8 @@ GOOD = json.dumps(ROWS["alpaca"])
         ),
         ("rows.jsonl", '{"messages": [{"speaker": "a", "words": "b"}]}', ("row 1", "column messages[0]", "speaker, words")),
         ("rows.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', ("row 1", "not text")),
-        ("rows.jsonl", f'{GOOD[:-1]}, "tools": "a"}}', ("row 1", "column tools", "no JSON")),
+        ("rows.jsonl", json.dumps(ROWS["messages"] | {"tools": "a"}), ("row 1", "column tools", "no JSON")),
+        ("rows.jsonl", f'{GOOD[:-1]}, "history": [["a"]]}}', ("row 1", "column history[0]", "not a pair")),
         ("rows.jsonl", '{"messages": "a"}', ("row 1", "column messages", "not a list of turns")),
         ("rows.csv", 'instruction,output\na,b\nc,d,e\n', ("rows.csv", "line 3")),
         ("rows.parquet", "no parquet", ("rows.parquet", "cannot be read")),

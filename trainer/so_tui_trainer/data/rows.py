@@ -59,7 +59,8 @@ def _alpaca(row: Row) -> Conversation:
 
 def _history(row: Row) -> Iterator[Message]:
     """Earlier rounds, as LLaMA-Factory's data sets have them: pairs of a prompt and its answer."""
-    for index, pair in enumerate(row.get("history") or ()):
+    pairs = row.get("history")
+    for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or not len(pair) == 2 or not all(isinstance(said, str) for said in pair):
             raise RowError(f"history[{index}]", f"is {_shown(pair)}, not a pair of texts")
         yield Message("user", pair[0])
@@ -158,12 +159,12 @@ def _around(row: Row, layout: Layout) -> Conversation:
     system = row.get("system")
     if isinstance(system, str) and system.strip() and said[0].role != "system":
         said = (Message("system", system), *said)
-    tools = _listed(row.get(TOOLS), TOOLS)
+    tools = [] if layout.name == "alpaca" else _listed(row.get(TOOLS), TOOLS)
     return (Message(TOOLS, "", ((TOOLS, tools),)), *said) if tools else said
 
 
 def _listed(value: object, column: str) -> list[Any]:
-    """A list, or one that is written as JSON; nothing is an empty one."""
+    """A list, or one that is written as JSON; a single object is one of one, nothing an empty one."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -171,6 +172,8 @@ def _listed(value: object, column: str) -> list[Any]:
             raise RowError(column, f"is no JSON ({error.msg})") from error
     if not value:
         return []
+    if isinstance(value, Mapping):
+        value = [value]
     if not isinstance(value, list):
         raise RowError(column, f"is {_shown(value)}, not a list")
     found: list[Any] = _known(value)
