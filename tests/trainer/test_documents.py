@@ -275,6 +275,7 @@ def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
     assert texts(documents_of(tmp_path, folder, data__subset="hard", data__split="test"))[1] == "Held out.<|eos|>"
     assert "data.subset" in problem(folder, tmp_path)
     assert "data.split" in problem(folder, tmp_path, data__subset="easy", data__split="validation")
+    assert "data.subset = hard" in problem(folder / "hard" / "test.jsonl", tmp_path, data__subset="hard")
 
 
 def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path) -> None:

@@ -97,6 +97,11 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
 
 def _load_file(path: Path, source: DataSource) -> Dataset:
     reader = _reader(path, source)
+    if source.subset:
+        remedy = "Leave it empty, or in a mixture give it to the source that has it."
+        raise InputError(
+            [Problem(field="data.subset", value=source.subset, message=f"{source.source} is a file, which has none", remedy=remedy)]
+        )
     options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_of((path,))}
     if reader == "csv":
         import pandas
