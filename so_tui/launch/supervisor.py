@@ -35,7 +35,7 @@ from so_tui.runs.log import LogReader, trim_log
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.samples import SampleWriter
-from so_tui.runs.state import read_state, write_state
+from so_tui.runs.state import FULL, read_state, write_last_state, write_state
 
 TICK_S = 1.0
 _START_TICK_S = 0.2
@@ -229,6 +229,7 @@ class Supervisor:
             less_gpu_memory=less_gpu_memory(self._job.plan.spec),
             less_host_memory=less_host_memory(self._job.plan.spec),
             oom_kills=oom_kills() - self._oom_kills_before,
+            disk_full=any(trouble in FULL for trouble in self._trouble.values()),
             log=tuple(self._last_lines),
         )
 
@@ -245,7 +246,8 @@ class Supervisor:
             exit_code=end.exit_code,
             processes=(),
         )
-        self._write_state()
+        with self._despite_trouble_with("state"):
+            write_last_state(self._run, self._state)
         self._job.release()
         return end.exit_code
 
@@ -294,8 +296,11 @@ class Supervisor:
             yield
         except OSError as error:
             if self._trouble.get(what) != error.errno:
-                print(f"{what} of {self._run.path}: {error}", file=sys.stderr)
+                with contextlib.suppress(OSError):  # our log may lie on the same full disk
+                    print(f"{what} of {self._run.path}: {error}", file=sys.stderr, flush=True)
             self._trouble[what] = error.errno
+        else:
+            self._trouble.pop(what, None)
 
 
 def _failures(folder: Path) -> tuple[Failure, ...]:

@@ -50,6 +50,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     less_host_memory: str = "Lower offload.ratio, use more GPUs, or free host memory. `so-tui plan` shows what is needed"
     oom_kills: int = 0
     """Processes that the kernel killed for want of memory while the attempt ran."""
+    disk_full: bool = False
+    """The run's folder took no more records: the trainer's last words may have been lost."""
     log: tuple[str, ...] = ()
     """The last lines of the log."""
 
@@ -91,6 +93,9 @@ def conclude(evidence: Evidence) -> End:
             reason=reason,
             suggestion=evidence.less_host_memory,
         )
+    if evidence.disk_full:
+        reason = "the disk of the run's folder is full: nothing more could be recorded"
+        return End(state="failed", reason=reason, suggestion=f"Make room there. {again}")
     if evidence.gone_unseen:
         reason = (
             "its processes are gone and left no word; they were not watched when they ended (a reboot, or everything was killed at once)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +16,8 @@ from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.types import RunSpec
 
 T = TypeVar("T")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What writing fails with on a disk without room, or room for this user."""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -35,6 +38,25 @@ def write_atomic(path: Path, content: bytes) -> None:
 def write_state(run: RunDirectory, state: RunState) -> None:
     """Replaces ``state.json``. Raises OSError (disk full, folder gone)."""
     write_atomic(run.state_path, msgspec.json.encode(state))
+
+
+def write_last_state(run: RunDirectory, state: RunState) -> None:
+    """As ``write_state``; a disk too full for another file takes it over the old one, whose block is there. Raises OSError.
+
+    For the last word alone: who reads at that very moment may see a torn one, and looks again.
+    """
+    try:
+        write_state(run, state)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        overwrite(run.state_path, msgspec.json.encode(state))
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """Writes over the file, without a byte more where that will do; what is left of the old is blanked out. Raises OSError."""
+    with path.open("r+b") as file:
+        file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 
 def read_state(run: RunDirectory) -> RunState:

@@ -67,6 +67,14 @@ def test_what_the_bereaved_report_does_not_hide_the_dead() -> None:
     assert reason(failures=(failure,), end=record, **{**dead, "first_gone_code": 143}) == "rank 2 was ended by SIGTERM"
 
 
+def test_a_disk_that_took_no_word_of_the_trainer_is_named() -> None:
+    full = {"disk_full": True, "first_gone": RANK, "first_gone_code": 1, "saved_step": 30}
+    assert "the disk of the run's folder is full" in reason(**full)
+    assert "goes on from step 30" in conclude(Evidence(name="r", **full)).suggestion  # type: ignore[arg-type]
+    failure = Failure(rank=0, reason="the loss is not finite")
+    assert "not finite" in reason(failures=(failure,), **full)
+
+
 def test_a_rank_that_was_made_to_go_is_not_the_cause() -> None:
     failure = Failure(rank=0, reason="the loss is not finite", suggestion="lower the learning rate")
     assert reason(failures=(failure,), first_gone=RANK, first_gone_code=-15) == "rank 0: the loss is not finite"

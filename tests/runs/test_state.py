@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import RunState
+from so_tui.runs.state import overwrite, read_state, write_state
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,12 @@ from so_tui.runs.records import RunState
 )
 def test_a_run_took_the_time_of_its_attempts_and_not_what_lay_between(times: dict[str, float], took_s: float | None) -> None:
     assert RunState(name="r", state="finished", **times).took_s == took_s  # type: ignore[arg-type]
+
+
+def test_what_is_written_over_a_state_is_read_whether_it_is_shorter_or_longer(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    write_state(run, RunState(name="r", state="training", detail="x" * 200))
+    for reason in ("full", "full" * 200):
+        last = RunState(name="r", state="failed", reason=reason)
+        overwrite(run.state_path, msgspec.json.encode(last))
+        assert read_state(run) == last
