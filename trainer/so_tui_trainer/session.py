@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,13 +31,9 @@ from so_tui.runs.records import (
     StartRecord,
     WarningRecord,
 )
-from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer import binding, checkpoint, failures, offload
+from so_tui.spec import RunSpec
+from so_tui_trainer import binding, checkpoint, failures, offload, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
-from so_tui_trainer.data import cache, tokens
-from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.documents import Documents
-from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -64,14 +58,6 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
     if session.recorder.hanging:
         os._exit(0)  # not by return either: what a tracker has registered to run at exit would wait for its server
     return 0
-
-
-class TrainingData(NamedTuple):
-    documents: Documents
-    batches: Batches
-    fingerprint: str
-    """Changes when a step would train on other documents."""
-    evaluation: Evaluation | None
 
 
 class Session:
@@ -144,25 +130,8 @@ class Session:
             print(f"{failure.reason}. {failure.suggestion} (not written down: {trouble})", file=sys.stderr)
 
     def obey_signals(self) -> None:
-        """On USR1, a scheduler's warning, ask the run to stop with a checkpoint, as any user would.
-
-        On TERM leave at once, even when the main thread waits in a collective for a rank that will never come. Python runs signal handlers
-        in the main thread only, and between two instructions of it; what its C part writes to the wake-up descriptor is seen by any thread.
-        """
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        for signum in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, lambda *_: None)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-
-        def wait() -> None:
-            while (received := os.read(reading, 1)[0]) != signal.SIGTERM:
-                if received == signal.SIGUSR1:
-                    self._ask_to_stop()
-            self._write_failure()
-            os._exit(128 + signal.SIGTERM)
-
-        threading.Thread(target=wait, name="signals", daemon=True).start()
+        """Ask the run to stop with a checkpoint when a scheduler warns, as any user would; say why it ends when it is told to."""
+        signals.heed(self._ask_to_stop, self._write_failure)
 
     def _ask_to_stop(self) -> None:
         try:
@@ -174,7 +143,8 @@ class Session:
         """Everything before the first step, in parts that take minutes with large models. Raises StoppedEarlyError between them."""
         self._seed(0)
         control.stop_early()
-        data = self._data(ranks)
+        self._phase("loading", "reading the data")
+        data = training_data.read(self.spec, ranks, lambda doing: self._phase("loading", doing), self._warn)
         control.stop_early()
         loop = self._loop(ranks, data, control, found)
         control.stop_early()
@@ -184,32 +154,6 @@ class Session:
             self._resume(loop, found, data, ranks)
             control.stop_early()
         return loop
-
-    def _data(self, ranks: Ranks) -> TrainingData:
-        self._phase("loading", "reading the data")
-        documents = self._documents(self.spec, ranks)
-        training, held_out = divide(documents, self.spec)
-        other = evaluation_spec(self.spec)
-        evaluated = documents if other is None else self._documents(other, ranks)
-        members = held_out if other is None else np.arange(len(evaluated.lengths))
-        pin = ranks.device.type == "cuda"
-        return TrainingData(
-            documents=documents,
-            batches=Batches(documents, self.spec, self.rank, members=documents.epoch(self.spec.train.seed, training), pin=pin),
-            fingerprint=training_data(documents.fingerprint, self.spec),
-            evaluation=Evaluation(evaluated, members, self.spec, self.rank, pin=pin) if len(members) else None,
-        )
-
-    def _documents(self, spec: RunSpec, ranks: Ranks) -> Documents:
-        """Tokenised by rank 0, read by all."""
-        folder = ranks.from_first(tokens.prepare(spec, tell=self._tell_tokenised) if ranks.first else None)
-        documents = cache.read(folder, spec.data)
-        for warning in documents.warnings:
-            self._warn(warning, "")
-        return documents
-
-    def _tell_tokenised(self, rows: int, total: int) -> None:
-        self._phase("loading", f"tokenising the data, {rows:,} of {total:,} rows")
 
     def _newest(self) -> checkpoint.Found | None:
         """The checkpoint to go on from. Newer ones that cannot be read are set aside, and said to be."""
@@ -224,11 +168,11 @@ class Session:
             )
         return found
 
-    def _loop(self, ranks: Ranks, data: TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
+    def _loop(self, ranks: Ranks, data: training_data.TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
         model = build(self.spec, ranks.device, ds_config)
-        self._check_sizes(model.causal.config, data.documents)
+        training_data.check_sizes(model.causal.config, data.documents, self.spec, self._warn)
         parameters = parameter_count(model)
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
@@ -254,7 +198,7 @@ class Session:
             expected_first_loss=expected,
         )
 
-    def _resume(self, loop: Loop, found: checkpoint.Found, data: TrainingData, ranks: Ranks) -> None:
+    def _resume(self, loop: Loop, found: checkpoint.Found, data: training_data.TrainingData, ranks: Ranks) -> None:
         self._phase("loading", f"resuming from step {found.manifest.step}")
         before, now = found.manifest.spec, self.spec
         if found.manifest.data != data.fingerprint or _order(before) != _order(now):
@@ -262,18 +206,6 @@ class Session:
             self._warn(message, "Resume with the same data, seed, sequence length and packing to neither skip nor repeat any.")
         checkpoint.load(self.engine, found.path, found.manifest, ranks)
         loop.resume(str(found.path), found.manifest)
-
-    def _check_sizes(self, config: Any, documents: Documents) -> None:
-        largest = int(documents.tokens.max())
-        if largest >= config.vocab_size:
-            message = f"the tokenizer gives ids up to {largest}, and the model's vocabulary has {config.vocab_size}"
-            problem = Problem(
-                field="model.tokenizer", value=self.spec.model.tokenizer, message=message, remedy="Use the model's own tokenizer."
-            )
-            raise InputError([problem])
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions and int(documents.lengths.max()) > positions:
-            self._warn(f"some documents are longer than the {positions} positions the model was made for", "Lower `data.sequence_length`.")
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
         hostnames = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
