@@ -38,17 +38,19 @@ def exit_code_of(run: RunDirectory) -> int | None:
 def follow(run: RunDirectory, *, owner: bool) -> int:
     """Print progress until the run ends and return its exit code.
 
-    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise; so does USR1, a
-    scheduler's warning, which batch scripts get alone. Raises SoTuiError when the run's folder is deleted meanwhile.
+    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise. So do USR1, a scheduler's
+    warning, and TERM, with which containers and schedulers end a job: both may reach this process alone. A lost terminal (HUP) ends the
+    watching only. Raises SoTuiError when the run's folder is deleted meanwhile.
     """
     from so_tui.launch import ensure_supervised
 
+    if owner:
+        for signum in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, lambda received, _: _ask_to_stop(run, signal.Signals(received)))
     print(f"run {run.name} in {run.path}", flush=True)
     reader = RunReader(run)
     printer = _Printer()
     stopping = False
-    if owner:
-        signal.signal(signal.SIGUSR1, lambda *_: control.request(run, "stop", reason="so-tui received SIGUSR1"))
     checked = time.monotonic()
     while True:
         try:
@@ -73,6 +75,10 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             stopping = True
             control.request(run, "stop")
             print("\nstopping after this step, with a checkpoint (interrupt again to leave it to itself)", flush=True)
+
+
+def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
+    control.request(run, "stop", reason=f"so-tui received {received.name}")
 
 
 class _Printer:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
+from so_tui.commands.progress import exit_code_of, follow
 from so_tui.runs import RunDirectory, find_run, read_state
 from so_tui.spec import InputError, Problem
 
@@ -30,10 +32,21 @@ def run(arguments: argparse.Namespace) -> int:
 
             print_rich(render_launch(launch, machine))
         return 0
+    _heed_termination(arguments)
     if not arguments.no_preflight:
         _report_warnings(preflight(spec, machine, force=arguments.force, runs_dir=arguments.runs_dir))
     started = start(spec, machine, runs_dir=arguments.runs_dir, force=arguments.force)
     return _show(started, arguments, owner=True)
+
+
+def _heed_termination(arguments: argparse.Namespace) -> None:
+    """Until there is a run to stop, TERM interrupts: by itself the first process of a container would not hear it."""
+    if _plain(arguments) and not arguments.detach:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _plain(arguments: argparse.Namespace) -> bool:
+    return arguments.plain or not usable_terminal()
 
 
 def _report_warnings(warnings: tuple[str, ...]) -> None:
@@ -47,6 +60,7 @@ def resume(arguments: argparse.Namespace) -> int:
     from so_tui.machine import inspect_machine
 
     target = find_run(arguments.run, arguments.runs_dir)
+    _heed_termination(arguments)
     resume_run(target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force)
     return _show(target, arguments, owner=True)
 
@@ -69,9 +83,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
         else:
             print(target.name)
         return 0
-    from so_tui.commands.progress import exit_code_of, follow
-
-    if arguments.plain or not usable_terminal():
+    if _plain(arguments):
         return follow(target, owner=owner)
     from so_tui.commands.screen import show_screen
 

@@ -164,7 +164,11 @@ def _launch_attempt(run: RunDirectory, attempt: int, launch: Launch, machine: Ma
         raise InputError(
             [Problem(field="--runs-dir", value=str(run.path.parent), message=f"cannot be written: {error.strerror}", remedy=remedy)]
         ) from error
-    _wait_until_taken(run, attempt, started, log)
+    try:
+        _wait_until_taken(run, attempt, started, log)
+    except KeyboardInterrupt:  # the supervisor may live by now, and would train what nobody wants any more
+        control.request(run, "stop", reason="interrupted while it was started")
+        raise
 
 
 def _wait_until_taken(run: RunDirectory, attempt: int, started: Started, log: Path) -> None:

@@ -1,0 +1,59 @@
+"""Following a run without a screen: what signals to the follower mean to the run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from so_tui.runs import RunDirectory, control, create_run, read_state, write_state
+from so_tui.runs.records import RunState
+from so_tui.spec import find_preset
+
+FOLLOW = (
+    "import sys; from so_tui.commands.progress import follow; from so_tui.runs import RunDirectory;"
+    " sys.exit(follow(RunDirectory(sys.argv[1]), owner=sys.argv[2] == 'owner'))"
+)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> RunDirectory:
+    """A run that trains on another host, so that nobody here takes it for lost."""
+    run = create_run(find_preset("tiny").spec, tmp_path / "runs")
+    write_state(run, RunState(name=run.name, state="training", host="another", started=read_state(run).started, attempt=1))
+    return run
+
+
+def followed(run: RunDirectory, who: str) -> subprocess.Popen[str]:
+    follower = subprocess.Popen([sys.executable, "-c", FOLLOW, str(run.path), who], stdout=subprocess.PIPE, text=True)
+    assert follower.stdout is not None
+    assert run.name in follower.stdout.readline()
+    return follower
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_wish_of_a_container_or_a_scheduler_stops_the_run_and_is_followed_to_its_end(
+    elsewhere: RunDirectory, signum: signal.Signals
+) -> None:
+    follower = followed(elsewhere, "owner")
+    follower.send_signal(signum)
+    deadline = time.monotonic() + 20
+    while (asked := control.details(elsewhere, "stop")) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert asked.reason == f"so-tui received {signum.name}"
+    assert follower.poll() is None
+    write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))
+    assert follower.wait(timeout=20) == 4
+
+
+@pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
+def test_a_lost_terminal_or_an_ended_watcher_is_nothing_to_the_run(elsewhere: RunDirectory, who: str, signum: signal.Signals) -> None:
+    follower = followed(elsewhere, who)
+    follower.send_signal(signum)
+    assert follower.wait(timeout=20) == -signum
+    assert not control.pending(elsewhere)
