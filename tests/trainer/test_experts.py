@@ -75,6 +75,24 @@ def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate) -> None:
+    """As Mixtral, GLM 4 and DeepSeek have them; lying in memory however their router left them."""
+    hidden, chosen, shares, weights = example(gate, 16, 24)
+    hidden = hidden / 8
+    results = []
+    for compute, dtype in ((one_by_one, torch.float32), (mixture, torch.bfloat16)):
+        own_hidden, _, own_weights = leaves(hidden, shares, weights, torch.empty(0, device=device, dtype=dtype))
+        own_shares = shares.t().contiguous().to(device).requires_grad_()
+        result = compute(own_hidden, chosen.to(device), own_shares.t(), own_weights, gate)
+        assert result.dtype == dtype
+        result.float().mean().backward()
+        results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
+    for theirs, mine in zip(*results, strict=True):
+        assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
+
+
+@pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_what_backward_needs_of_a_matrix_is_the_parameter(gate: Gate) -> None:
     """A view would hold the memory that ZeRO-3 gathers a parameter into."""
     hidden, chosen, shares, weights = example(gate, 16, 24)

@@ -41,7 +41,8 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of products and shares."""
     rows, columns = products.shape[0], products.shape[1] // 2
-    of_products, of_shares = torch.empty_like(products), torch.empty_like(shares)
+    of_products = torch.empty(products.shape, dtype=products.dtype, device=products.device)
+    of_shares = torch.empty(shares.shape, dtype=shares.dtype, device=shares.device)
     if rows:
         _gated_backward_kernel[(rows,)](
             gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts, of_products, of_shares,

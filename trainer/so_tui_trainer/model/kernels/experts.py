@@ -52,7 +52,10 @@ class Weights(NamedTuple):
 
 
 def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """``hidden``: [tokens, hidden], ``chosen``: [tokens, k] experts, each once, ``shares``: [tokens, k] their weights; like ``hidden``."""
+    """``hidden``: [tokens, hidden], ``chosen``: [tokens, k] experts, each once, ``shares``: [tokens, k] their weights; like ``hidden``.
+
+    Routers may leave ``shares`` in fp32 where all else is bf16.
+    """
     # Kept in a layer's repetition, since the products that are kept lie in this order.
     routing = Routing(*keep(lambda: route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
@@ -61,7 +64,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
     shared_bias = None
     if weights.second_bias is not None:
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
-        shared_bias = by_expert @ weights.second_bias
+        shared_bias = by_expert.to(weights.second_bias.dtype) @ weights.second_bias
     rows = _second_product(narrow, weights, routing.ends)
     result: Tensor = _Collected.apply(rows, routing)  # type: ignore[no-untyped-call]
     return result if shared_bias is None else result + shared_bias
@@ -156,7 +159,7 @@ class _Gated(torch.autograd.Function):
             return cuda_experts.gated(products, shares, routing.order, *_bias(bias, routing), gate)
         gates, ups = _limited(_halves(products if bias is None else products + bias[_experts(routing)], gate), gate)
         share = shares.flatten()[routing.order][:, None]
-        return gates * (gates * gate.alpha).sigmoid() * (ups + gate.shift) * share
+        return (gates * (gates * gate.alpha).sigmoid() * (ups + gate.shift) * share).to(products.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
@@ -182,7 +185,7 @@ def _gated_backward(
     sigmoid = (gates * gate.alpha).sigmoid()
     activated, shifted = gates * sigmoid, ups + gate.shift
     of_shares = torch.empty_like(shares).flatten()
-    of_shares[routing.order] = (gradient * activated * shifted).sum(-1)
+    of_shares[routing.order] = (gradient * activated * shifted).sum(-1, dtype=shares.dtype)
     of_gates = gradient * share * shifted * sigmoid * (1 + gate.alpha * gates * (1 - sigmoid)) * (own[0] <= gate.limit)
     of_ups = gradient * share * activated * (own[1].abs() <= gate.limit)
     of_products = torch.empty_like(products)
