@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from so_tui.runs.liveness import EXIT_CODES
@@ -67,18 +68,28 @@ class End(Struct, frozen=True, kw_only=True):
 
 
 def conclude(evidence: Evidence) -> End:
-    """The end of the attempt, with a reason and what to do next."""
-    again = _again(evidence)
+    """The end of the attempt, with a reason and what to do next: of a failure also how to go on, with which settings changed."""
+    end = _concluded(evidence)
+    if end.state != "failed" or "so-tui resume" in end.suggestion:
+        return end
+    again = _again(evidence, " --set KEY=VALUE" if _SETTING.search(end.suggestion) else "")
+    return msgspec.structs.replace(end, suggestion=f"{end.suggestion.rstrip('.')}. {again}" if end.suggestion else again)
+
+
+_SETTING = re.compile(r"\b(?:data|train|offload|model)\.[a-z]")
+
+
+def _concluded(evidence: Evidence) -> End:
     bereaved = _bereaved(evidence)
     if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
-        return End(state=end.state, reason=end.reason, suggestion=end.suggestion or (again if end.state == "failed" else ""))
+        return End(state=end.state, reason=end.reason, suggestion=end.suggestion)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
-        return End(state="failed", reason=f"rank {first.rank}: {first.reason}", suggestion=first.suggestion or again)
+        return End(state="failed", reason=f"rank {first.rank}: {first.reason}", suggestion=first.suggestion)
     if evidence.stop_overdue_s is not None:
         limit = f"{evidence.stop_overdue_s:.0f} s"
         reason = f"asked to stop, the trainer did not end within {limit} and was killed; nothing was saved after the last checkpoint"
-        return End(state="failed", reason=reason, suggestion=f"Give it more time next time (`so-tui stop --grace SECONDS`). {again}")
+        return End(state="failed", reason=reason, suggestion="Give it more time next time (`so-tui stop --grace SECONDS`)")
     for pattern, reason, suggestion in _KNOWN:
         if match := _search(pattern, evidence.log):
             return End(
@@ -88,20 +99,16 @@ def conclude(evidence: Evidence) -> End:
             )
     if evidence.oom_kills and _rank_code(evidence.log) in (None, -signal.SIGKILL):
         reason = f"the kernel killed {evidence.oom_kills} process{'es' if evidence.oom_kills > 1 else ''} of this host for want of memory"
-        return End(
-            state="failed",
-            reason=reason,
-            suggestion=evidence.less_host_memory,
-        )
+        return End(state="failed", reason=reason, suggestion=evidence.less_host_memory)
     if evidence.disk_full:
         reason = "the disk of the run's folder is full: nothing more could be recorded"
-        return End(state="failed", reason=reason, suggestion=f"Make room there. {again}")
+        return End(state="failed", reason=reason, suggestion="Make room there")
     if evidence.gone_unseen:
         reason = (
             "its processes are gone and left no word; they were not watched when they ended (a reboot, or everything was killed at once)"
         )
-        return End(state="lost", reason=reason, suggestion=again)
-    return _by_exit(evidence, again)
+        return End(state="lost", reason=reason, suggestion=_again(evidence))
+    return _by_exit(evidence)
 
 
 def ended_by(code: int | None) -> int | None:
@@ -119,13 +126,14 @@ def _bereaved(evidence: Evidence) -> bool:
     return all(failure.rank != gone.rank for failure in evidence.failures)
 
 
-def _again(evidence: Evidence) -> str:
+def _again(evidence: Evidence, settings: str = "") -> str:
+    command = f"`so-tui resume {evidence.name}{settings}`"
     if evidence.saved_step is None:
-        return f"Nothing had been saved: `so-tui resume {evidence.name}` starts it over"
-    return f"`so-tui resume {evidence.name}` goes on from step {evidence.saved_step}"
+        return f"Nothing had been saved: {command} starts it over"
+    return f"{command} goes on from step {evidence.saved_step}"
 
 
-def _by_exit(evidence: Evidence, again: str) -> End:
+def _by_exit(evidence: Evidence) -> End:
     """A failure of which only who died, and how, is known."""
     gone, status, reported = evidence.first_gone, evidence.runner_status, _rank_code(evidence.log)
     code = evidence.first_gone_code
@@ -137,11 +145,11 @@ def _by_exit(evidence: Evidence, again: str) -> End:
         # A launcher that lived to see a rank fail reports that rank's code.
         who, code = f"rank {gone.rank}" if gone.role == "rank" else "a rank", reported if code is None else code
     if signum := ended_by(code):
-        return _killed(who, signum, again)
+        return _killed(who, signum)
     if gone is not None and code is None and who != "a rank":
         reason = f"{who} (pid {gone.pid}) vanished while training went on: it was killed"
-        return End(state="failed", reason=reason, suggestion=f"{_WHO_KILLS}. {again}")
-    log = f"The log has the whole story: `so-tui logs {evidence.name}`. {again}"
+        return End(state="failed", reason=reason, suggestion=_WHO_KILLS)
+    log = f"The log has the whole story: `so-tui logs {evidence.name}`"
     if error := _last_error(evidence.log):
         return End(state="failed", reason=error, suggestion=log)
     told = f"ended with exit code {code}" if code else "ended without a word of the trainer"
@@ -151,11 +159,11 @@ def _by_exit(evidence: Evidence, again: str) -> End:
 _WHO_KILLS = "Nothing in so-tui does that on its own: look for the kernel's out-of-memory killer (`dmesg`), a scheduler or a person"
 
 
-def _killed(who: str, signum: int, again: str) -> End:
+def _killed(who: str, signum: int) -> End:
     known = {member.value: member.name for member in signal.Signals}
     name = known.get(signum, f"signal {signum}")
     crash = name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
-    suggestion = f"A crash of native code: the log's last lines say where. {again}" if crash else f"{_WHO_KILLS}. {again}"
+    suggestion = "A crash of native code: the log's last lines say where" if crash else _WHO_KILLS
     return End(state="failed", reason=f"{who} was ended by {name}", suggestion=suggestion)
 
 

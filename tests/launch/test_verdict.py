@@ -103,9 +103,32 @@ def test_the_kernels_out_of_memory_killer_is_told_only_of_a_sigkill() -> None:
 
 def test_what_ran_out_of_memory_gets_the_plans_advice() -> None:
     killed = Evidence(name="r", oom_kills=1, first_gone=RANK, first_gone_code=-9, less_host_memory="offload.ratio 0.9 -> 0.7")
-    assert conclude(killed).suggestion == "offload.ratio 0.9 -> 0.7"
+    assert conclude(killed).suggestion.startswith("offload.ratio 0.9 -> 0.7. ")
     log = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has",)
-    assert conclude(Evidence(name="r", log=log, less_gpu_memory="micro-batch {4} -> 2")).suggestion == "micro-batch {4} -> 2"
+    assert conclude(Evidence(name="r", log=log, less_gpu_memory="micro-batch {4} -> 2")).suggestion.startswith("micro-batch {4} -> 2. ")
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (None, "Nothing had been saved: `so-tui resume r --set KEY=VALUE` starts it over"),
+        (40, "`so-tui resume r --set KEY=VALUE` goes on from step 40"),
+    ],
+)
+def test_advice_to_change_settings_says_how_to_go_on_with_them(saved: int | None, said: str) -> None:
+    advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
+    failure = Failure(rank=1, reason="the GPU ran out of memory", suggestion=advice)
+    record = EndRecord(attempt=1, time=0.0, state="failed", step=42, reason=failure.reason, suggestion=advice)
+    log = ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has",)
+    killed = {"oom_kills": 1, "first_gone": RANK, "first_gone_code": -9, "less_host_memory": advice}
+    for evidence in ({"failures": (failure,)}, {"end": record}, {"log": log, "less_gpu_memory": advice}, killed):
+        assert conclude(Evidence(name="r", saved_step=saved, **evidence)).suggestion == f"{advice}. {said}"  # type: ignore[arg-type]
+
+
+def test_other_advice_says_how_to_go_on_once() -> None:
+    for advice in ("The log has the details.", "Mend it with `so-tui resume r`"):
+        told = conclude(Evidence(name="r", saved_step=40, failures=(Failure(rank=0, reason="bad luck", suggestion=advice),))).suggestion
+        assert (told.count("so-tui resume r"), "--set" in told, ".." in told) == (1, False, False)
 
 
 def test_gone_unseen_is_lost() -> None:
