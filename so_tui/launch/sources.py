@@ -9,7 +9,7 @@ import msgspec
 
 from so_tui.spec import DataSource, Problem, RunSpec
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
+_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 _BUILTIN = "builtin:"
 
 

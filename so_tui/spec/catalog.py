@@ -24,7 +24,7 @@ BUILTIN = "builtin:"
 
 Origin = Literal["built-in", "user", "file"]
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv")
+_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 _KEYS = frozenset((*RunSpec.__struct_fields__, "extends"))
 """The outermost keys of a preset."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_type_hints
@@ -11,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.fields import FieldInfo, field_index
-from so_tui.spec.types import RunSpec
+from so_tui.spec.fields import FieldInfo, field_index, source_index
+from so_tui.spec.types import DataSource, RunSpec
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys of ``[train]`` of which one gives the length of the run."""
@@ -26,6 +27,9 @@ _MISSING_REMEDIES = {
     "model.id": 'Give a hub id such as "Qwen/Qwen3-14B", or a folder.',
     "data.source": 'Give a hub id such as "tatsu-lab/alpaca", a file or a folder.',
 }
+
+_SOURCE = re.compile(r"^data\.source\[\d+\]\.")
+"""Where the path of a key of a mixture's source begins."""
 
 
 def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
@@ -94,7 +98,7 @@ def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -
     for key in _required(struct):
         if key not in tree:
             path = f"{prefix}{key}"
-            yield Problem(field=path, value="", message="is missing", remedy=_MISSING_REMEDIES[path])
+            yield Problem(field=path, value="", message="is missing", remedy=_MISSING_REMEDIES[_SOURCE.sub("data.", path)])
 
 
 def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Problem:
@@ -106,7 +110,11 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
 
 
 def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
-    info = field_index().get(path)
+    if path == "data.source" and isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _source_problems(f"{path}[{index}]", part)
+        return
+    info = source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
     if isinstance(value, float) and not math.isfinite(value):
         yield Problem(field=path, value=shown(value), message="is not finite", remedy=_remedy(info, value))
         return
@@ -114,6 +122,16 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         yield Problem(field=path, value=shown(value), message=_message(info, value, str(error)), remedy=_remedy(info, value))
+
+
+def _source_problems(path: str, part: Any) -> Iterator[Problem]:
+    """What is wrong with one source of a mixture."""
+    if isinstance(part, dict):
+        yield from _section_problems(part, DataSource, f"{path}.")
+        return
+    name = part if isinstance(part, str) else "NAME"
+    remedy = f'Write {{source = "{name}", weight = 1}}.'
+    yield Problem(field=path, value=shown(part), message="is not a source with its weight", remedy=remedy)
 
 
 def _message(info: FieldInfo | None, value: Any, error: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct, inspect
 
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import DataSource, RunSpec
 
 FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
 
@@ -88,6 +89,12 @@ def field_index() -> dict[str, FieldInfo]:
 
 
 @cache
+def source_index() -> dict[str, FieldInfo]:
+    """The keys of one source of a mixture (``weight``), by name."""
+    return {info.path: info for info in _walk(DataSource, "")}
+
+
+@cache
 def section_names() -> tuple[str, ...]:
     """Names of the sections of a preset: ``model``, ``data``, ..."""
     return tuple(field.name for field in inspect.type_info(RunSpec).fields if isinstance(_bare(field.type), inspect.StructType))  # type: ignore[attr-defined]
@@ -136,7 +143,8 @@ def _field_info(path: str, struct: type[Struct], field: inspect.Field) -> FieldI
 
 def _choices(struct: type[Struct], name: str) -> tuple[str, ...]:
     """The choices in the order of the types (msgspec sorts them)."""
-    return get_args(get_type_hints(struct)[name])
+    choices = get_args(get_type_hints(struct)[name])
+    return choices if NoneType not in choices else get_args(choices[0])
 
 
 def _bare(kind: inspect.Type) -> inspect.Type:
@@ -146,8 +154,9 @@ def _bare(kind: inspect.Type) -> inspect.Type:
 
 
 def _options(kind: inspect.Type) -> list[inspect.Type]:
-    """Alternatives of a union, lists last."""
+    """Alternatives of a union but for "none given", lists last."""
     options = [_bare(option) for option in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+    options = [option for option in options if not isinstance(option, inspect.NoneType)]
     return sorted(options, key=lambda option: _type_name(option) == "list")
 
 

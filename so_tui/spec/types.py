@@ -112,9 +112,9 @@ class DataSpec(Spec, frozen=True):
     source: Annotated[
         str | tuple[DataSource, ...],
         Meta(
-            description="Hub id, file (JSON, JSONL, Parquet, CSV) or folder; or a mixture: a list of `{source, weight}`, each of which may "
-            "have its own `subset`, `split` and `format`. Weights are shares of the rows: an epoch meets every row of every source at "
-            "least once, and those of a source with a larger share several times."
+            description="Hub id, file (JSON, JSONL, Parquet, CSV, TSV) or folder; or a mixture: a list of `{source, weight}`, each of "
+            "which may have its own `subset`, `split` and `format`. Weights are shares of the rows: an epoch meets every row of every "
+            "source at least once, and those of a source with a larger share several times."
         ),
     ]
     subset: Annotated[str, Meta(description="Subset (configuration) of a data set on the hub; empty means its only one.")] = ""

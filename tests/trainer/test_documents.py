@@ -156,9 +156,9 @@ def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longe
     assert documents.rows.tolist() == [1] * (len(documents.lengths) - 1) + [2]
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: list[dict[str, Any]], delimiter: str = ",") -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, rows[0], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -173,6 +173,8 @@ WRITERS = {
     "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
     "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
     "rows.csv": write_csv,
+    "rows.tsv": lambda path, rows: write_csv(path, rows, "\t"),
+    "folder of tsv": lambda path, rows: [path.mkdir(), write_csv(path / "rows.tsv", rows, "\t")],
     "rows.jsonl.gz": write_gzip,
     "folder": lambda path, rows: [path.mkdir(), lines(path, rows[:1], "train-1.jsonl"), lines(path, rows[1:], "train-2.jsonl")],
     "saved": lambda path, rows: datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(path),
@@ -194,6 +196,10 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
     write_csv(tmp_path / "gaps.csv", [{"instruction": "a", "output": answer} for answer in ("5", "", "7")])
     lines(tmp_path, [ROWS["alpaca"] | {"output": date} for date in dates], "dates.jsonl")
     lines(tmp_path, [{"messages": [{"role": "user", "content": "When?"}, {"role": "assistant", "content": dates[0]}]}], "turns.jsonl")
+    lines(tmp_path, [{"instruction": "a", "output": answer} for answer in (5, 2.5, 1e-3)], "numbers.jsonl")
+    lines(tmp_path, [{"instruction": "a", "output": answer} for answer in (True, False)], "truths.jsonl")
+    said_numbers = [{"role": "user", "content": 1.5}, {"role": "assistant", "content": 3}]
+    lines(tmp_path, [{"messages": said_numbers}], "said.jsonl")
     folder = tmp_path / "folder"
     folder.mkdir()
     write_csv(folder / "rows.csv", [{"instruction": "a", "output": answer} for answer in answers])
@@ -202,6 +208,9 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
         ("gaps.csv", ["5", "7"]),
         ("dates.jsonl", dates),
         ("turns.jsonl", dates[:1]),
+        ("numbers.jsonl", ["5", "2.5", "0.001"]),
+        ("truths.jsonl", ["true", "false"]),
+        ("said.jsonl", ["3"]),
         ("folder", answers),
     ):
         documents = documents_of(tmp_path, tmp_path / name)

@@ -186,7 +186,7 @@ class ConfigureScreen(Page):
         """Mark what differs and what is wrong; ``field`` is the one that makes the plan impossible here."""
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
-            path = LENGTH if problem.field in LENGTH_KEYS else problem.field
+            path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]  # a source of a mixture has no row
             problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
         edits = self._edits
         given_mode = edits.get("offload.mode", self._base_values.get("offload.mode", ""))

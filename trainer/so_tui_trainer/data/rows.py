@@ -15,6 +15,8 @@ from so_tui.spec import DataSource, InputError, Problem
 Row = Mapping[str, Any]
 TEXT = "text"
 """The role of plain text."""
+TEXT_COLUMNS = frozenset(("instruction", "input", "output", "prompt", "completion", "text", "content", "value"))
+"""Where rows and their turns hold text."""
 TOOLS = "tools"
 """The role of the message whose ``extra`` holds the descriptions of tools, for chat templates that write them."""
 
@@ -140,7 +142,7 @@ def _text(row: Row, column: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
-        return str(value)
+        return json.dumps(value)  # true, not Python's True
     raise RowError(column, f"is {_shown(value)}, not text")
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
-from so_tui_trainer.data.rows import Conversation, Layout, bad_row, layout_of, read_row
+from so_tui_trainer.data.rows import TEXT_COLUMNS, Conversation, Layout, bad_row, layout_of, read_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+_READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _BATCH_ROWS = 1000
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
@@ -106,7 +106,8 @@ def _load_file(path: Path, source: DataSource) -> Dataset:
     if reader == "csv":
         import pandas
 
-        options |= _texts(pandas.read_csv(path, nrows=0).columns)
+        options["sep"] = "\t" if _kind(path) == ".tsv" else ","
+        options |= _texts(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
         return _as_written(source, reader, **options)
     return _whatever_changes(source, reader, **options)
 
@@ -190,7 +191,8 @@ def _json_columns(files: Iterable[str]) -> list[str]:
 
 
 def _as_written(source: DataSource, *what: str | None, **options: Any) -> Dataset:
-    """The rows with every text as it stands in the file: no "007" that became a number, no "None" that became nothing, no date."""
+    """The rows with every text as it stands in the file: no "007" that became a number, no "None" that became nothing, no date,
+    no 5 that became 5.0 for a 2.5 in another row."""
     import datasets
 
     rows = datasets.load_dataset(*what, split=source.split, **options)
@@ -198,7 +200,7 @@ def _as_written(source: DataSource, *what: str | None, **options: Any) -> Datase
         return rows
     if rows.info.builder_name == "csv":
         return datasets.load_dataset(*what, split=source.split, **options, **_texts(rows.column_names))
-    features = _undated(rows.features) if rows.info.builder_name == "json" else rows.features
+    features = _unread(rows.features) if rows.info.builder_name == "json" else rows.features
     return rows if features == rows.features else datasets.load_dataset(*what, split=source.split, **options, features=features)
 
 
@@ -209,15 +211,16 @@ def _texts(columns: Iterable[str]) -> dict[str, Any]:
     return {"features": datasets.Features({name: datasets.Value("string") for name in columns}), "keep_default_na": False}
 
 
-def _undated(features: Any) -> Any:
-    """The features with JSON in place of what a reader took for times: that keeps the text."""
+def _unread(features: Any, name: str = "") -> Any:
+    """The features with JSON, which keeps what stands there, for what a reader took for times, and for fractions where text belongs."""
     import datasets
 
     if isinstance(features, dict):
-        return type(features)({name: _undated(inner) for name, inner in features.items()})
+        return type(features)({name: _unread(inner, name) for name, inner in features.items()})
     if isinstance(features, datasets.List):
-        return datasets.List(_undated(features.feature))
-    return datasets.Json() if isinstance(features, datasets.Value) and features.dtype.startswith("timestamp") else features
+        return datasets.List(_unread(features.feature))
+    kind = features.dtype if isinstance(features, datasets.Value) else ""
+    return datasets.Json() if kind.startswith("timestamp") or (kind.startswith("float") and name in TEXT_COLUMNS) else features
 
 
 def _looks_like_path(name: str) -> bool:
@@ -254,7 +257,7 @@ def _unreadable(source: DataSource, error: Exception) -> Problem:
     elif "zstd" in said or "zstandard" in said:
         remedy = "Install the package zstandard, or unpack the file."
     elif _looks_like_path(source.source) or Path(source.source).expanduser().exists():
-        remedy = "Give the path of a JSON, JSONL, Parquet or CSV file, or of a folder of them; every row needs the same columns."
+        remedy = "Give the path of a JSON, JSONL, Parquet, CSV or TSV file, or of a folder of them; every row needs the same columns."
     elif "gated" in said or "401" in said or "403" in said:
         remedy = "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
     else:
