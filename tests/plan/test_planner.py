@@ -331,12 +331,18 @@ def shown(renderable: object, width: int) -> str:
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
-    """The whole table of a quad node in 0.2 s, one plan in 10 ms; twice that of this process's own time where the machine is busy."""
+    """The whole table of a quad node under 0.2 s, one plan under 10 ms: the best of three tries, of this process's own time."""
+    tries = [seconds_of_table_and_plan(attempt) for attempt in range(3)]
+    assert min(table_s for table_s, _ in tries) < 0.2
+    assert min(plan_s for _, plan_s in tries) < 0.01
+
+
+def seconds_of_table_and_plan(attempt: int) -> tuple[float, float]:
+    """Of presets that no other attempt has planned before."""
     fresh = [
-        replace(preset, spec=replace(preset.spec, offload=replace(preset.spec.offload, sub_group_size=400_000_001)))
+        replace(preset, spec=replace(preset.spec, offload=replace(preset.spec.offload, sub_group_size=400_000_001 + attempt)))
         for preset in CATALOG.presets.values()
     ]
-    plan_table(fresh[:1], QUAD)
     begin = time.process_time()
     plan_table(fresh, QUAD)
     table_s = time.process_time() - begin
@@ -344,9 +350,7 @@ def test_planning_is_quick_enough_to_follow_typing() -> None:
     begin = time.process_time()
     for spec in specs:
         make_plan(spec, QUAD)
-    plan_s = (time.process_time() - begin) / len(specs)
-    assert table_s < 0.4
-    assert plan_s < 0.02
+    return table_s, (time.process_time() - begin) / len(specs)
 
 
 def test_a_target_of_tokens_a_step_reaches_memory_time_and_the_reasons() -> None:
