@@ -153,6 +153,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         ({"model_type": "smollm3", **GROUPED}, "Padding_idx must be within num_embeddings"),
         ({"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}, "cannot be told apart"),
         ({"model_type": "opt", **SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, "cannot be told apart"),
+        ({"model_type": "nemotron", **GROUPED}, "cannot be told apart"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
     ],
     ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 PREFIX = "causal."
 """What stands before a parameter's name in the Hugging Face model."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_OWN_MASKS = {"opt"}
-"""Models that go through transformers' attention, but make their mask without looking at positions."""
+_BLIND = {"opt", "nemotron"}
+"""Models that go through transformers' attention, but make their mask without looking at positions, or do not hand on to attention where
+documents start."""
 _LOGIT_SCALES = ("logits_scaling", "logit_scale")
 
 
@@ -219,7 +220,7 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     elif recurrent:
         message = f"it has layers of {', '.join(sorted(recurrent))}, in which documents packed into one sequence would see each other"
         remedy = "Choose a model with attention in every layer."
-    elif not type(causal)._supports_attention_backend or config.model_type in _OWN_MASKS:
+    elif not type(causal)._supports_attention_backend or config.model_type in _BLIND:
         message = f"documents packed into one sequence cannot be told apart in transformers' code for {config.model_type}"
         remedy = "Choose a model of a newer kind."
     else:
