@@ -17,7 +17,7 @@ from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec import InputError
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Counts, Part
-from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
+from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.build import TrainedModel, load_config
 from so_tui_trainer.ranks import Ranks
@@ -59,8 +59,8 @@ def test_a_row_that_was_cut_is_held_out_whole() -> None:
 
 
 def test_data_with_a_part_held_out_are_other_training_data() -> None:
-    assert training_data("abc", spec()) == "abc"
-    marks = {training_data("abc", spec(data__held_out=wanted)) for wanted in ("0", "0.1", "5")}
+    assert trained_fingerprint("abc", spec()) == "abc"
+    marks = {trained_fingerprint("abc", spec(data__held_out=wanted)) for wanted in ("0", "0.1", "5")}
     assert len(marks) == 3
 
 

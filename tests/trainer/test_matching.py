@@ -191,3 +191,10 @@ def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_cod
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(InputError, match="cannot be read"):
         read_index(tmp_path)
+
+
+@pytest.mark.parametrize("held", [{"model": {"a": torch.ones(2)}, "step": 7}, [torch.ones(2)]], ids=["a checkpoint", "a list"])
+def test_a_file_of_torch_save_that_holds_more_than_weights_is_refused_with_the_reason(held: object, tmp_path: Path) -> None:
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model.bin: cannot be read .*weights by name"):
+        read_index(tmp_path)

@@ -63,7 +63,7 @@ def _rows(documents: Documents) -> npt.NDArray[np.int64]:
     return np.cumsum(begins) - 1
 
 
-def training_data(fingerprint: str, spec: RunSpec) -> str:
+def trained_fingerprint(fingerprint: str, spec: RunSpec) -> str:
     """What is trained on, in a word: the documents' fingerprint, and what of them is held out."""
     if not spec.data.held_out:
         return fingerprint

@@ -11,7 +11,7 @@ from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.data import cache, tokens
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Documents
-from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, training_data
+from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.ranks import Ranks
 
 Tell = Callable[[str], None]
@@ -39,7 +39,7 @@ def read(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> TrainingData:
     return TrainingData(
         documents=documents,
         batches=Batches(documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin),
-        fingerprint=training_data(documents.fingerprint, spec),
+        fingerprint=trained_fingerprint(documents.fingerprint, spec),
         evaluation=Evaluation(evaluated, members, spec, ranks.rank, pin=pin) if len(members) else None,
     )
 

@@ -11,7 +11,6 @@ from so_tui.machine.memory import available_bytes
 from so_tui.spec.units import disk_size
 
 _LITTLE_DISK_BYTES = 10_000_000_000
-_DEEPSPEED_WORKER_CORES = 10
 
 
 def fits(look: Look) -> Iterator[Finding]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime
 
 from textual.content import Content
 
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
-from so_tui.ui.text import GIB, age, duration, plural, shorten, thousands
+from so_tui.ui.text import GIB, age, duration, shorten, thousands
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
 
 SIGNS = {
@@ -173,15 +172,3 @@ def waiting_words(snapshot: Snapshot) -> str:
     if phase is not None:
         return f"{phase.phase}: {phase.detail}" if phase.detail else f"{phase.phase} …"
     return "starting: the first step comes after loading"
-
-
-def started_words(snapshot: Snapshot) -> str:
-    """``Qwen/Qwen3-14B · superoffload · 4 ranks · NVIDIA GH200 · since 12:41``."""
-    start = snapshot.start
-    if start is None:
-        return ""
-    pieces = [start.model, start.mode, plural(start.ranks, "rank")]
-    if start.device_name:
-        pieces.append(start.device_name)
-    pieces.append(f"since {datetime.fromtimestamp(start.time):%H:%M}")
-    return " · ".join(pieces)

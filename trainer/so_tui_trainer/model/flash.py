@@ -67,7 +67,7 @@ class _Attention(torch.autograd.Function):
         of_query, of_key, of_value = ctx.kernels.backward(gradient, query, key, value, out, normaliser, ctx.documents)
         of_sinks = None
         if sinks is not None:
-            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()  # no copies in fp32, which the products of bf16 do not gain by
+            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()  # products in bf16: their rounding averages out over all tokens
             share = (sinks.to(normaliser.dtype)[:, None] - normaliser).exp_()
             of_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return of_query, of_key, of_value, of_sinks, None, None

@@ -106,9 +106,11 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
 
     try:
         with FakeTensorMode():
-            loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, str(error).strip().partition("\n")[0]) from error
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise _unreadable(path, "it holds other things than weights by name")
     found = {}
     for name, tensor in loaded.items():
         begin = tensor.untyped_storage()._checkpoint_offset
