@@ -2,7 +2,7 @@
 
 from so_tui.spec.catalog import Catalog, create_preset, find_preset, load_catalog, resolve_source, save_preset, user_folder
 from so_tui.spec.check import check_tree, problems_in
-from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
+from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError, first_line
 from so_tui.spec.fields import FieldInfo, field_index, fields
 from so_tui.spec.tree import complete_tree, differences, parse_value, spec_tree, with_values
 from so_tui.spec.types import (
@@ -48,6 +48,7 @@ __all__ = [
     "field_index",
     "fields",
     "find_preset",
+    "first_line",
     "load_catalog",
     "parse_value",
     "problems_in",

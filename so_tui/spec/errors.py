@@ -53,3 +53,8 @@ class Refused(SoTuiError):  # noqa: N818 - the word of the contract
         self.reasons = tuple(reasons)
         self.forceable = forceable
         super().__init__("\n".join(self.reasons))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what somebody else's code says went wrong, to be put into a message; the error's kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

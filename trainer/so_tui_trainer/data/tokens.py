@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from so_tui.plan import workload
 from so_tui.plan.types import Workload
-from so_tui.spec import InputError, Problem, RunSpec, resolve_source
+from so_tui.spec import InputError, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.types import DataSpec, LossOn
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import cache
@@ -54,7 +54,7 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=spec.model.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
         if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
             reason, remedy = "there is no such folder", "Name a folder with a tokenizer, or a model on the hub (owner/name)."

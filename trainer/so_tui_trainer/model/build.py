@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
+from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute
@@ -85,9 +85,10 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
         remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
         raise InputError([Problem(field="model.config", value="", message=f"lacks {error}", remedy=remedy)]) from error
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
-        raise InputError([Problem(field="model.id", value=model.id, message=f"cannot be read ({reason})", remedy=remedy)]) from error
+        raise InputError(
+            [Problem(field="model.id", value=model.id, message=f"cannot be read ({first_line(error)})", remedy=remedy)]
+        ) from error
 
 
 def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> TrainedModel:

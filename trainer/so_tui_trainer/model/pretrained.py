@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
+from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
 from so_tui_trainer.model import mxfp4
 
 
@@ -84,9 +84,8 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
     try:
         return Path(download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "Check the name and the network, or fetch it with `so-tui fetch` where there is one."
-        raise _problem(model.id, f"cannot be had ({reason})", remedy) from error
+        raise _problem(model.id, f"cannot be had ({first_line(error)})", remedy) from error
 
 
 def _problem(value: str, message: str, remedy: str) -> InputError:

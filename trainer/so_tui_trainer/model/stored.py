@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError, Problem, first_line
 
 DTYPES = {
     "F64": torch.float64,
@@ -108,7 +108,7 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
         with FakeTensorMode():
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise _unreadable(path, str(error).strip().partition("\n")[0]) from error
+        raise _unreadable(path, first_line(error)) from error
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise _unreadable(path, "it holds other things than weights by name")
     found = {}

@@ -16,6 +16,7 @@ def build() -> dict[str, object]:
     """Load the kernels, which compiles those that are not cached. Raises OffloadError where our own cannot be compiled."""
     import torch
 
+    from so_tui.spec import first_line
     from so_tui_trainer.offload import kernel
 
     began = time.monotonic()
@@ -29,7 +30,7 @@ def build() -> dict[str, object]:
     try:
         CPUAdamBuilder().load(verbose=False)
     except (RuntimeError, OSError, AssertionError, CUDAMismatchException, MissingCUDAException) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
     seconds = time.monotonic() - began
     # Loading a cached build takes a second or two; compiling takes most of a minute on any machine.
     return {"cpu_adam": "built" if seconds > 10 else "ready", "seconds": round(seconds, 1), "deepspeed": reason}

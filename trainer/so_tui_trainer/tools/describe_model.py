@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
+from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
 from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
 
@@ -72,7 +72,7 @@ def describe(request: Answer) -> Iterator[Answer]:
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
     except (ValueError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
-        reason = f"its shape cannot be built: {_first_line(error)}"
+        reason = f"its shape cannot be built: {_said(error)}"
         _refuse(asked, reason, "Check its config.json; some models need packages of their own, or a newer transformers.")
     _refuse_head(asked, causal)
     found = msgspec.structs.replace(
@@ -159,7 +159,7 @@ def _explain(model: ModelSpec, error: Exception) -> NoReturn:
 
         message = f"is of a kind that transformers {__version__} does not know"
         _refuse(model, message, "Install a newer transformers, or choose another model.", error)
-    _refuse(model, f"its config.json cannot be read ({_first_line(error)})", "Mend or fetch it again.", error)
+    _refuse(model, f"its config.json cannot be read ({_said(error)})", "Mend or fetch it again.", error)
 
 
 def _caused_by(error: BaseException | None, name: str) -> bool:
@@ -272,10 +272,10 @@ def _numbered(value: Any) -> bool:
     return isinstance(value, dict) and any(not isinstance(key, str) for key in value)
 
 
-def _first_line(error: BaseException) -> str:
+def _said(error: BaseException) -> str:
     """The first line of the error, or of what caused one that only says where."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return _first_line(error.__cause__) if first.endswith(":") and error.__cause__ else first
+    first = first_line(error)
+    return _said(error.__cause__) if first.endswith(":") and error.__cause__ else first
 
 
 def _refuse(model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:
