@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from so_tui.spec import DataSpec, InputError, Problem, RunSpec
+from so_tui.spec.folders import cache_home
 from so_tui_trainer.data.documents import Counts, Documents, Part
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class _Info(Struct, frozen=True):
 
 def default_folder() -> Path:
     """Where tokenised data lies, by the XDG rules."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "so-tui" / "data"
+    return cache_home() / "data"
 
 
 def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec) -> str:

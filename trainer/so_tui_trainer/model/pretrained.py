@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui.spec.folders import cache_home
 from so_tui_trainer.model import mxfp4
 
 
@@ -67,8 +67,7 @@ def converted_folder(source: Path) -> Path:
     files = sorted(path for path in source.glob("*.safetensors"))
     content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if cache.startswith("/") else Path.home() / ".cache") / "so-tui" / "models" / key
+    return cache_home() / "models" / key
 
 
 def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
