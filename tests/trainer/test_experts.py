@@ -71,7 +71,7 @@ def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
     expected, found = results
     assert len(found) == len(expected) == (5 if gate is SILU else 7)
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()  # single elements are small beside what they are summed from
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
