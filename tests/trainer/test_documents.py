@@ -129,6 +129,15 @@ def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_p
     assert dict(second[-1].extra)["tool_calls"] == [{"function": halve}]
 
 
+def test_what_is_null_in_tools_written_as_json_stays(tmp_path: Path) -> None:
+    """Where they are columns it cannot be told from a key that the row has not."""
+    tools, call = [{"name": "add", "default": None}], [{"function": {"name": "add", "arguments": {"a": 2, "b": None}}}]
+    turns = [ROWS["messages"]["messages"][0], {"role": "assistant", "content": "", "tool_calls": json.dumps(call)}]
+    (opened,) = open_sources(spec_of(lines(tmp_path, [{"messages": turns, "tools": json.dumps(tools)}])).data)
+    said = next(opened.conversations())
+    assert (dict(said[0].extra)["tools"], dict(said[-1].extra)["tool_calls"]) == (tools, call)
+
+
 def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [ROWS["messages"], {"messages": None}, {"messages": []}, {"messages": [{"role": "system", "content": "Be kind."}]}]
     counts = documents_of(tmp_path, lines(tmp_path, rows)).counts

@@ -167,19 +167,20 @@ def _around(row: Row, layout: Layout) -> Conversation:
 
 def _listed(value: object, column: str) -> list[Any]:
     """A list, or one that is written as JSON; a single object is one of one, nothing an empty one."""
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str):
         try:
-            value = json.loads(value)
+            known = json.loads(value) if value.strip() else None
         except json.JSONDecodeError as error:
             raise RowError(column, f"is no JSON ({error.msg})") from error
-    if not value:
+    else:
+        known = _known(value)
+    if not known:
         return []
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, list):
+    if isinstance(known, Mapping):
+        return [known]
+    if not isinstance(known, list):
         raise RowError(column, f"is {_shown(value)}, not a list")
-    found: list[Any] = _known(value)
-    return found
+    return known
 
 
 def _calls(value: object, column: str) -> list[Any]:
