@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from test_architectures import scaled_down
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
+from so_tui_trainer.model.kernels import install
 from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
 from so_tui_trainer.model.matching import meta_model
 
@@ -90,6 +94,21 @@ def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate
         results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
     for theirs, mine in zip(*results, strict=True):
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
+
+
+@pytest.mark.parametrize("limit", [7.0, 1000.0])
+def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_high_it_is(limit: float) -> None:
+    class Limited(GptOssExperts):
+        def __init__(self) -> None:
+            super().__init__(GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=EXPERTS))
+            self.limit = limit
+            del self.alpha
+
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gates, ups = gate_up.chunk(2, -1)
+            return nn.functional.silu(gates.clamp(max=self.limit)) * ups.clamp(-self.limit, self.limit)
+
+    assert install(nn.ModuleList([Limited()]), [EXPERTS_PART]) == ()
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])

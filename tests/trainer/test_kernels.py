@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import kernels
 from so_tui_trainer.model.build import without_dropout
@@ -75,6 +77,19 @@ def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", **SHAPE)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # its norms multiply with 1 + weight, its activation is GELU
     assert kernels.install(causal, (kernels.NORM, kernels.GATE)) == ()
+
+
+def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
+    class Limited(LlamaMLP):
+        limit: float
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            gate, up = self.gate_proj(hidden).clamp(max=self.limit), self.up_proj(hidden).clamp(-self.limit, self.limit)
+            return self.down_proj(self.act_fn(gate) * up)
+
+    module = Limited(LlamaConfig(hidden_size=16, intermediate_size=24))
+    module.limit = 10.0
+    assert kernels.install(nn.ModuleList([module]), [kernels.GATE]) == ()
 
 
 def test_only_what_is_asked_for_is_replaced() -> None:
