@@ -87,7 +87,7 @@ def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
             gate, up = self.gate_proj(hidden).clamp(max=self.limit), self.up_proj(hidden).clamp(-self.limit, self.limit)
             return self.down_proj(self.act_fn(gate) * up)
 
-    module = Limited(LlamaConfig(hidden_size=16, intermediate_size=24))
+    module = Limited(LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2))
     module.limit = 10.0
     assert kernels.install(nn.ModuleList([module]), [kernels.GATE]) == ()
 
