@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from contextlib import suppress
 from fnmatch import fnmatch
 from urllib.parse import urlsplit
 
@@ -23,10 +25,23 @@ def stay_offline_when_cut_off() -> None:
     if any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=_CONNECT_S).close()
-    except OSError:
+    if not _answers(address.hostname or "", address.port or 443):
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _answers(host: str, port: int) -> bool:
+    """In a thread of its own: looking a name up knows no time limit, and without a name server it takes up to half a minute."""
+    answered = threading.Event()
+
+    def connect() -> None:
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            answered.set()
+
+    thread = threading.Thread(target=connect, name="is-the-hub-there", daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S)
+    return answered.is_set()
 
 
 def remote_files(model: ModelSpec) -> dict[str, int]:
