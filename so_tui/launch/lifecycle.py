@@ -83,15 +83,12 @@ def resume(
         control.clear(run, action)
     attempt = new_attempt(run)
     try:
-        if values:
-            write_spec(run, launch.plan.spec)
         _launch_attempt(run, attempt, launch, machine, place or ThisMachine())
-    except BaseException:
+    finally:
         if read_state(run).attempt != attempt:
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
-            if values:
-                write_spec(run, spec)
-        raise
+        elif values:  # not before: of two resumes at once, the settings of the one that trains count
+            write_spec(run, launch.plan.spec)
     return attempt
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from so_tui.launch.stopping import request_stop, stop_request
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import RunState
-from so_tui.spec import InputError, SoTuiError
+from so_tui.runs.state import write_spec
+from so_tui.spec import InputError, SoTuiError, with_values
 from tests.launch.conftest import Runs, ended, kill, process_of, wait_for
 
 pytestmark = pytest.mark.slow
@@ -268,8 +270,14 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     stopped = stop(one, grace_s=30)
     with one.supervisor_lock_path.open("ab") as held:  # by the supervisor of a resume that came a moment before
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(SoTuiError, match="came first"):
-            resume(one, machine)
+        with ThreadPoolExecutor() as pool:
+            late = pool.submit(resume, one, machine, values={"train.learning_rate": "1e-3"})
+            while not one.plan_path(2).exists() and not late.done():
+                time.sleep(0.01)
+            write_spec(one, with_values(read_spec(one), {"train.learning_rate": "1e-4"}))  # as the one that came first does
+            with pytest.raises(SoTuiError, match="came first"):
+                late.result()
+        assert read_spec(one).train.learning_rate == 1e-4
     assert resume(one, machine) == 2
     assert stop_request(one) is None
     again = wait_for(one, lambda state: state.attempt == 2 and state.state == "training")
