@@ -16,7 +16,7 @@ from so_tui.launch import command, environment, locks
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.state import write_atomic
+from so_tui.spec.files import write_atomic
 
 
 class Job:

@@ -24,8 +24,9 @@ from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import state_with_truth, supervised
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.runs.state import read_spec, read_state, write_atomic, write_spec
+from so_tui.runs.state import read_spec, read_state, write_spec
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, with_values
+from so_tui.spec.files import write_atomic
 
 _KEPT_FOR_LIFE = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 _READY_S = 30.0

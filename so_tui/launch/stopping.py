@@ -8,7 +8,7 @@ import msgspec
 
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.state import write_atomic
+from so_tui.spec.files import write_atomic
 
 DEFAULT_GRACE_S = 600.0
 """How long a stop may take: the step in progress, then a checkpoint of possibly hundreds of GB."""

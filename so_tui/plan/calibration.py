@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
+from so_tui.plan import kept
 from so_tui.plan.constants import Speed, published_speed
 from so_tui.plan.types import Mode, Workload
 from so_tui.spec.folders import state_home
@@ -115,10 +116,10 @@ def path_of(machine: Machine) -> Path:
 def calibration_of(machine: Machine) -> Calibration | None:
     """What is known of this machine, else of another of its kind; None when nothing is. An unreadable file counts as none."""
     own = path_of(machine)
-    if (found := _stored(own)) is not None:
+    if (found := kept.read(own, Calibration)) is not None:
         return found
     mine = empty(machine)
-    same_kind = (_stored(path) for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json")))
+    same_kind = (kept.read(path, Calibration) for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json")))
     alike = (mine.gpu_name, mine.cpu_name, mine.cores)
     return next((other for other in same_kind if other and (other.gpu_name, other.cpu_name, other.cores) == alike), None)
 
@@ -126,18 +127,14 @@ def calibration_of(machine: Machine) -> Calibration | None:
 def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None = None) -> Path:
     """Add to what is known of this machine; a probe replaces the one of the same model, mode, ranks and settings. Raises OSError."""
     path = path_of(machine)
-    known = _stored(path) or empty(machine)
+    known = kept.read(path, Calibration) or empty(machine)
     if rates is not None:
         known = replace(known, rates=rates)
     if probe is not None:
         same = (probe.model, probe.mode, probe.ranks, probe.settings)
         others = tuple(old for old in known.probes if (old.model, old.mode, old.ranks, old.settings) != same)
         known = replace(known, probes=(*others, probe))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
-    partial.replace(path)
-    return path
+    return kept.write(path, known)
 
 
 def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Speed | None:
@@ -166,20 +163,3 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     if missing:
         source += f", the rest {published.source}"
     return replace(Speed(**{name: getattr(published, name) for name in Speed.__struct_fields__}), **own, source=source)
-
-
-def _stored(path: Path) -> Calibration | None:
-    try:
-        stamp = path.stat()
-    except OSError:
-        return None
-    return _read(path, stamp.st_mtime_ns, stamp.st_size)
-
-
-@lru_cache(maxsize=64)
-def _read(path: Path, modified_ns: int, size: int) -> Calibration | None:
-    # Keyed by the file's stamp: a plan costs one look at the folder, not one reading.
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    except (OSError, msgspec.DecodeError):
-        return None

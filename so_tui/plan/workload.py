@@ -6,12 +6,12 @@ One small JSON file per data and tokenizer in the XDG state folder. Plans only r
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from so_tui.plan import kept
 from so_tui.plan.types import Workload
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
@@ -37,33 +37,15 @@ def path_of(spec: RunSpec) -> Path:
 
 def seen(spec: RunSpec) -> Seen | None:
     """What is known of the spec's data; None when nothing is. An unreadable file counts as none."""
-    path = path_of(spec)
-    try:
-        stamp = path.stat()
-    except OSError:
-        return None
-    return _read(path, stamp.st_mtime_ns, stamp.st_size)
+    return kept.read(path_of(spec), Seen)
 
 
 def remember(spec: RunSpec, found: Seen) -> Path:
     """For the plans of this data from now on. Raises OSError."""
-    path = path_of(spec)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(found))
-    partial.replace(path)
-    return path
+    return kept.write(path_of(spec), found)
 
 
 def _place(name: str) -> str:
     """Files and folders by their whole path, so that they are the same from everywhere."""
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() else name
-
-
-@lru_cache(maxsize=256)
-def _read(path: Path, modified_ns: int, size: int) -> Seen | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Seen)
-    except (OSError, msgspec.DecodeError):
-        return None

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import msgspec
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.state import write_atomic
+from so_tui.spec.files import write_atomic
 
 Action = Literal["stop", "checkpoint"]
 ACTIONS: tuple[Action, ...] = get_args(Action)

@@ -22,7 +22,7 @@ from so_tui.runs.codec import decode_metric, encode_line
 from so_tui.runs.pyramid import Buckets
 from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import SUFFIX
-from so_tui.runs.state import write_atomic
+from so_tui.spec.files import write_atomic
 
 BUCKET = 64
 """Step records in a row. At a million records the index is 0.3 MB per metric."""

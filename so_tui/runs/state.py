@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from pathlib import Path
@@ -13,26 +12,12 @@ import msgspec
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import RunState
 from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.files import write_atomic
 from so_tui.spec.types import RunSpec
 
 T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What writing fails with on a disk without room, or room for this user."""
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replaces the file as a whole. Raises OSError and leaves the old file and no other when that fails."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # others may write it too, from other hosts
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_state(run: RunDirectory, state: RunState) -> None:

@@ -26,8 +26,8 @@ from so_tui.runs import (
     write_state,
 )
 from so_tui.runs.liveness import identify
-from so_tui.runs.state import write_atomic
 from so_tui.spec.errors import InputError, Refused
+from so_tui.spec.files import write_atomic
 from so_tui.spec.types import RunSpec
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from so_tui.machine.doctor.finding import Finding, Look
 from so_tui.machine.tree import Tree
+from so_tui.spec.folders import kernel_folder
 
 DEEPSPEED = "0.19.8"
 """The one version whose internals the offload engine was written for."""
@@ -101,14 +102,9 @@ def build_tools(look: Look) -> Iterator[Finding]:
         )
 
 
-def kernel_folder(environment: Mapping[str, str]) -> str:
-    """Where so-tui's own compiled CPU Adam is kept."""
-    return f"{environment.get('XDG_CACHE_HOME') or environment.get('HOME', '~') + '/.cache'}/so-tui/kernels"
-
-
 def keeps_kernel(tree: Tree, environment: Mapping[str, str]) -> bool:
     """Whether a compiled CPU Adam is there; for which CPU is seen when it is loaded."""
-    return any(name.startswith("adam-") and name.endswith(".so") for name in tree.names(kernel_folder(environment)))
+    return any(name.startswith("adam-") and name.endswith(".so") for name in tree.names(str(kernel_folder(environment))))
 
 
 def toolkit(look: Look) -> Iterator[Finding]:

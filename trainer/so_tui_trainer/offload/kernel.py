@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from so_tui.spec.folders import cache_home
+from so_tui.spec.folders import kernel_folder
 from so_tui_trainer.offload.errors import OffloadError
 
 SOURCE = Path(__file__).with_name("adam.cpp")
@@ -53,7 +53,7 @@ def _kept(folder: Path) -> Path:
 
 def _cache_folder() -> Path:
     """Ours alone: whoever can write there decides what the worker runs. Raises OffloadError when there is no such place."""
-    places = (cache_home() / "kernels", Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}")
+    places = (kernel_folder(os.environ), Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}")
     for folder in places:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
