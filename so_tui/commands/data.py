@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from so_tui.commands.common import chosen_spec, print_json
 from so_tui.spec import spec_tree
+from so_tui.spec.units import thousands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -84,28 +85,24 @@ def _facts(preview: DataPreview) -> RenderableType:
 def _sources(preview: DataPreview) -> RenderableType:
     from rich.table import Table
 
-    from so_tui.launch.data_preview import grouped
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("source", "layout", "rows", "tokens", "trained", "truncated", "dropped", "share", "an epoch meets each"):
         table.add_column(name, justify="left" if name in ("source", "layout") else "right", overflow="fold")
     for source in preview.sources:
         counts = (source.rows, source.tokens, source.trained_tokens, source.truncated, source.dropped)
         share, times = f"{100 * source.share:.0f} %", f"{source.times_an_epoch:.1f} x"
-        table.add_row(source.source, source.format, *map(grouped, counts), share, times)
+        table.add_row(source.source, source.format, *map(thousands, counts), share, times)
     return table
 
 
 def _histogram(preview: DataPreview) -> RenderableType:
     from rich.table import Table
 
-    from so_tui.launch.data_preview import grouped
-
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right")
     table.add_column(style="cyan")
     for entry, cells in zip(preview.histogram, preview.histogram_cells(_BAR), strict=True):
-        table.add_row(entry.label, f"{'▇' * cells} {grouped(entry.documents) if entry.documents else ''}")
+        table.add_row(entry.label, f"{'▇' * cells} {thousands(entry.documents) if entry.documents else ''}")
     return table
 
 

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from so_tui.launch.helpers import Cancel, stream_tool
 from so_tui.launch.sources import with_absolute_paths
 from so_tui.spec import RunSpec, spec_tree
+from so_tui.spec.units import thousands
 
 LOSS_WORDS = {
     "assistant": "every answer of the assistant is trained",
@@ -122,24 +123,26 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         """What to know before training: name, figure, and what it means."""
         share = self.trained_tokens / self.tokens
         kept = self.rows - self.dropped
-        too_long = f", {grouped(self.dropped_too_long)} of them because the prompt alone fills a sequence" if self.dropped_too_long else ""
+        too_long = (
+            f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a sequence" if self.dropped_too_long else ""
+        )
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
         told = "have trained tokens" if self.held_out else "are trained on"
         return [
-            ("rows", grouped(self.rows), f"{grouped(kept)} {told}"),
-            *([("held out", grouped(self.held_out), "documents to evaluate on; the rest is trained on")] if self.held_out else []),
-            ("tokens", grouped(self.tokens), f"{grouped(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
-            ("lengths", grouped(round(self.mean_length)), f"tokens on average, {grouped(self.longest)} the longest"),
+            ("rows", thousands(self.rows), f"{thousands(kept)} {told}"),
+            *([("held out", thousands(self.held_out), "documents to evaluate on; the rest is trained on")] if self.held_out else []),
+            ("tokens", thousands(self.tokens), f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
+            ("lengths", thousands(round(self.mean_length)), f"tokens on average, {thousands(self.longest)} the longest"),
             (
                 "sequences",
-                grouped(self.sequences),
-                f"of {grouped(self.sequence_length)} tokens, {filled}, {held}",
+                thousands(self.sequences),
+                f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
-            ("truncated", grouped(self.truncated), "rows longer than a sequence: their end is lost"),
-            ("dropped", grouped(self.dropped), f"rows without a trained token{too_long}"),
-            *([("cut", grouped(self.cut), "rows of plain text became several documents")] if self.cut else []),
+            ("truncated", thousands(self.truncated), "rows longer than a sequence: their end is lost"),
+            ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
+            *([("cut", thousands(self.cut), "rows of plain text became several documents")] if self.cut else []),
         ]
 
     @property
@@ -160,18 +163,13 @@ class DataPreview(Tally, frozen=True, kw_only=True):
 
     def sequence_sum(self) -> str:
         """``44 + 36 + 12 padding = 92 tokens``."""
-        parts = [grouped(document.tokens) for document in self.sequence.documents]
-        return " + ".join([*parts, *([f"{self.padding} padding"] if self.padding else [])]) + f" = {grouped(self.sequence_length)} tokens"
+        parts = [thousands(document.tokens) for document in self.sequence.documents]
+        return " + ".join([*parts, *([f"{self.padding} padding"] if self.padding else [])]) + f" = {thousands(self.sequence_length)} tokens"
 
     def histogram_cells(self, width: int) -> list[int]:
         """Cells of each bin's bar; the fullest has ``width``, and one that is not empty has one at least."""
         most = max(entry.documents for entry in self.histogram)
         return [max(1, round(width * entry.documents / most)) if entry.documents else 0 for entry in self.histogram]
-
-
-def grouped(value: int) -> str:
-    """``131072`` -> ``131 072``."""
-    return f"{value:,}".replace(",", " ")
 
 
 def look_at(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:

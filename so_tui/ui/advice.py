@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from so_tui.spec.units import thousands
 from so_tui.ui.form import LENGTH
-from so_tui.ui.text import thousands
 from so_tui.ui.widgets import plan_view
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
+from so_tui.spec.units import thousands
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.sketch import Sketch
-from so_tui.ui.text import age, rate, shorten, thousands
+from so_tui.ui.text import age, rate, shorten
 from so_tui.ui.widgets.stats import SIGNS
 
 Cells = dict[str, Text]

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from textual.content import Content
 
+from so_tui.spec.units import thousands
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.text import plural, shorten, shorten_path, thousands
+from so_tui.ui.text import plural, shorten, shorten_path
 from so_tui.ui.widgets.stats import state_content
 
 

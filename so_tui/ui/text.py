@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 
+from so_tui.spec.units import thousands
+
 GIB = 1024**3
 _SMALL = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
-
-
-def thousands(value: int) -> str:
-    """``131072`` -> ``131 072``."""
-    return f"{value:,}".replace(",", " ")
 
 
 def significant(value: float, digits: int = 3) -> str:

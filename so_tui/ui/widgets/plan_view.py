@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from so_tui.ui.text import disk, duration, memory, memory_of, rate, significant, thousands
+from so_tui.spec.units import thousands
+from so_tui.ui.text import disk, duration, memory, memory_of, rate, significant
 from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, verdict_style
 
 if TYPE_CHECKING:

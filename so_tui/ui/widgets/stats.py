@@ -6,9 +6,10 @@ import math
 
 from textual.content import Content
 
+from so_tui.spec.units import thousands
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
-from so_tui.ui.text import GIB, age, duration, shorten, thousands
+from so_tui.ui.text import GIB, age, duration, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
 
 SIGNS = {
