@@ -46,7 +46,8 @@ SWEEP_MICRO_BATCHES = (2, 4, 8)
 def main() -> int:
     arguments = _arguments()
     root = Path(__file__).resolve().parents[1]
-    os.environ["PYTHONPATH"] = f"{root}:{root / 'trainer'}"  # the run's processes stand in another folder
+    paths = (str(root), str(root / "trainer"), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the run's processes stand in another folder
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if arguments.table or arguments.fit:
         from planner_fit import fit, sweep_table, tables

@@ -150,7 +150,7 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
     bias = None if gate is SILU else torch.randn(EXPERTS, 2 * width)
     results = []
     for device in ("cpu", "cuda"):
-        own = [None if leaf is None else leaf.to(device).requires_grad_() for leaf in (products, shares, bias)]
+        own = [None if leaf is None else leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares, bias)]
         result = gated(*own, route(chosen.to(device), EXPERTS), gate)
         result.backward(gradient.to(device))
         results.append([result.detach().cpu(), *(leaf.grad.cpu() for leaf in own if leaf is not None)])
