@@ -48,7 +48,8 @@ class GradientNorm:
         """The sums of squares over all ranks. ``whole``: gradients of sub-groups that were not added; ``known``: squares of others."""
         squares = self._squares.clone()
         for index, gradient in whole:
-            squares[index] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            # vector_norm would make a copy in double precision, 8 bytes for each of up to hundreds of millions of elements.
+            squares[index] = torch._foreach_norm([gradient], 2, dtype=torch.float64)[0].square()
         for index, value in known.items():
             squares[index] = value
         self._all_reduce(squares)
