@@ -1,9 +1,10 @@
-"""The most host memory that a run has had, from the kernel's own high-water mark of each process, so that no peak is too short to be seen.
+"""The most host memory that a run has had, with the kernel's own high-water mark of each process, so that no peak is too short to be seen.
 
 ``VmHWM`` is the most that was resident at once, private and shared alike. Added up, it would count twice what processes share: the
 optimizer states that a rank and its Adam worker both map, and the libraries that all of them map. So a process counts with its mark less
-what it shares; shared memory counts once for each rank, as the most that one of its processes maps, and files once for all. Processes may
-have been at their highest at different moments: the sum is what they need at most.
+what it shares; shared memory counts once for each rank, as the most that one of its processes maps, and files once for all. It would also
+add up what was never there at once: the weights that pass through a rank before its states exist. So a mark counts only when it has risen
+since the last look; else a process counts with what it has now.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import NamedTuple
 
 from so_tui.runs.records import Process
 
-_FIELDS = {b"VmHWM", b"RssFile", b"RssShmem"}
+_FIELDS = {b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"}
 
 
 class Mark(NamedTuple):
-    """Bytes of one process, each the most so far: resident, of that pages of files, of that shared memory."""
+    """Bytes of one process: the most that was ever resident; resident now, of that pages of files, of that shared memory."""
 
+    highest: int
     resident: int
     files: int
     shared: int
@@ -34,16 +36,26 @@ class HighWater:
 
     def read(self, processes: Iterable[Process], root: Path = Path("/")) -> int | None:
         """The most so far, bytes. None as long as the kernel has told nothing of any process."""
-        living: dict[tuple[int, int], tuple[Process, Mark]] = {}
+        marks: dict[tuple[int, int], Mark] = {}
+        since: list[tuple[Process, Mark]] = []
         for process in processes:
             key = (process.pid, process.start_time)
             if (now := read_mark(root, process.pid)) is not None:
-                before = self._marks.get(key, Mark(0, 0, 0))
-                living[key] = (process, Mark(*map(max, now, before)))
-        self._marks = {key: mark for key, (_, mark) in living.items()}
-        if living:
-            self._highest = max(self._highest or 0, together(living.values()))
+                marks[key] = now
+                since.append((process, since_last(self._marks.get(key), now)))
+        self._marks = marks
+        if since:
+            self._highest = max(self._highest or 0, together(since))
         return self._highest
+
+
+def since_last(before: Mark | None, now: Mark) -> Mark:
+    """The most that a process had since the last look, as far as the kernel tells."""
+    if before is None:
+        return now._replace(resident=now.highest)
+    if now.highest == before.highest:
+        return now
+    return Mark(now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared))
 
 
 def together(marks: Iterable[tuple[Process, Mark]]) -> int:
@@ -64,4 +76,4 @@ def read_mark(root: Path, pid: int) -> Mark | None:
     except OSError:
         return None
     sizes = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(b":") for line in lines) if name in _FIELDS}
-    return Mark(sizes[b"VmHWM"], sizes[b"RssFile"], sizes[b"RssShmem"]) if len(sizes) == len(_FIELDS) else None
+    return Mark(sizes[b"VmHWM"], sizes[b"VmRSS"], sizes[b"RssFile"], sizes[b"RssShmem"]) if len(sizes) == len(_FIELDS) else None

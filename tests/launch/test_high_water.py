@@ -12,10 +12,10 @@ RANKS = tuple(Process(pid=10 + rank, start_time=1, role="rank", rank=rank) for r
 WORKERS = tuple(Process(pid=20 + rank, start_time=1, role="adam", rank=rank) for rank in (0, 1))
 
 
-def status(root: Path, pid: int, resident_mb: int, files_mb: int, shared_mb: int) -> None:
+def status(root: Path, pid: int, resident_mb: int, files_mb: int, shared_mb: int, highest_mb: int | None = None) -> None:
     folder = root / f"proc/{pid}"
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {"VmHWM": resident_mb, "RssFile": files_mb, "RssShmem": shared_mb}
+    sizes = {"VmHWM": highest_mb or resident_mb, "VmRSS": resident_mb, "RssFile": files_mb, "RssShmem": shared_mb}
     (folder / "status").write_text("Name:\tpython\n" + "".join(f"{name}:\t{1024 * size} kB\n" for name, size in sizes.items()))
 
 
@@ -47,9 +47,28 @@ def test_what_was_shared_stays_counted_once_when_a_process_lets_go_of_it(tmp_pat
     status(tmp_path, rank.pid, resident_mb=53_000, files_mb=1_000, shared_mb=50_000)
     status(tmp_path, worker.pid, resident_mb=50_010, files_mb=5, shared_mb=50_000)
     while_training = water.read([rank, worker], tmp_path)
-    status(tmp_path, rank.pid, resident_mb=53_000, files_mb=1_000, shared_mb=0)
-    status(tmp_path, worker.pid, resident_mb=50_010, files_mb=5, shared_mb=0)
+    status(tmp_path, rank.pid, resident_mb=3_000, files_mb=1_000, shared_mb=0, highest_mb=53_000)
+    status(tmp_path, worker.pid, resident_mb=10, files_mb=5, shared_mb=0, highest_mb=50_010)
     assert water.read([rank, worker], tmp_path) == while_training == (53_000 + 5) << 20
+
+
+def test_what_was_given_back_before_others_came_is_not_added_to_them(tmp_path: Path) -> None:
+    """The weights of a rank pass through its memory before the Adam worker touches its states."""
+    water, (rank, worker) = HighWater(), (RANKS[0], WORKERS[0])
+    status(tmp_path, rank.pid, resident_mb=10_000, files_mb=1_000, shared_mb=0)
+    assert water.read([rank], tmp_path) == 10_000 << 20
+    status(tmp_path, rank.pid, resident_mb=2_000, files_mb=1_000, shared_mb=0, highest_mb=10_000)
+    status(tmp_path, worker.pid, resident_mb=56_000, files_mb=0, shared_mb=56_000)
+    assert water.read([rank, worker], tmp_path) == 58_000 << 20
+
+
+def test_a_peak_between_two_looks_counts_with_what_others_have_then(tmp_path: Path) -> None:
+    water, (rank, other) = HighWater(), RANKS
+    for process in (rank, other):
+        status(tmp_path, process.pid, resident_mb=2_000, files_mb=0, shared_mb=0)
+    assert water.read(RANKS, tmp_path) == 4_000 << 20
+    status(tmp_path, rank.pid, resident_mb=2_000, files_mb=0, shared_mb=0, highest_mb=9_000)
+    assert water.read(RANKS, tmp_path) == 11_000 << 20
 
 
 def test_a_process_that_tells_nothing_is_no_reading(tmp_path: Path) -> None:
