@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
 from so_tui.plan.assess import assess
-from so_tui.plan.calibration import Figures
-from so_tui.plan.constants import PATH, Constants, Speed, constants, using
+from so_tui.plan.calibration import CALIBRATED, Figures
+from so_tui.plan.constants import PATH, Constants, Speed, constants, published_speed, using
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.site import Site, site_of
@@ -37,13 +37,14 @@ STEP = (
     "matrix_efficiency",
     "elementwise_efficiency",
     "loss_bytes_per_logit",
-    "forward_layer_s",
-    "backward_layer_s",
+    "forward_small_layers",
+    "backward_small_layers",
     "gpu_step_bytes_per_parameter",
     "gpu_step_tensor_s",
+    "clipped_adam_share",
     "norm_s",
     "landing_s",
-    "zerooffload_backward_bytes",
+    "zerooffload_copies",
     "zerooffload_step_bytes",
     "other_s",
     "gather_share",
@@ -67,8 +68,15 @@ def case_of(row: dict[str, Any]) -> Case:
     machine = msgspec.convert(row["machine"], Machine, strict=False)
     spec = check_tree(row["spec"])
     site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
-    speed = msgspec.convert(row["speed"], Speed) if row["speed"] else None
-    return Case(spec, replace(site, speed=speed, probes=()), msgspec.convert(row["measured"], Measured))
+    return Case(spec, replace(site, speed=_speed(machine, row["speed"]), probes=()), msgspec.convert(row["measured"], Measured))
+
+
+def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
+    """The machine's rates: its own where they were calibrated when it was measured, filled up with those published for its GPU today."""
+    published = published_speed(machine.gpus[0].name) if noted and machine.gpus else None
+    if published is None or noted is None or not noted["source"].startswith(CALIBRATED):
+        return published
+    return msgspec.convert({name: getattr(published, name) for name in Speed.__struct_fields__} | noted, Speed)
 
 
 def predicted(case: Case) -> Figures:

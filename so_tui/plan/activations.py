@@ -87,11 +87,12 @@ def product_bytes(shape: Architecture, *, fused: bool) -> int:
 def block_bytes(shape: Architecture, *, fused: bool) -> int:
     """What recompute and backward of one block hold per token, beside its input: at the end of the feed-forward's backward.
 
-    With fused kernels 10 h + 6 (q + kv) + 12 f: what the block keeps, the gradients of gate, up and their product, and two of width h.
-    Without, norms keep fp32 copies: 24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of 12 f.
+    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block keeps, the gradients of gate, up and their product, which itself is gone by
+    then, and two of width h. That is what torch's memory history shows on an H200. Without, norms keep fp32 copies:
+    24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-    feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else 12 * shape.intermediate
+    feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else (10 if fused else 12) * shape.intermediate
     sinks = 2 * q if shape.model_type in SINKS else 0
     own = 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
     return own + feed_forward + sinks

@@ -24,6 +24,8 @@ from so_tui.spec.folders import state_home
 from so_tui.spec.types import ModelSpec
 
 SCHEMA = 1
+CALIBRATED = "rates calibrated"
+"""How the source of rates that were measured begins."""
 
 
 class Rates(Struct, frozen=True, kw_only=True):
@@ -40,6 +42,8 @@ class Rates(Struct, frozen=True, kw_only=True):
     both_ways_bytes_per_s: tuple[float, float] | None = None
     """Down and up while both go at once."""
     peer_bytes_per_s: float | None = None
+    small_layer_s: float | None = None
+    """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
     node_bytes_per_s: tuple[tuple[int, float], ...] = ()
@@ -153,13 +157,14 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "down_bytes_per_s": rates.down_bytes_per_s,
         "up_bytes_per_s": rates.up_bytes_per_s,
         "peer_bytes_per_s": rates.peer_bytes_per_s,
+        "small_layer_s": rates.small_layer_s,
         "adam": rates.adam or None,
         "node_bytes_per_s": slowest,
     }
     own = {name: value for name, value in measured.items() if value is not None}
     missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
     where = "here" if known.hostname == machine.hostname else f"on {known.hostname}, a machine like this one"
-    source = f"rates calibrated {where} on {rates.measured[:10]}"
+    source = f"{CALIBRATED} {where} on {rates.measured[:10]}"
     if missing:
         source += f", the rest {published.source}"
     return replace(Speed(**{name: getattr(published, name) for name in Speed.__struct_fields__}), **own, source=source)

@@ -27,7 +27,7 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     cuda_context_bytes: int
     """Per GPU, outside torch's allocator: what the driver keeps before anything runs, the process's context, kernels, libraries."""
     offload_context_bytes: int
-    """The same beyond that where states are offloaded."""
+    """The same beyond that with SuperOffload, whose host memory is mapped for the GPU."""
     second_context_bytes: int
     """A bare context of one more process."""
     nccl_bytes: int
@@ -60,9 +60,10 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     """Memory rate of norms, activations and residuals over that of a bare copy."""
     loss_bytes_per_logit: float
     """GPU memory traffic of the loss."""
-    forward_layer_s: float
-    """Python, hooks and kernel launches of one layer: the floor for models too small to keep a GPU busy."""
-    backward_layer_s: float
+    forward_small_layers: float
+    """Python, hooks and kernel launches of one layer, as a multiple of ``Speed.small_layer_s``: the floor for models too small to keep a
+    GPU busy."""
+    backward_small_layers: float
     data_s: float
     """Per micro-step."""
     other_s: float
@@ -73,11 +74,14 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
     gpu_step_tensor_s: float
     """What ZeRO-3 takes for each tensor there, whatever its size, where nothing is offloaded."""
+    clipped_adam_share: float
+    """CPU Adam's rate where clipping puts all of it beside the forward that waits for its weights, over its rate alone."""
     norm_s: float
     """From the end of backward until the Adam worker starts, where clipping makes it wait for the norm."""
     landing_s: float
     """From the end of a sub-group's Adam until its weights begin to travel."""
-    zerooffload_backward_bytes: float
+    zerooffload_copies: float
+    """What backward does not hide of ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
     zerooffload_step_bytes: float
     deepspeed_backward_bytes: float
     deepspeed_step_bytes: float
@@ -96,6 +100,8 @@ class Speed(Struct, frozen=True, kw_only=True):
     up_bytes_per_s: float
     peer_bytes_per_s: float
     """One GPU to the others, each way."""
+    small_layer_s: float
+    """Host time of a small layer's forward and backward: how fast Python, hooks and launches are."""
     adam: tuple[tuple[int, float], ...]
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
     node_bytes_per_s: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from so_tui.plan.constants import constants
 from so_tui.plan.layout import StateLayout
@@ -14,6 +14,7 @@ STATE_BYTES = 12
 """Of a checkpoint, per parameter: fp32 master and two moments. The bf16 weights are a cast of the masters."""
 LOADING = "loading, beyond what comes later"
 SAVING = "saving, one array at a time"
+GRADIENT_PARTITION = "gradient partition"
 NOT_STEADY = frozenset({LOADING, SAVING})
 """Host terms that come and go outside of training steps."""
 
@@ -29,10 +30,13 @@ def steady_bytes(terms: Sequence[MemoryTerm]) -> int:
 def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     """The most host memory of a run of ``ranks`` on one host before its first step, with what starts it.
 
-    DeepSpeed's optimizers make their moments in that step, ours before.
+    DeepSpeed's optimizers make their moments in that step, ours before. For a moment, theirs have their gradient partition twice: it is
+    made in ordinary memory and copied into page-locked memory.
     """
-    later = {SAVING} if own_engine(spec) else {SAVING, "moments"}
-    return sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in terms if entry.place == "node" and entry.name not in later)
+    node = [entry for entry in terms if entry.place == "node"]
+    partition = sum(entry.bytes for entry in node if entry.name == GRADIENT_PARTITION)
+    later = {SAVING} if own_engine(spec) else {SAVING, "moments"} | ({LOADING} if partition else set())
+    return partition * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
 
 
 def host_terms(
@@ -42,7 +46,7 @@ def host_terms(
     process = memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes
     yield term_of("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
     yield term_of("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
-    later = sum(term.bytes for term in states if term.place == "node") if has_gpu else 0
+    later = {term.name: term.bytes for term in states if term.place == "node"} if has_gpu else {}
     if own_engine(spec):
         yield term_of("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
     elif spec.offload.mode == "superoffload":
@@ -59,14 +63,19 @@ def host_terms(
     yield from _loading(layout, later)
 
 
-def _loading(layout: StateLayout, later: int) -> Iterator[MemoryTerm]:
+def _loading(layout: StateLayout, later: Mapping[str, int]) -> Iterator[MemoryTerm]:
     """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
 
-    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files.
+    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files. A gradient partition
+    exists twice before there are moments.
     """
-    if (beyond := 2 * layout.numel + _READING_BYTES - later) > 0:
+    weights = 2 * layout.numel + _READING_BYTES - sum(later.values())
+    twice = later.get(GRADIENT_PARTITION, 0) - later.get("moments", 0)
+    if max(weights, twice) > 0:
         formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU"
-        yield term_of(LOADING, "node", beyond, "estimate", formula)
+        if twice > weights:
+            formula = "the gradient partition on its way into page-locked memory, less the moments that come after it"
+        yield term_of(LOADING, "node", max(weights, twice), "estimate", formula)
 
 
 def shared_terms(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:

@@ -85,8 +85,8 @@ def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed,
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
     return Pass(
-        forward_s=max(products + elementwise, shape.layers * use.forward_layer_s) + loss,
-        backward_s=max(2 * (products + elementwise) + repeated, shape.layers * use.backward_layer_s),
+        forward_s=max(products + elementwise, shape.layers * use.forward_small_layers * speed.small_layer_s) + loss,
+        backward_s=max(2 * (products + elementwise) + repeated, shape.layers * use.backward_small_layers * speed.small_layer_s),
     )
 
 
@@ -108,9 +108,12 @@ def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: Ste
         copies = 2 * layout.cpu_numel / speed.down_bytes_per_s
         adding = ACCUMULATE_BYTES * layout.cpu_numel / host_rate
         return further * max(0.0, copies + adding - micro_step_s)
-    passes = use.zerooffload_backward_bytes if spec.offload.mode == "zerooffload" else use.deepspeed_backward_bytes
-    further_bytes = gradient_buffer_bytes(spec) * layout.numel * further
-    return passes * layout.cpu_numel / host_rate + further_bytes * (1 / speed.down_bytes_per_s + 1 / speed.up_bytes_per_s)
+    buffer = gradient_buffer_bytes(spec) * layout.numel
+    further_s = further * buffer * (1 / speed.down_bytes_per_s + 1 / speed.up_bytes_per_s)
+    if spec.offload.mode == "zerooffload":
+        # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer: two copies over the bus, one after the other.
+        return use.zerooffload_copies * (buffer + 4 * layout.cpu_numel) / speed.down_bytes_per_s + further_s
+    return use.deepspeed_backward_bytes * layout.cpu_numel / host_rate + further_s
 
 
 def _exposed_s(
@@ -127,12 +130,13 @@ def _exposed_s(
         step_bytes = use.deepspeed_clipped_step_bytes if clipped else use.deepspeed_step_bytes
         return on_gpu + step_bytes * layout.cpu_numel / host_rate
     accumulated = spec.micro_steps > 1
-    adam_rate = host_rate / (ADAM_BYTES + (4 if accumulated else 0))
+    adam_rate = (use.clipped_adam_share if clipped else 1.0) * host_rate / (ADAM_BYTES + (4 if accumulated else 0))
     spans = compute_spans(spec, layout.ranks)
     groups = [(spans[group.index], group.numel) for group in layout.sub_groups if group.device == "cpu"]
     start = use.norm_s + (ACCUMULATE_BYTES * groups[0][1] / host_rate if accumulated else 0.0)
-    waited = landing_wait_s(groups, adam_rate, speed, use.landing_s, forward_s, backward_s, start if clipped else None)
-    return on_gpu + waited
+    # The GPU steps what is its own while the worker steps the rest.
+    begin = on_gpu + (start if clipped else 0.0)
+    return begin + landing_wait_s(groups, adam_rate, speed, use.landing_s, begin, forward_s, backward_s, start if clipped else None)
 
 
 def landing_wait_s(
@@ -140,6 +144,7 @@ def landing_wait_s(
     adam_rate: float,
     speed: Speed,
     landing_s: float,
+    begin_s: float,
     forward_s: float,
     backward_s: float,
     start_s: float | None,
@@ -147,8 +152,8 @@ def landing_wait_s(
     """How long the forward after a step waits for weights that the Adam worker has yet to step or the link to carry.
 
     ``groups``: (when a forward uses it, parameters) of each sub-group on the CPU; ``adam_rate`` in parameters per second. Time 0 is the end
-    of backward. With ``start_s`` (clipping) the worker begins then, with what the forward wants first; without, it takes each sub-group
-    when backward has finished it, and forward begins at once.
+    of backward, ``begin_s`` when the forward begins. With ``start_s`` (clipping) the worker begins then, with what the forward wants first;
+    without, it takes each sub-group when backward has finished it.
     """
     if start_s is None:
         queue = [
@@ -165,5 +170,5 @@ def landing_wait_s(
         landed.append((begin, link))
     waited = 0.0
     for begin, at in sorted(landed):
-        waited = max(waited, at - begin * forward_s)
+        waited = max(waited, at - begin_s - begin * forward_s)
     return max(0.0, waited)

@@ -136,14 +136,22 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
 MEASURED = {"gpus": "1", "model.activation_checkpointing": "full", "model.kernels": "plain", "offload.ratio": "0.9"}
 
 
-@pytest.mark.parametrize(("mode", "gpu_gb", "host_gb"), [("superoffload", 23.0, 52.8), ("zerooffload", 23.3, 73.5)])
-def test_measured_peaks_are_met(mode: str, gpu_gb: float, host_gb: float) -> None:
-    """Qwen3 4B shape, 4 x 4096 tokens on an H200, torch 2.11: what the allocator reserved, and the memory of the process tree."""
+@pytest.mark.parametrize(("mode", "host_gb"), [("superoffload", 52.8), ("zerooffload", 73.5)])
+def test_measured_host_memory_is_met(mode: str, host_gb: float) -> None:
+    """Qwen3 4B shape, 4 x 4096 tokens on an H200, torch 2.11: the memory of the process tree. What GPUs hold: ``test_fit``."""
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": mode})
     host = x86("NVIDIA H200")
     plan = make_plan(spec, replace(host, software=replace(host.software, torch="2.11.0")))
-    assert plan.gpu_reserved_bytes / 1e9 == pytest.approx(gpu_gb, rel=0.03)
     assert plan.host_bytes_per_node[0] / 1e9 == pytest.approx(host_gb, rel=0.02)
+
+
+def test_the_norm_of_deepspeeds_cpu_optimizer_takes_room_for_a_chunk_in_double_precision() -> None:
+    """On one H200 torch's memory history shows 2.79 GB on the stream of the reductions: 2 B x 400 M, and 8 B x 250 M."""
+    spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "zerooffload"})
+    (reduced,) = (term for term in terms_of(spec, 1) if term.name == "buckets being reduced")
+    assert reduced.bytes / 1e9 == pytest.approx(2.79, abs=0.03)
+    (halved,) = (term for term in terms_of(spec, 2) if term.name == "buckets being reduced")
+    assert halved.bytes == 2 * 400_000_000 + 8 * 151_936 * 2560 // 2
 
 
 def test_newer_torch_rounds_no_page_locked_memory() -> None:

@@ -23,6 +23,7 @@ ONE = Speed(
     down_bytes_per_s=1,
     up_bytes_per_s=1,
     peer_bytes_per_s=1,
+    small_layer_s=1,
     adam=(),
     node_bytes_per_s=1,
     source="",
@@ -102,10 +103,10 @@ def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
     link = replace(ONE, down_bytes_per_s=1e30, up_bytes_per_s=1e30)
     halves = [((0.0, 0.5), 10), ((0.5, 1.0), 10)]
     # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
-    assert landing_wait_s(halves, 10, link, 0.0, forward_s=1.0, backward_s=2.0, start_s=0.0) == pytest.approx(1.5)
+    assert landing_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=0.0) == pytest.approx(1.5)
     # Under backward: the second half is complete 1 s before the end and stepped by then, the first at the end.
-    assert landing_wait_s(halves, 10, link, 0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(1.0)
-    assert landing_wait_s(halves, 1e9, link, 0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(0.0, abs=1e-6)
+    assert landing_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(1.0)
+    assert landing_wait_s(halves, 1e9, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_repeating_less_is_faster() -> None:

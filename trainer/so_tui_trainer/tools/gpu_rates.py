@@ -19,6 +19,9 @@ SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 """(in, out) of the matrix products of an 8B model's layer."""
 COPY_BYTES = 2**29
 GATHER_BYTES = 2**28
+SMALL_LAYERS = 32
+SMALL_WIDTH = 64
+"""Layers that keep no GPU busy: their time is that of the Python around them."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -66,13 +69,34 @@ def _alone(request: dict[str, Any]) -> dict[str, Any]:
             other.copy_(host_too, non_blocking=True)
 
     together = _seconds(both, device, limit_s)
+    small = _small_layers(device)
     return {
         "matrix_flops": flops / products,
         "hbm_bytes_per_s": 2 * size / within,
         "down_bytes_per_s": size / down,
         "up_bytes_per_s": size / up,
         "both_ways_bytes_per_s": [size / together, size / together],
+        "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
     }
+
+
+def _small_layers(device: Any) -> Callable[[], object]:
+    """Forward and backward of a chain of hooked modules, as ZeRO-3 hangs its hooks on every module."""
+    import torch
+
+    modules = [torch.nn.Linear(SMALL_WIDTH, SMALL_WIDTH, device=device, dtype=torch.bfloat16) for _ in range(SMALL_LAYERS)]
+    for module in modules:
+        module.register_forward_pre_hook(lambda _module, inputs: inputs)
+        module.register_forward_hook(lambda _module, _inputs, output: output)
+    first = torch.randn(16, SMALL_WIDTH, device=device, dtype=torch.bfloat16)
+
+    def pass_through() -> None:
+        hidden = first
+        for module in modules:
+            hidden = torch.nn.functional.silu(module(hidden)) * hidden
+        hidden.sum().backward()  # type: ignore[no-untyped-call]
+
+    return pass_through
 
 
 def _peers(request: dict[str, Any]) -> dict[str, Any]:
