@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from so_tui.plan.memory import largest_block
 from so_tui.plan.types import Plan
 
 
@@ -44,6 +45,8 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
         "overlap_comm": not theirs,
         "contiguous_gradients": True,
     }
+    if plan.gpus > 1 and (layer := largest_block(plan.spec.model.parameters)):
+        section["stage3_prefetch_bucket_size"] = layer  # layers are gathered whole: the next one while this one computes
     if plan.mode != "gpu":
         section["offload_optimizer"] = _offload_section(plan)
     return section

@@ -142,6 +142,7 @@ def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3
         "stage": 3,
         "sub_group_size": run.offload.sub_group_size,
         "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
         "stage3_param_persistence_threshold": 100,
     }
     if run.offload.mode != "gpu":

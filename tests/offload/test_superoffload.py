@@ -11,10 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from so_tui.plan.layout import Parameter, layout_of
 from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding, offload
+from so_tui_trainer.data.batches import Batch
+from so_tui_trainer.model.build import TrainedModel, gather_whole
 from so_tui_trainer.offload.deepspeed_0_19_8 import sub_group_states, super_offload
 from tests.offload import support
 from tests.offload.reference import Reference, distance
@@ -300,3 +303,35 @@ def test_its_sub_groups_are_those_of_the_plan(ratio: float) -> None:
         assert [(group.names, group.weights.numel(), group.on_gpu) for group in core.sub_groups] == [
             (group.names, group.numel, group.device == "gpu") for group in planned.sub_groups
         ]
+
+
+def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is in the last sub-group: were it wanted at the start, nothing of a forward could run beside Adam."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = AutoConfig.for_model("qwen3", **shape, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False)
+    run = support.spec("superoffload", 1.0, clipping=1.0)
+    causal = AutoModelForCausalLM.from_config(config)
+    gather_whole(causal, run)
+    tokens = torch.arange(16)[None]
+    batch = Batch(
+        input_ids=tokens,
+        position_ids=tokens,
+        real=torch.ones_like(tokens, dtype=torch.bool),
+        boundaries=torch.tensor([0, 16], dtype=torch.int32),
+        predictors=torch.arange(15),
+        targets=torch.arange(1, 16),
+        longest=16,
+    )
+    with support.engine(run, model=TrainedModel(causal, "sdpa")) as made:
+        core = super_offload(made)
+        for _ in range(2):  # ZeRO-3 first learns the order of the modules, then gathers ahead
+            made.backward(made(batch, 1.0))
+            made.step()
+        wanted: list[int] = []
+        land = core.land
+        monkeypatch.setattr(core, "land", lambda groups: (wanted.extend(sorted(groups)), land(groups)))
+        made(batch, 1.0)
+        order = list(dict.fromkeys(wanted))
+        assert "causal.model.embed_tokens.weight" in core.sub_groups[order[0]].names
+        assert "causal.lm_head.weight" in core.sub_groups[order[-1]].names
+        assert len(order) == len(core.sub_groups) > 4

@@ -37,7 +37,12 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.causal = causal
         self.attention = implementation
-        self.loss = HeadLoss(_head(causal))
+        head = _head(causal)
+        self.loss = HeadLoss(head)
+        self.dtype = head.dtype
+        """Noted here: at the first look at a module's parameter from outside, ZeRO-3 takes it for a parameter of whoever looks, and gathers
+        it for all of this forward. The forward would wait for the head's weights, the last to be stepped, before it begins.
+        """
         self.router = router
         self.last_router_loss: Tensor | None = None
         """What the last forward made of ``router_scale``, without the coefficient; detached."""
@@ -60,7 +65,7 @@ class TrainedModel(nn.Module):
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
-            **attention.arguments(batch, self.attention, self.causal.config, self.loss.weight.dtype),
+            **attention.arguments(batch, self.attention, self.causal.config, self.dtype),
         ).last_hidden_state
         loss: Tensor = self.loss(hidden, batch.predictors, batch.targets, scale)
         return loss
@@ -187,7 +192,8 @@ def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_
 
 def gather_whole(causal: PreTrainedModel, spec: RunSpec) -> None:
     """Tell ZeRO-3 which blocks to gather in one piece: those of experts, since which experts a token meets is not known beforehand, and
-    every layer where one rank has all weights. Nothing is gathered there, but DeepSpeed waits for the GPU each time that it would be.
+    every layer. Module by module, the Python of gathering takes longer than a layer's forward, on one rank too, where there is nothing to
+    gather; and it looks so far ahead that it waits for weights that are still being stepped.
     """
     from deepspeed.utils import set_z3_leaf_modules
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -197,7 +203,7 @@ def gather_whole(causal: PreTrainedModel, spec: RunSpec) -> None:
     if absent := [name for name in named if name not in classes]:
         message, remedy = f"the model has no {', '.join(absent)}", f"It has {', '.join(sorted(classes))}."
         raise InputError([Problem(field="model.leaf_modules", value=", ".join(named), message=message, remedy=remedy)])
-    layers = [found for found in classes.values() if spec.ranks == 1 and issubclass(found, GradientCheckpointingLayer)]
+    layers = [found for found in classes.values() if issubclass(found, GradientCheckpointingLayer)]
     if whole := list(dict.fromkeys([*(classes[name] for name in named), *layers])):
         set_z3_leaf_modules(causal, whole)
 
