@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -322,13 +323,16 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
 
 def _launch(argv: Sequence[str], env: Mapping[str, str], run: RunDirectory, log: Path, limit_s: float) -> None:
     with log.open("wb") as output:
-        process = subprocess.Popen(argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             process.wait(timeout=limit_s)
         finally:
-            if process.poll() is None:
-                process.terminate()  # the launcher takes its ranks down
-                process.wait()
+            # A rank that is asked to end saves first, and one that prepares its optimizer does not hear it: nothing may hold the GPUs.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _fork(run: RunDirectory, attempt: int, env: dict[str, str], log: Path, limit_s: float) -> None:

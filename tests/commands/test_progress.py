@@ -15,7 +15,8 @@ from so_tui.runs.records import RunState
 from so_tui.spec import find_preset
 
 FOLLOW = (
-    "import sys; from so_tui.commands.progress import follow; from so_tui.runs import RunDirectory;"
+    "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # whatever started the tests (nohup) ignores it
+    " from so_tui.commands.progress import follow; from so_tui.runs import RunDirectory;"
     " sys.exit(follow(RunDirectory(sys.argv[1]), owner=sys.argv[2] == 'owner'))"
 )
 
