@@ -64,7 +64,7 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("1.7b", OFFLOAD, 1, micro_batch=8, ratio=1.0, kept="selective", clipping=0.0),
         Setting("1.7b", ZERO, 1, micro_batch=2, ratio=0.5),
         Setting("8b", OFFLOAD, 1, micro_batch=2, ratio=0.7, kept="selective", accumulation=2),
-        Setting("4b", GPU, 2),
+        Setting("4b", GPU, 2, micro_batch=2),
         Setting("4b", OFFLOAD, 2, ratio=0.5, accumulation=2),
         Setting("8b", OFFLOAD, 2, ratio=0.5),
         Setting("8b", OFFLOAD, 2, micro_batch=2),

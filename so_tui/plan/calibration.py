@@ -46,6 +46,8 @@ class Rates(Struct, frozen=True, kw_only=True):
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
+    adam_together: tuple[tuple[int, float], ...] = ()
+    """(ranks, bytes of host memory traffic per second of each) with so many Adam workers at once on the first GPU's node."""
     node_bytes_per_s: tuple[tuple[int, float], ...] = ()
     """(NUMA node, host memory bandwidth with all its cores)."""
 
@@ -159,6 +161,7 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "peer_bytes_per_s": rates.peer_bytes_per_s,
         "small_layer_s": rates.small_layer_s,
         "adam": rates.adam or None,
+        "adam_together": rates.adam_together,
         "node_bytes_per_s": slowest,
     }
     own = {name: value for name, value in measured.items() if value is not None}

@@ -106,12 +106,18 @@ class Speed(Struct, frozen=True, kw_only=True):
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
     node_bytes_per_s: float
     """The most that a NUMA node's memory gives all its cores."""
+    adam_together: tuple[tuple[int, float], ...] = ()
+    """(ranks, what Adam of each moves) where so many share a node, its cores and its memory; ascending."""
     source: str
     """Where the figures come from, for people."""
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
-        """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node."""
-        return min(_interpolated(self.adam, cores), self.node_bytes_per_s / ranks_per_node)
+        """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node.
+
+        Several move no more together than one on as many cores, whatever the memory gives others; less where that was measured.
+        """
+        together = dict(self.adam_together).get(ranks_per_node, _interpolated(self.adam, cores * ranks_per_node) / ranks_per_node)
+        return min(_interpolated(self.adam, cores), together, self.node_bytes_per_s / ranks_per_node)
 
 
 class Kind(Speed, frozen=True, kw_only=True):

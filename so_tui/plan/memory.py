@@ -28,8 +28,7 @@ PERSISTENCE_THRESHOLD = 100_000
 EXPERT_HOLES = 3
 """Of the largest tensor's gradients: the room lost between activations that are as large as they, in mixtures of experts on an H200."""
 LIVE_PARAMETERS = 1_000_000_000
-"""Parameters that ZeRO-3 keeps gathered at once (DeepSpeed's default). It looks ahead at every module, and there are many in a block: it
-soon has as many as it may."""
+"""Parameters that ZeRO-3 keeps gathered at once (DeepSpeed's default), before it gathers the layer that is due."""
 OWN_LARGEST_BUCKET = 100_000_000
 """Parameters in a reduce bucket of the project's own SuperOffload, at most."""
 BUCKETS_AHEAD = 3
@@ -137,8 +136,8 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         yield term_of(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
-        live = min(layout.parameters, LIVE_PARAMETERS + largest_in_block(spec.model.parameters))
-        yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters)")
+        live = min(layout.parameters, LIVE_PARAMETERS + largest_block(spec.model.parameters))
+        yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters, and a layer)")
         share = constants().memory.stream_pool_share
         formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
         yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)

@@ -11,6 +11,7 @@ from so_tui.cli import main
 from so_tui.commands.calibrate import request_of
 from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
+from so_tui_trainer.tools.calibrate import rank_counts
 
 
 def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +34,17 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     names = ("matrix_flops", "hbm_bytes_per_s", "down_bytes_per_s", "up_bytes_per_s", "peer_bytes_per_s")
     assert all(rates[name] > 1e6 for name in names)
     assert len(rates["both_ways_bytes_per_s"]) == 2
+    assert 1e-6 < rates["small_layer_s"] < 1
+    if len(nodes[0]["cpus"]) > 1:  # two ranks share the node
+        ((ranks, each),) = rates["adam_together"]
+        assert ranks == 2
+        assert 1e8 < each < 1e13
+
+
+def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None:
+    nodes = [{"id": 0, "cpus": list(range(16))}, {"id": 1, "cpus": list(range(16, 32))}]
+    gpus = [{"index": index, "cpus": nodes[index // 3]["cpus"]} for index in range(6)]
+    assert rank_counts(nodes, gpus) == (2, 3)
+    assert rank_counts(nodes, gpus[3:]) == ()
+    assert rank_counts([{"id": 0, "cpus": [0]}], gpus[:2]) == ()
+    assert rank_counts([], gpus) == ()

@@ -74,7 +74,8 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
     assert told.step_s == pytest.approx(found.step_s, rel=0.13)
     for name in ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes"):
         if measured := getattr(found, name):
-            assert (0.98 if name.startswith("gpu") else 0.96) < getattr(told, name) / measured < 1.055, name
+            least, most = (0.98, 1.055) if name.startswith("gpu") else (0.96, 1.1)
+            assert least < getattr(told, name) / measured < most, name
 
 
 def test_the_constants_file_is_written_as_it_is_read() -> None:

@@ -165,11 +165,11 @@ def test_newer_torch_rounds_no_page_locked_memory() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_several_gpus_hold_a_thousand_million_gathered_parameters(ranks: int) -> None:
-    """Measured: 2.05 GB more allocated with 2 and with 4 GPUs than one GPU's states and activations would say, whatever the mode."""
+def test_several_gpus_hold_a_thousand_million_gathered_parameters_and_a_layer(ranks: int) -> None:
+    """Whatever the mode. ``test_fit`` has what two GPUs reserve."""
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "superoffload"})
     (gathered,) = (term for term in terms_of(spec, ranks) if term.name == "gathered parameters")
-    assert gathered.bytes / 1e9 == pytest.approx(2.05, abs=0.02)
+    assert gathered.bytes / 1e9 == pytest.approx(2.2, abs=0.01)
 
 
 def test_only_the_fullest_phase_counts() -> None:

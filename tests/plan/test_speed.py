@@ -127,7 +127,10 @@ def test_short_documents_and_untrained_tokens_cost_less() -> None:
 def test_adam_rates_lie_on_lines_between_what_was_measured() -> None:
     speed = replace(ONE, adam=((2, 20.0), (10, 60.0)), node_bytes_per_s=100.0)
     assert [speed.adam_bytes_per_s(cores, 1) for cores in (1, 2, 6, 10, 40)] == [10.0, 20.0, 40.0, 60.0, 60.0]
-    assert speed.adam_bytes_per_s(10, 4) == 25.0
+    assert speed.adam_bytes_per_s(10, 4) == 15.0  # what 40 cores have together, by four
+    assert speed.adam_bytes_per_s(2, 2) == 15.0
+    assert replace(speed, node_bytes_per_s=40.0).adam_bytes_per_s(10, 4) == 10.0
+    assert replace(speed, adam_together=((2, 25.0), (4, 12.0))).adam_bytes_per_s(10, 4) == 12.0
 
 
 @pytest.mark.parametrize(

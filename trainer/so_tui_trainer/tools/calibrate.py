@@ -32,7 +32,7 @@ def work(request: Answer) -> Iterator[Answer]:
     scale = float(request.get("scale", 1.0))
     rates: dict[str, Any] = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     yield {"message": "compiling the CPU Adam kernel, where it is not yet"}
-    for answer in _cpu(request["nodes"], scale):
+    for answer in _cpu(request["nodes"], request["gpus"] or request.get("pretend_gpus", []), scale):
         rates |= answer.pop("rates", {})
         yield answer
     gpus, device = (request["gpus"], "cuda:0") if request["gpus"] else (request.get("pretend_gpus", []), "cpu")
@@ -49,8 +49,9 @@ def core_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)}))
 
 
-def _cpu(nodes: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
+def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
     points: list[tuple[int, float]] = []
+    together: list[tuple[int, float]] = []
     bandwidth: list[tuple[int, float]] = []
     for position, node in enumerate(nodes):
         cpus = node["cpus"]
@@ -61,7 +62,21 @@ def _cpu(nodes: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
                 bandwidth.append((node["id"], max(found.values())))
             cores = "1 core" if count == 1 else f"{count} cores"
             yield {"message": f"node {node['id']}: CPU Adam on {cores}: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"}
-    yield {"message": "CPU measured", "rates": {"adam": _rising(points), "node_bytes_per_s": bandwidth}}
+    for ranks in rank_counts(nodes, gpus):
+        cpus = nodes[0]["cpus"]
+        share = len(cpus) // ranks
+        rate = _adam_together([cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale)
+        together.append((ranks, rate))
+        yield {"message": f"node {nodes[0]['id']}: {ranks} times CPU Adam on {share} cores at once: {rate / 1e9:.1f} GB/s each"}
+    rates = {"adam": _rising(points), "adam_together": together, "node_bytes_per_s": bandwidth}
+    yield {"message": "CPU measured", "rates": rates}
+
+
+def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """How many ranks may share the first node: 2, 4, ... and all of the GPUs that stand at it, as far as its cores go."""
+    near = sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus) if nodes else 0
+    most = min(near, len(nodes[0]["cpus"])) if nodes else 0
+    return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -74,20 +89,30 @@ def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
+    return _finish(_start_adam(cpus, scale))
+
+
+def _adam_together(shares: Sequence[Sequence[int]], scale: float) -> float:
+    """What the slowest of several workers moves, bytes per second, while all of them run."""
+    children = [_start_adam(cpus, scale, together=len(shares)) for cpus in shares]
+    return min(float(_finish(child)["step_bytes_per_s"]) for child in children)
+
+
+def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subprocess.Popen[str]:
     from so_tui_trainer.offload import kernel, worker
 
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES))
+    parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))
     request = {
         "library": str(kernel.library()),
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
-        "seconds": _SECONDS * scale,
+        "seconds": _SECONDS * scale * (2 if together > 1 else 1),  # none is to be alone for long
     }
     script = Path(__file__).with_name("adam_rate.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
-    return _answer([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment)
+    return _start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment)
 
 
 def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
