@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -189,8 +189,20 @@ def _legend(rows: Sequence[PlanRow]) -> Text:
     text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
     text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
     text.append("\n243 > 106: GiB needed > GiB there, on each host node or GPU")
-    sources = {plan.speed_source for row in rows for plan in row.cells.values() if plan.speed_source}
-    return text.append("".join(f"\nspeeds are predictions: {source}" for source in sorted(sources)), "dim")
+    return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
+
+
+def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
+    """Each source of rates once, with what data the rows count on; those that differ from most by name."""
+    rates: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        for source in dict.fromkeys(plan.speed_source for plan in row.cells.values() if plan.speed_source):
+            measured, _, data = source.partition("; for ")
+            rates.setdefault(measured, {}).setdefault(data, []).append(row.preset)
+    for measured, users in sorted(rates.items()):
+        usual = max(users, key=lambda data: len(users[data]))
+        others = [f"{', '.join(presets)} for {data}" for data, presets in users.items() if data != usual]
+        yield "; ".join([measured, *([f"for {usual}"] if usual else []), *others])
 
 
 def _parameters(row: PlanRow) -> str:

@@ -330,6 +330,17 @@ def shown(renderable: object, width: int) -> str:
     return capture.get()
 
 
+def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
+    rows = plan_table([CATALOG.presets[name] for name in ("tiny", "phi-4", "llama-3.1-8b")], QUAD)
+    seen = "for documents of 44 tokens, 37% of all trained, as seen of the data"
+    one = rows[0]
+    source = next(iter(one.cells.values())).speed_source.partition("; for ")[0]
+    differing = replace(one, cells={count: replace(plan, speed_source=f"{source}; {seen}") for count, plan in one.cells.items()})
+    text = " ".join(shown(render_table([differing, *rows[1:]], QUAD), 120).split())
+    assert text.count("speeds are predictions") == text.count(source) == 1
+    assert f"the most that data can cost; tiny {seen}" in text
+
+
 def test_planning_is_quick_enough_to_follow_typing() -> None:
     """The whole table of a quad node under 0.2 s, one plan under 10 ms: the best of three tries, of this process's own time."""
     tries = [seconds_of_table_and_plan(attempt) for attempt in range(3)]
