@@ -8,7 +8,9 @@
     python benchmarks/planner.py --sweep --rows alpaca.json --out sweep.json                  # is the recommendation the best?
 
 Rows are appended as they come, and what is there is not measured again; ``--minutes`` ends early, between two settings. A row keeps what
-was predicted when it was measured, with the constants of that moment. ``--shape tiny`` runs the same code without a GPU, to try it.
+was predicted when it was measured, with the constants of that moment. A sweep on one GPU forks its settings off a process that
+has imported everything (``planner_sweep.py``), since a start takes longer than the steps. ``--shape tiny`` runs the same code without a
+GPU, to try it.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from planner_settings import GPU, OFFLOAD, SETS, SHAPES, Setting, h200_host, seconds_of
+from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, Setting, h200_host, seconds_of
+from planner_sweep import measured_by_forks
 
 from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
 from so_tui.machine import inspect_machine
@@ -34,13 +38,14 @@ from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import calibration_of, speed_of
 from so_tui.plan.constants import PATH as CONSTANTS
-from so_tui.plan.types import Plan
+from so_tui.plan.types import Plan, Workload
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values
 
 SWEEP_RATIOS = (0.3, 0.5, 0.7, 0.9, 1.0)
 SWEEP_CORES = (0.7, 0.8, 0.9)
 SWEEP_MICRO_BATCHES = (2, 4, 8)
+Rows = Generator[dict[str, Any], None, None]
 
 
 def main() -> int:
@@ -66,15 +71,19 @@ def main() -> int:
         print(_listed([setting for setting, _ in todo], machine, arguments))
         return 0
     begun, failed = time.monotonic(), 0
+    forks = arguments.sweep and not arguments.whole and all(setting.gpus == 1 for setting, _ in todo)
+    measured = (_rows_of_forks if forks else _rows_of_runs)([setting for setting, _ in todo], machine, arguments)
     for setting, label in todo:
-        if time.monotonic() - begun + planned(setting, machine, arguments)[1] > 60 * arguments.minutes:
+        needed_s = planned(setting, machine, arguments)[1] - (START_S if forks else 0.0)
+        if time.monotonic() - begun + needed_s > 60 * arguments.minutes:
             print(f"{arguments.minutes:g} minutes are too few for the next setting: run the same command again for the rest", flush=True)
             break
-        row = {"set": name, "label": label} | _row(setting, machine, arguments)
+        row = {"set": name, "label": label} | next(measured)
         failed += "error" in row
         rows = [old for old in rows if (old["key"], old["set"]) != (row["key"], name)] + [row]
         _write(arguments.out, rows)
         print(_line(row), flush=True)
+    measured.close()
     return min(failed, 1)
 
 
@@ -122,6 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="measure nothing: say what is left, whether it fits, and how long it takes")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after two that do not count")
     parser.add_argument("--model", choices=list(SHAPES), default="4b", help="of the sweep")
+    parser.add_argument("--whole", action="store_true", help="of the sweep: every setting through the whole program, as in the sets")
     parser.add_argument("--kept", choices=["full", "selective", "none"], help="of the sweep; default: what is recommended")
     parser.add_argument("--core-fractions", type=float, nargs="+", default=SWEEP_CORES, help="of the sweep")
     parser.add_argument("--sequence-length", type=int, default=4096)
@@ -156,11 +166,31 @@ def spec_of(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
     return msgspec.structs.replace(short, name=f"bench-{setting.size}-{setting.mode}")
 
 
-def _row(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One setting, run and predicted; or what went wrong."""
-    spec = spec_of(setting, arguments)
-    plan = make_plan(spec, machine, probed=False)
-    row: dict[str, Any] = {
+def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace) -> Rows:
+    """Each setting through the whole program, and predicted; or what went wrong."""
+    for setting in settings:
+        spec = spec_of(setting, arguments)
+        plan = make_plan(spec, machine, probed=False)
+        row = _identity(setting, spec, plan, machine)
+        yield row | (_run(spec, plan, machine, arguments) if plan.fits else {"error": "; ".join(plan.reasons)})
+
+
+def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace) -> Rows:
+    """The same without what only a whole run shows, memory of the host: a start takes longer than the steps."""
+    specs = [spec_of(setting, arguments) for setting in settings]
+    plans = [make_plan(spec, machine, probed=False) for spec in specs]
+    found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine)
+    for setting, spec, plan in zip(settings, specs, plans, strict=True):
+        row = _identity(setting, spec, plan, machine)
+        answer = next(found) if plan.fits else {"error": "; ".join(plan.reasons)}
+        if "measured" in answer:
+            workload = msgspec.convert(answer["measured"]["workload"], Workload)
+            answer["predicted"] = msgspec.to_builtins(predicted_of(spec, machine, workload)[1])
+        yield row | answer
+
+
+def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> dict[str, Any]:
+    return {
         "key": setting.key,
         "setting": asdict(setting),
         "spec": _spec_tree(spec),
@@ -169,8 +199,9 @@ def _row(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> d
         "machine": _machine_tree(machine),
         "name": settings_of(plan),
     }
-    if not plan.fits:
-        return row | {"error": "; ".join(plan.reasons)}
+
+
+def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
     begun = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-planner-"))
     try:
@@ -179,11 +210,11 @@ def _row(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> d
     except SoTuiError as error:
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in scratch.glob("*/attempts/*/output.*.log"))
         print(logs, flush=True)
-        return row | {"error": str(error), "wall_s": round(time.monotonic() - begun, 1)}
+        return {"error": str(error), "wall_s": round(time.monotonic() - begun, 1)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _, predicted = predicted_of(spec, machine, measured.workload)
-    return row | {
+    return {
         "measured": msgspec.to_builtins(measured),
         "predicted": msgspec.to_builtins(predicted),
         "wall_s": round(time.monotonic() - begun, 1),

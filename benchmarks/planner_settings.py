@@ -77,7 +77,7 @@ SETS: dict[str, tuple[Setting, ...]] = {
 }
 """Small on the host where nothing else is asked of a setting: pages of states are what starting waits for."""
 
-_START_S = 38.0
+START_S = 38.0
 """Processes, imports, the data's cache, the first kernels, and the end, on an H200 host."""
 _WEIGHTS_BYTES_PER_S = 1.0e9
 """A rank's weights through the host into DeepSpeed's flat array."""
@@ -89,7 +89,7 @@ def seconds_of(plan: Plan, steps: int) -> float:
     """About how long a run of so many steps takes from its start to its end, by what three runs took."""
     named = {term.name: term.bytes for term in plan.breakdown}
     host = sum(term.bytes for term in plan.breakdown if term.place == "node" and term.confidence == "exact")
-    return _START_S + named["weights"] / _WEIGHTS_BYTES_PER_S + host / _STATES_BYTES_PER_S + steps * (plan.step_s or 0.0)
+    return START_S + named["weights"] / _WEIGHTS_BYTES_PER_S + host / _STATES_BYTES_PER_S + steps * (plan.step_s or 0.0)
 
 
 def h200_host(gpus: int) -> Machine:

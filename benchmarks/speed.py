@@ -152,7 +152,7 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
         used = _with_lever(model, spec, lever)
         batches = Batches(documents, used, 0, pin=ranks.device.type == "cuda")
         row = _identity(arguments, arguments.setup) | {"lever": lever, "parameters": spec.model.parameter_count, "experts": experts}
-        row |= _steps(engine, batches, used, ranks.device)
+        row |= steps_of(engine, batches, used, ranks.device)
         with arguments.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
@@ -219,7 +219,7 @@ def _with_lever(model: Any, spec: Any, lever: str) -> Any:
     return spec
 
 
-def _steps(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
+def steps_of(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
     """Medians of the measured steps."""
     import torch
 
