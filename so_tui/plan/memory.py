@@ -136,7 +136,9 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         yield term_of(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
-        live = min(layout.parameters, LIVE_PARAMETERS + largest_block(spec.model.parameters))
+        layer = largest_block(spec.model.parameters)
+        # The layer that is due and the next; at both ends of the model the embedding or the head beside them.
+        live = min(layout.parameters, max(LIVE_PARAMETERS + layer, 2 * layer + layout.largest_parameter))
         yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters, and a layer)")
         share = constants().memory.stream_pool_share
         formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from so_tui.launch.ds_config import ds_config
+from so_tui.spec import find_preset
 from so_tui.spec.types import OffloadSpec, TrainSpec
 from tests.launch.plans import plan_of, spec_of
 
@@ -48,3 +49,13 @@ def test_gradients_accumulate_in_fp32() -> None:
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     single = ds_config(plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1))))
     assert "data_types" not in single
+
+
+@pytest.mark.parametrize(
+    ("preset", "layer", "live"), [("llama-3.1-8b", 218_112_000, 1_000_000_000), ("llama-3.3-70b", 855_654_400, 1_711_308_800)]
+)
+def test_several_gpus_gather_the_next_layer_while_one_computes(preset: str, layer: int, live: int) -> None:
+    spec = find_preset(preset).spec
+    zero = ds_config(plan_of(spec))["zero_optimization"]
+    assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]) == (layer, live)
+    assert "stage3_prefetch_bucket_size" not in ds_config(plan_of(spec, cpus=((0,),)))["zero_optimization"]
