@@ -16,7 +16,6 @@ GPU, to try it.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -37,7 +36,7 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import calibration_of, speed_of
-from so_tui.plan.constants import PATH as CONSTANTS
+from so_tui.plan.constants import digest
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values
@@ -71,10 +70,9 @@ def main() -> int:
         print(_listed([setting for setting, _ in todo], machine, arguments))
         return 0
     begun, failed = time.monotonic(), 0
-    forks = arguments.sweep and not arguments.whole and all(setting.gpus == 1 for setting, _ in todo)
-    measured = (_rows_of_forks if forks else _rows_of_runs)([setting for setting, _ in todo], machine, arguments)
+    measured = (_rows_of_forks if _forked(arguments) else _rows_of_runs)([setting for setting, _ in todo], machine, arguments)
     for setting, label in todo:
-        needed_s = planned(setting, machine, arguments)[1] - (START_S if forks else 0.0)
+        needed_s = planned(setting, machine, arguments)[1]
         if time.monotonic() - begun + needed_s > 60 * arguments.minutes:
             print(f"{arguments.minutes:g} minutes are too few for the next setting: run the same command again for the rest", flush=True)
             break
@@ -114,7 +112,11 @@ def _listed(settings: list[Setting], machine: Machine, arguments: argparse.Names
 def planned(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> tuple[Plan, float]:
     """The plan of a setting, and about how many seconds it takes."""
     plan = make_plan(spec_of(setting, arguments), machine if machine.gpus else h200_host(setting.gpus), probed=False)
-    return plan, seconds_of(plan, WARMUP_STEPS + arguments.steps)
+    return plan, seconds_of(plan, WARMUP_STEPS + arguments.steps) - (START_S if _forked(arguments) else 0.0)
+
+
+def _forked(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.sweep and not arguments.whole and (arguments.gpus or 1) == 1)
 
 
 def _arguments() -> argparse.Namespace:
@@ -179,7 +181,7 @@ def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: arg
     """The same without what only a whole run shows, memory of the host: a start takes longer than the steps."""
     specs = [spec_of(setting, arguments) for setting in settings]
     plans = [make_plan(spec, machine, probed=False) for spec in specs]
-    found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine)
+    found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine, limit_s=arguments.limit_s)
     for setting, spec, plan in zip(settings, specs, plans, strict=True):
         row = _identity(setting, spec, plan, machine)
         answer = next(found) if plan.fits else {"error": "; ".join(plan.reasons)}
@@ -194,7 +196,7 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "key": setting.key,
         "setting": asdict(setting),
         "spec": _spec_tree(spec),
-        "constants": hashlib.sha256(CONSTANTS.read_bytes()).hexdigest()[:12],
+        "constants": digest(),
         "speed": msgspec.to_builtins(speed_of(machine, machine.gpus[0].name, calibration_of(machine))) if machine.gpus else None,
         "machine": _machine_tree(machine),
         "name": settings_of(plan),

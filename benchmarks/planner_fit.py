@@ -50,7 +50,8 @@ STEP = (
     "gather_share",
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
-"""Rows of other benchmarks in this one's form (``label`` says of which); every fit of memory rests on them too. 0: not measured."""
+"""Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which); every fit of memory rests on them
+too. 0: not measured."""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
 
@@ -100,8 +101,10 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
     own = [row for row in rows if row["set"] == "fit" and "measured" in row]
     if len(own) < 6:
         return f"only {len(own)} settings of the set `fit` are measured; a fit needs at least 6"
-    used = [*own, *kept_rows()]
-    best = fitted([case_of(row) for row in own], [case_of(row) for row in kept_rows()])
+    keys = {row["key"] for row in own}
+    kept = [row for row in kept_rows() if row["key"] not in keys]
+    used = [*own, *kept]
+    best = fitted([case_of(row) for row in own], [case_of(row) for row in kept])
     gpus = sorted({gpu["name"] for row in used for gpu in row["machine"]["gpus"]} or {"no GPU"})
     torch = sorted({str(row["machine"]["software"]["torch"]) for row in used})
     settings = f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} of {RESULTS.name}"

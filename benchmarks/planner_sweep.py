@@ -16,12 +16,11 @@ from so_tui.launch import prepare
 from so_tui.machine.types import Machine
 from so_tui.spec import RunSpec
 
-_LIMIT_S = 240.0
 _IMPORTED = ["so_tui_trainer.session", "transformers.models.auto.modeling_auto", "speed"]
 
 
-def measured_by_forks(specs: Iterable[RunSpec], machine: Machine) -> Iterator[dict[str, Any]]:
-    """For each spec ``measured`` as ``planner.py`` keeps it, or ``error``."""
+def measured_by_forks(specs: Iterable[RunSpec], machine: Machine, *, limit_s: float) -> Iterator[dict[str, Any]]:
+    """For each spec ``measured`` as ``planner.py`` keeps it, or ``error``; ``limit_s``: the longest time for one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,7 +37,7 @@ def measured_by_forks(specs: Iterable[RunSpec], machine: Machine) -> Iterator[di
         process.start()
         theirs.close()
         try:
-            yield mine.recv() if mine.poll(_LIMIT_S) else {"error": f"longer than {_LIMIT_S:.0f} s"}
+            yield mine.recv() if mine.poll(limit_s) else {"error": f"longer than {limit_s:.0f} s"}
         except EOFError:
             yield {"error": "the process died"}
         finally:
@@ -57,7 +56,7 @@ def _child(spec: RunSpec, machine: Machine, answer: Any) -> None:
 
 def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
     import torch
-    from speed import MEASURED, WARMUP, steps_of
+    from speed import steps_of
 
     from so_tui_trainer import binding, offload
     from so_tui_trainer.data import cache, tokens
@@ -74,9 +73,10 @@ def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
     model = build(spec, ranks.device, launch.ds_config)
     engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
     binding.settle(mine)
-    found = steps_of(engine, batches, spec, ranks.device)
+    warmup, measured = spec.benchmark.warmup_steps, spec.benchmark.measured_steps
+    found = steps_of(engine, batches, spec, ranks.device, warmup, measured)
     offload.close(engine)
-    works = [batches.work(number) for number in range(WARMUP + 1, WARMUP + MEASURED + 1)]
+    works = [batches.work(number) for number in range(warmup + 1, warmup + measured + 1)]
     lengths = [length for work in works for length in work.document_lengths.tolist()]
     positions = sum(work.computed_tokens for work in works)
     return {
@@ -94,5 +94,5 @@ def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
             "trained_share": sum(work.trained_tokens for work in works) / positions,
             "useful_share": sum(work.useful_tokens for work in works) / positions,
         },
-        "steps": MEASURED,
+        "steps": measured,
     }

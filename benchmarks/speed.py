@@ -219,7 +219,7 @@ def _with_lever(model: Any, spec: Any, lever: str) -> Any:
     return spec
 
 
-def steps_of(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any]:
+def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WARMUP, count: int = MEASURED) -> dict[str, Any]:
     """Medians of the measured steps."""
     import torch
 
@@ -236,7 +236,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.empty_cache()
     last = time.perf_counter()
-    for number in range(1, WARMUP + MEASURED + 1):
+    for number in range(1, warmup + count + 1):
         work = batches.work(number)
         weights = 1 / work.trained_tokens, 1 / work.useful_tokens
         marks = [clock.mark()]
@@ -271,7 +271,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any) -> dict[str, Any
             }
         )
         last = now
-    measured = steps[WARMUP:]
+    measured = steps[warmup:]
     return {key: statistics.median(step[key] for step in measured) for key in measured[0]} | {
         "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0,
         "gpu_allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,

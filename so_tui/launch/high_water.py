@@ -41,8 +41,9 @@ class HighWater:
         for process in processes:
             key = (process.pid, process.start_time)
             if (now := read_mark(root, process.pid)) is not None:
-                marks[key] = now
-                since.append((process, since_last(self._marks.get(key), now)))
+                before = self._marks.get(key)
+                marks[key] = now._replace(highest=max(now.highest, before.highest)) if before else now
+                since.append((process, since_last(before, now)))
         self._marks = marks
         if since:
             self._highest = max(self._highest or 0, together(since))
@@ -53,7 +54,7 @@ def since_last(before: Mark | None, now: Mark) -> Mark:
     """The most that a process had since the last look, as far as the kernel tells."""
     if before is None:
         return now._replace(resident=now.highest)
-    if now.highest == before.highest:
+    if now.highest <= before.highest:  # the kernel's counters are not exact: a mark may even fall a little
         return now
     return Mark(now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared))
 

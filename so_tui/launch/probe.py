@@ -16,6 +16,7 @@ from so_tui.launch.lifecycle import ensure_supervised, start
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe, model_key
+from so_tui.plan.constants import digest
 from so_tui.plan.flops import flops_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
@@ -165,6 +166,7 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         workload=found.workload,
         predicted=predicted,
         actual=found.figures,
+        constants=digest(),
     )
 
 

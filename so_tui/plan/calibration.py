@@ -80,6 +80,8 @@ class Probe(Struct, frozen=True, kw_only=True):
     workload: Workload
     predicted: Figures
     actual: Figures
+    constants: str = ""
+    """``digest`` of the constants that ``predicted`` rests on."""
 
 
 class Calibration(Struct, frozen=True, kw_only=True):

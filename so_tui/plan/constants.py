@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     stream_pool_share: float
     """With several GPUs: what the allocator holds for gathering beyond the gathered parameters, as a multiple of them."""
     slack_share: float
-    """What the allocator cannot use, as a share of everything that comes and goes."""
+    """What the allocator cannot use, as a share of what comes and goes within a layer."""
 
 
 class StepConstants(Struct, frozen=True, kw_only=True):
@@ -116,8 +117,10 @@ class Speed(Struct, frozen=True, kw_only=True):
 
         Several move no more together than one on as many cores, whatever the memory gives others; less where that was measured.
         """
-        together = dict(self.adam_together).get(ranks_per_node, _interpolated(self.adam, cores * ranks_per_node) / ranks_per_node)
-        return min(_interpolated(self.adam, cores), together, self.node_bytes_per_s / ranks_per_node)
+        measured = [rate for ranks, rate in self.adam_together if ranks <= ranks_per_node]
+        if ranks_per_node not in dict(self.adam_together):
+            measured.append(_interpolated(self.adam, cores * ranks_per_node) / ranks_per_node)
+        return min(_interpolated(self.adam, cores), self.node_bytes_per_s / ranks_per_node, *measured)
 
 
 class Kind(Speed, frozen=True, kw_only=True):
@@ -149,6 +152,12 @@ def using(other: Constants) -> Iterator[None]:
         yield
     finally:
         _others.pop()
+
+
+@lru_cache(maxsize=1)
+def digest() -> str:
+    """Names the constants that came with the program, and so what was predicted with them."""
+    return hashlib.sha256(PATH.read_bytes()).hexdigest()[:12]
 
 
 @lru_cache(maxsize=8)

@@ -143,8 +143,9 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         share = constants().memory.stream_pool_share
         formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
         yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)
-    largest = largest_in_block(spec.model.parameters)
-    yield term_of("gradient in flight", gpu, 2 * largest, "estimate", f"2 B x {count(largest)} (the largest of a block)", phase="backward")
+    layer = largest_block(spec.model.parameters)
+    # Layers are gathered whole, and their gradients go into a bucket when the whole layer's backward is over.
+    yield term_of("gradients in flight", gpu, 2 * layer, "estimate", f"2 B x {count(layer)} (a layer)", phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
     # The norm of the largest gradient is over before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if spec.offload.mode == "gpu" else 0

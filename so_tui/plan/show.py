@@ -193,16 +193,20 @@ def _legend(rows: Sequence[PlanRow]) -> Text:
 
 
 def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
-    """Each source of rates once, with what data the rows count on; those that differ from most by name."""
-    rates: dict[str, dict[str, list[str]]] = {}
+    """Each source of rates once, with what data the rows count on; those that differ from most by name, and those that a probe corrects."""
+    users: dict[str, dict[str, list[str]]] = {}
+    probed: dict[str, list[str]] = {}
     for row in rows:
         for source in dict.fromkeys(plan.speed_source for plan in row.cells.values() if plan.speed_source):
-            measured, _, data = source.partition("; for ")
-            rates.setdefault(measured, {}).setdefault(data, []).append(row.preset)
-    for measured, users in sorted(rates.items()):
-        usual = max(users, key=lambda data: len(users[data]))
-        others = [f"{', '.join(presets)} for {data}" for data, presets in users.items() if data != usual]
-        yield "; ".join([measured, *([f"for {usual}"] if usual else []), *others])
+            rates, _, rest = source.partition("; for ")
+            data, _, correction = rest.partition("; ")
+            for presets in (users.setdefault(rates, {}).setdefault(data, []), *([probed.setdefault(rates, [])] if correction else [])):
+                presets += [row.preset] if row.preset not in presets else []
+    for rates, of_data in sorted(users.items()):
+        usual = max(of_data, key=lambda data: len(of_data[data]))
+        others = [f"{', '.join(presets)} for {data}" for data, presets in of_data.items() if data != usual]
+        corrected = [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
+        yield "; ".join([rates, *([f"for {usual}"] if usual else []), *others, *corrected])
 
 
 def _parameters(row: PlanRow) -> str:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, Probe, calibration_of, speed_of
-from so_tui.plan.constants import Speed
+from so_tui.plan.constants import Speed, digest
 from so_tui.plan.types import RankBinding, Workload
 from so_tui.plan.verdict import Supply, memory_node, supply_of
 from so_tui.spec.errors import InputError
@@ -98,7 +98,8 @@ def _site(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, known: C
         cores=min((len(rank.cpus) for rank in placed), default=1) or 1,
         adam_cores=min((len(rank.adam_cpus) for rank in placed), default=1) or 1,
         speed=speed_of(machine, name, known),
-        probes=known.probes if known else (),
+        # What other constants were off by says nothing of these.
+        probes=tuple(probe for probe in known.probes if probe.constants == digest()) if known else (),
         pinned_rounded=bool(machine.gpus) and _version(machine.software.torch) < ROUNDS_NO_MORE,
         problem=problem,
     )

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import Figures, Probe, Rates, calibration_of, model_key, path_of, store
-from so_tui.plan.constants import published_speed
+from so_tui.plan.constants import digest, published_speed
 from so_tui.plan.types import Workload
 from so_tui.spec import load_catalog, with_values
 
@@ -96,7 +96,14 @@ def probe_of(factor: float, more_gb: float) -> Probe:
         workload=Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98),
         predicted=predicted,
         actual=actual,
+        constants=digest(),
     )
+
+
+def test_a_probe_of_other_constants_corrects_nothing() -> None:
+    before = make_plan(SPEC, H200)
+    store(H200, probe=replace(probe_of(1.2, 1.5), constants="another"))
+    assert make_plan(SPEC, H200) == before
 
 
 def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:

@@ -74,7 +74,7 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
     assert told.step_s == pytest.approx(found.step_s, rel=0.13)
     for name in ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes"):
         if measured := getattr(found, name):
-            least, most = (0.98, 1.055) if name.startswith("gpu") else (0.96, 1.1)
+            least, most = (0.98, 1.06) if name.startswith("gpu") else (0.96, 1.1)
             assert least < getattr(told, name) / measured < most, name
 
 
@@ -98,7 +98,7 @@ def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
 @pytest.mark.parametrize("name", list(planner.SETS))
 def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
     """On hosts with 128 GiB and 16 cores for each H200: nothing is refused there, and no machine is held for long."""
-    arguments = Namespace(sequence_length=4096, shape=None, rows=None, steps=3)
+    arguments = Namespace(sequence_length=4096, shape=None, rows=None, steps=3, sweep=False)
     seconds: dict[int, float] = {}
     for setting in planner.SETS[name]:
         plan, needed_s = planner.planned(setting, h200_host(setting.gpus), arguments)

@@ -336,9 +336,14 @@ def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
     one = rows[0]
     source = next(iter(one.cells.values())).speed_source.partition("; for ")[0]
     differing = replace(one, cells={count: replace(plan, speed_source=f"{source}; {seen}") for count, plan in one.cells.items()})
-    text = " ".join(shown(render_table([differing, *rows[1:]], QUAD), 120).split())
+    cells = {
+        count: replace(plan, speed_source=f"{plan.speed_source}; corrected by a probe of this model here")
+        for count, plan in rows[1].cells.items()
+    }
+    probed = replace(rows[1], cells=cells | {1: rows[1].cells[1]})
+    text = " ".join(shown(render_table([differing, probed, rows[2]], QUAD), 120).split())
     assert text.count("speeds are predictions") == text.count(source) == 1
-    assert f"the most that data can cost; tiny {seen}" in text
+    assert f"the most that data can cost; tiny {seen}; corrected by a probe here: {rows[1].preset}" in text
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:

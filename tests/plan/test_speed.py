@@ -130,7 +130,8 @@ def test_adam_rates_lie_on_lines_between_what_was_measured() -> None:
     assert speed.adam_bytes_per_s(10, 4) == 15.0  # what 40 cores have together, by four
     assert speed.adam_bytes_per_s(2, 2) == 15.0
     assert replace(speed, node_bytes_per_s=40.0).adam_bytes_per_s(10, 4) == 10.0
-    assert replace(speed, adam_together=((2, 25.0), (4, 12.0))).adam_bytes_per_s(10, 4) == 12.0
+    together = replace(speed, adam_together=((2, 14.0), (4, 12.0)))
+    assert [together.adam_bytes_per_s(10, ranks) for ranks in (1, 2, 3, 4)] == [60.0, 14.0, 14.0, 12.0]
 
 
 @pytest.mark.parametrize(

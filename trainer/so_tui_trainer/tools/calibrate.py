@@ -95,7 +95,13 @@ def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
 def _adam_together(shares: Sequence[Sequence[int]], scale: float) -> float:
     """What the slowest of several workers moves, bytes per second, while all of them run."""
     children = [_start_adam(cpus, scale, together=len(shares)) for cpus in shares]
-    return min(float(_finish(child)["step_bytes_per_s"]) for child in children)
+    try:
+        return min(float(_finish(child)["step_bytes_per_s"]) for child in children)
+    finally:
+        for child in children:  # those of a measurement that failed
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
 
 
 def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subprocess.Popen[str]:
