@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from so_tui.launch import prepare
+from speed import one_rank, ready, steps_of
+
 from so_tui.machine.types import Machine
 from so_tui.spec import RunSpec
 
@@ -21,14 +21,8 @@ _IMPORTED = ["so_tui_trainer.session", "transformers.models.auto.modeling_auto",
 
 def measured_by_forks(specs: Iterable[RunSpec], machine: Machine, *, limit_s: float) -> Iterator[dict[str, Any]]:
     """For each spec ``measured`` as ``planner.py`` keeps it, or ``error``; ``limit_s``: the longest time for one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    os.environ |= one_rank(cpu=not machine.gpus)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what is forked off a process that has looked for GPUs through CUDA cannot use them
-    if not machine.gpus:
-        os.environ["DS_ACCELERATOR"] = "cpu"
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(_IMPORTED)
     for spec in specs:
@@ -55,26 +49,13 @@ def _child(spec: RunSpec, machine: Machine, answer: Any) -> None:
 
 
 def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
-    import torch
-    from speed import steps_of
-
-    from so_tui_trainer import binding, offload
-    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer import offload
     from so_tui_trainer.data.batches import Batches
-    from so_tui_trainer.model.build import build, parameter_groups
-    from so_tui_trainer.ranks import join
 
-    launch = prepare(spec, machine, force=True)
-    spec, mine = launch.plan.spec, launch.plan.binding[0]
-    binding.bind(mine)
-    ranks = join(use_gpu=bool(machine.gpus))
-    batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, 0, pin=ranks.device.type == "cuda")
-    torch.manual_seed(0)
-    model = build(spec, ranks.device, launch.ds_config)
-    engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
-    binding.settle(mine)
+    spec, device, documents, _, engine = ready(spec, machine, use_gpu=bool(machine.gpus))
+    batches = Batches(documents, spec, 0, pin=device.type == "cuda")
     warmup, measured = spec.benchmark.warmup_steps, spec.benchmark.measured_steps
-    found = steps_of(engine, batches, spec, ranks.device, warmup, measured)
+    found = steps_of(engine, batches, spec, device, warmup, measured)
     offload.close(engine)
     works = [batches.work(number) for number in range(warmup + 1, warmup + measured + 1)]
     lengths = [length for work in works for length in work.document_lengths.tolist()]

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WARMUP, MEASURED = 2, 5
 MODEL = "qwen3-4b-random"
@@ -62,7 +62,8 @@ def main() -> int:
         if done >= set(SETUPS[name].levers):
             print(f"{name}: already measured", flush=True)
             continue
-        process = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--setup", name], env=_environment(arguments), check=False)
+        environment = os.environ | one_rank(cpu=arguments.tiny) | {"PYTHONUNBUFFERED": "1"}
+        process = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--setup", name], env=environment, check=False)
         failed += process.returncode != 0
     print(_table(_rows(arguments.out)))
     return min(failed, 1)
@@ -87,13 +88,13 @@ def _identity(arguments: argparse.Namespace, setup: str) -> dict[str, Any]:
     return {"model": arguments.model, "layers": arguments.layers, "setup": setup}
 
 
-def _environment(arguments: argparse.Namespace) -> dict[str, str]:
+def one_rank(*, cpu: bool) -> dict[str, str]:
+    """What a process that is the only rank must find in its environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    cpu = {"DS_ACCELERATOR": "cpu"} if arguments.tiny else {}
-    return os.environ | single | cpu | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+    return single | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -122,43 +123,63 @@ def _table(rows: list[dict[str, Any]]) -> str:
 # -- one setup -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
+class Ready(NamedTuple):
+    """The one rank before its first step."""
+
+    spec: Any
+    """As the plan resolved it."""
+    device: Any
+    documents: Any
+    model: Any
+    engine: Any
+
+
+def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
+    """Bound, joined, with data, model and engine, as the trainer makes them; in an environment of ``one_rank``."""
     from so_tui.launch import prepare
-    from so_tui.machine import inspect_machine
     from so_tui_trainer import binding
 
-    spec = _spec(arguments, setup)
-    launch = prepare(spec, inspect_machine(), force=True)
+    launch = prepare(spec, machine, force=True)
     spec, mine = launch.plan.spec, launch.plan.binding[0]
     binding.bind(mine)  # before torch makes its threads
 
     import torch
 
-    from so_tui.plan.architecture import architecture
     from so_tui_trainer import offload
     from so_tui_trainer.data import cache, tokens
-    from so_tui_trainer.data.batches import Batches
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
 
-    ranks = join(use_gpu=not arguments.tiny)
+    ranks = join(use_gpu=use_gpu)
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
     engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
     binding.settle(mine)
+    return Ready(spec, ranks.device, documents, model, engine)
+
+
+def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
+    from so_tui.machine import inspect_machine
+
+    spec, device, documents, model, engine = ready(_spec(arguments, setup), inspect_machine(), use_gpu=not arguments.tiny)
+
+    from so_tui.plan.architecture import architecture
+    from so_tui_trainer import offload
+    from so_tui_trainer.data.batches import Batches
+
     experts = model.causal.config._experts_implementation if architecture(spec.model.config).experts else None
     for lever in setup.levers:
         used = _with_lever(model, spec, lever)
-        batches = Batches(documents, used, 0, pin=ranks.device.type == "cuda")
+        batches = Batches(documents, used, 0, pin=device.type == "cuda")
         row = _identity(arguments, arguments.setup) | {"lever": lever, "parameters": spec.model.parameter_count, "experts": experts}
-        row |= steps_of(engine, batches, used, ranks.device)
+        row |= steps_of(engine, batches, used, device)
         with arguments.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
         if arguments.profile:
             name = "-".join(re.findall(r"[\w.]+", f"{arguments.model} {arguments.setup} {lever}"))
-            _profile(engine, batches, ranks.device, arguments.profile / f"{name}.txt")
+            _profile(engine, batches, device, arguments.profile / f"{name}.txt")
     offload.close(engine)
     sys.stdout.flush()
     os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived

@@ -128,7 +128,7 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool
 
 
 def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
-    ranks, bucket = layout.ranks, reduce_bucket_size(spec)
+    ranks, bucket, layer = layout.ranks, reduce_bucket_size(spec), largest_block(spec.model.parameters)
     yield term_of("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {count(bucket)} (reduce_bucket_size)")
     yield _reduced(spec, layout, gpu)
     if ranks > 1:
@@ -136,14 +136,12 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         yield term_of(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
-        layer = largest_block(spec.model.parameters)
         # The layer that is due and the next; at both ends of the model the embedding or the head beside them.
         live = min(layout.parameters, max(LIVE_PARAMETERS + layer, 2 * layer + layout.largest_parameter))
         yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters, and a layer)")
         share = constants().memory.stream_pool_share
         formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
         yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)
-    layer = largest_block(spec.model.parameters)
     # Layers are gathered whole, and their gradients go into a bucket when the whole layer's backward is over.
     yield term_of("gradients in flight", gpu, 2 * layer, "estimate", f"2 B x {count(layer)} (a layer)", phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
@@ -228,12 +226,14 @@ def _gradients_waiting(spec: RunSpec, layout: StateLayout, shape: Architecture, 
     """
     block = largest_block(spec.model.parameters)
     bucket = min(reduce_bucket_size(spec), layout.parameters)
-    waits = layout.cpu_numel > 0 and spec.offload.mode == "superoffload" and not own_engine(spec)
-    ahead = 1 if waits else ZEROOFFLOAD_BUCKETS_AHEAD if layout.cpu_numel and not own_engine(spec) else BUCKETS_AHEAD
+    ahead, freed = BUCKETS_AHEAD, 0.0
+    if layout.cpu_numel and spec.offload.mode == "zerooffload":
+        ahead = ZEROOFFLOAD_BUCKETS_AHEAD
+    elif layout.cpu_numel and not own_engine(spec):
+        ahead, freed = 1, working / 2
     numel = min(layout.parameters, ahead * bucket)
     layers_done = min(shape.layers, numel / block) if block else 0
-    freed = layers_done * layer_bytes + (working / 2 if waits else 0)
-    return max(0, int(2 * numel - freed))
+    return max(0, int(2 * numel - layers_done * layer_bytes - freed))
 
 
 def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTerm], has_gpu: bool) -> Iterator[MemoryTerm]:
