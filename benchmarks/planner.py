@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, Setting, h200_host, seconds_of
+from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
 from planner_sweep import measured_by_forks
 
 from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
@@ -134,7 +134,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after two that do not count")
     parser.add_argument("--model", choices=list(SHAPES), default="4b", help="of the sweep")
     parser.add_argument("--whole", action="store_true", help="of the sweep: every setting through the whole program, as in the sets")
-    parser.add_argument("--kept", choices=["full", "selective", "none"], help="of the sweep; default: what is recommended")
+    policies = ["full", "selective", "none"]
+    parser.add_argument(
+        "--kept",
+        choices=policies,
+        nargs="+",
+        help="of the sweep's grid; default: what is recommended; others than the first with the largest core fraction alone",
+    )
+    parser.add_argument(
+        "--limits-gib", type=float, nargs="+", default=[], help="of the sweep: also what is recommended for GPUs this small"
+    )
     parser.add_argument("--core-fractions", type=float, nargs="+", default=SWEEP_CORES, help="of the sweep")
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--shape", choices=["tiny"], help="everything at a tiny shape, on a machine without GPU")
@@ -224,17 +233,34 @@ def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namesp
 
 
 def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Setting, str]]:
-    """The original preset's setting, the recommended one, and the grid, all with as many tokens in an optimizer step; the best guess first,
-    so that an early end still says something.
+    """The recommended setting, the original preset's, what is recommended for smaller GPUs, and the grid, all with as many tokens in an
+    optimizer step; the best guess first, so that an early end still says something.
     """
     size = "tiny" if arguments.shape else arguments.model
     tokens = max(SWEEP_MICRO_BATCHES)
     original = Setting(size, OFFLOAD, arguments.gpus or 1, micro_batch=4, accumulation=tokens // 4)
+    recommended = _recommended(original, machine, arguments)
+    labels: dict[Setting, list[str]] = {recommended: ["recommended"]}
+    labels.setdefault(original, []).append("original")
+    for limit_gib in arguments.limits_gib:
+        gpus = tuple(msgspec.structs.replace(gpu, memory_total_bytes=int(limit_gib * 2**30)) for gpu in machine.gpus)
+        smaller = _recommended(original, msgspec.structs.replace(machine, gpus=gpus), arguments)
+        labels.setdefault(smaller, []).append(WITH_LESS.format(limit_gib))
+    kept, *others = arguments.kept or [recommended.kept]
+    first, *fewer = sorted(arguments.core_fractions, reverse=True)
+    for policy, cores in ((kept, first), *((other, first) for other in others), *((kept, cores) for cores in fewer)):
+        for ratio in SWEEP_RATIOS:
+            for micro_batch in SWEEP_MICRO_BATCHES:
+                labels.setdefault(Setting(size, OFFLOAD, original.gpus, micro_batch, ratio, tokens // micro_batch, policy, 1.0, cores), [])
+    return [(setting, ", ".join(names)) for setting, names in labels.items()]
+
+
+def _recommended(original: Setting, machine: Machine, arguments: argparse.Namespace) -> Setting:
     given = spec_of(original, arguments)
-    model = msgspec.structs.replace(given.model, activation_checkpointing=arguments.kept or "auto")
+    model = msgspec.structs.replace(given.model, activation_checkpointing="auto")
     best = recommend(msgspec.structs.replace(given, model=model), machine).spec
-    recommended = Setting(
-        size,
+    return Setting(
+        original.size,
         best.offload.mode,
         original.gpus,
         micro_batch=best.train.micro_batch,
@@ -243,16 +269,6 @@ def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Settin
         kept=best.model.activation_checkpointing,
         cores=best.offload.cpu_adam_cores_fraction,
     )
-    grid = [
-        Setting(size, OFFLOAD, original.gpus, micro_batch, ratio, tokens // micro_batch, recommended.kept, 1.0, cores)
-        for cores in sorted(arguments.core_fractions, reverse=True)
-        for ratio in SWEEP_RATIOS
-        for micro_batch in SWEEP_MICRO_BATCHES
-    ]
-    labels: dict[Setting, str] = {}
-    for setting, label in ((recommended, "recommended"), (original, "original"), *((setting, "") for setting in grid)):
-        labels[setting] = ", ".join(filter(None, (labels.get(setting), label)))
-    return list(labels.items())
 
 
 def _spec_tree(spec: RunSpec) -> dict[str, Any]:

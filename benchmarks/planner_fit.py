@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from planner_settings import WITH_LESS
 
 from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
@@ -21,6 +22,7 @@ from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.site import Site, site_of
 from so_tui.plan.terms import own_engine
+from so_tui.plan.verdict import GPU_MARGIN
 from so_tui.spec import RunSpec, check_tree
 
 MEMORY = (
@@ -255,7 +257,8 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
 
     def rate(row: dict[str, Any]) -> float:
         setting, found = row["setting"], row["measured"]
-        positions = setting["gpus"] * setting["micro_batch"] * setting["accumulation"] * row["spec"]["data"]["sequence_length"]
+        length = check_tree(row["spec"]).data.sequence_length
+        positions = setting["gpus"] * setting["micro_batch"] * setting["accumulation"] * length
         return float(positions * found["workload"]["useful_share"] / found["figures"]["step_s"])
 
     done.sort(key=rate, reverse=True)
@@ -267,10 +270,23 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['name']} | {row['setting']['cores']} | {rate(row):.0f} | {rate(row) / best:.1%} | {told:.2f} / {found:.2f} | {label} |"
         )
-    named = {label: rate(row) for row in done for label in row["label"].split(", ")}
+    named = {label: row for row in done for label in row["label"].split(", ") if label}
     if "recommended" in named and "original" in named:
-        lines += ["", f"The recommendation is {named['recommended'] / named['original']:.2f} x as fast as the original setting."]
+        times = rate(named["recommended"]) / rate(named["original"])
+        lines += ["", f"The recommendation is {times:.2f} x as fast as the original setting."]
+    for label, row in named.items():
+        if found := re.fullmatch(WITH_LESS.replace("{:g}", "(.+)"), label):
+            fitting = [other for other in done if _device_bytes(other) <= (1 - GPU_MARGIN) * float(found[1]) * 2**30]
+            fastest = max(fitting, key=rate, default=row)
+            share = rate(row) / rate(fastest)
+            lines += ["", f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}."]
     return "\n".join(lines)
+
+
+def _device_bytes(row: dict[str, Any]) -> float:
+    """What the allocator reserved, as measured, and what is planned beside it."""
+    told = row["predicted"]
+    return float(row["measured"]["figures"]["gpu_reserved_bytes"] + told["gpu_device_bytes"] - told["gpu_reserved_bytes"])
 
 
 def _percent(told: float, found: float) -> str:

@@ -10,6 +10,7 @@ from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan.types import Plan
 
 SHAPES: dict[str, dict[str, int | bool]] = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
@@ -55,6 +56,11 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("4b", ZERO, 1, micro_batch=2, ratio=0.5),
         Setting("4b", OFFLOAD, 1, micro_batch=8, ratio=1.0),
         Setting("8b", OFFLOAD, 1, micro_batch=2, ratio=0.3, clipping=0.0),
+        Setting("4b", GPU, 2, micro_batch=2),
+        Setting("4b", OFFLOAD, 2, ratio=0.5, accumulation=2),
+        Setting("8b", OFFLOAD, 2, ratio=0.5),
+        Setting("8b", OFFLOAD, 2, micro_batch=2),
+        Setting("8b", ZERO, 2, ratio=0.7),
     ),
     "check": (
         Setting("4b", OFFLOAD, 1),
@@ -64,11 +70,12 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("1.7b", OFFLOAD, 1, micro_batch=8, ratio=1.0, kept="selective", clipping=0.0),
         Setting("1.7b", ZERO, 1, micro_batch=2, ratio=0.5),
         Setting("8b", OFFLOAD, 1, micro_batch=2, ratio=0.7, kept="selective", accumulation=2),
-        Setting("4b", GPU, 2, micro_batch=2),
-        Setting("4b", OFFLOAD, 2, ratio=0.5, accumulation=2),
-        Setting("8b", OFFLOAD, 2, ratio=0.5),
-        Setting("8b", OFFLOAD, 2, micro_batch=2),
-        Setting("8b", ZERO, 2, ratio=0.7),
+        Setting("4b", GPU, 2, kept="selective"),
+        Setting("8b", GPU, 2, micro_batch=2),
+        Setting("1.7b", OFFLOAD, 2, ratio=1.0, kept="none", accumulation=2),
+        Setting("4b", ZERO, 2, ratio=0.5),
+        Setting("4b", OFFLOAD, 2, micro_batch=8),
+        Setting("8b", OFFLOAD, 2, micro_batch=2, ratio=0.7, kept="selective", clipping=0.0),
         Setting("4b", OFFLOAD, 4, clipping=0.0),
         Setting("8b", GPU, 4, micro_batch=2, kept="selective"),
         Setting("8b", OFFLOAD, 4, ratio=0.7),
@@ -77,6 +84,8 @@ SETS: dict[str, tuple[Setting, ...]] = {
 }
 """Small on the host where nothing else is asked of a setting: pages of states are what starting waits for."""
 
+WITH_LESS = "recommended with {:g} GiB"
+"""Label of what is recommended for a GPU with so much memory."""
 START_S = 38.0
 """Processes, imports, the data's cache, the first kernels, and the end, on an H200 host."""
 _WEIGHTS_BYTES_PER_S = 1.0e9

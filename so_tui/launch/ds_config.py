@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from so_tui.plan.memory import LIVE_PARAMETERS, largest_block
+from so_tui.plan.memory import largest_block, live_parameters
 from so_tui.plan.types import Plan
 
 
@@ -48,7 +48,7 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
     if plan.gpus > 1 and (layer := largest_block(plan.spec.model.parameters)):
         # Layers are gathered whole, the next one while this one computes: there must be room for both.
         section["stage3_prefetch_bucket_size"] = layer
-        section["stage3_max_live_parameters"] = max(LIVE_PARAMETERS, 2 * layer)
+        section["stage3_max_live_parameters"] = live_parameters(plan.spec.model.parameters)
     if plan.mode != "gpu":
         section["offload_optimizer"] = _offload_section(plan)
     return section

@@ -69,6 +69,8 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     """Per micro-step."""
     other_s: float
     """Per optimizer step: records, control, schedule."""
+    gather_small_layers: float
+    """What Python needs beside it to gather a layer from several ranks and to give it back, in each direction."""
     gather_share: float
     """What prefetching does not hide of a ZeRO-3 pass over the weights, where computing takes longer."""
     gpu_step_bytes_per_parameter: float

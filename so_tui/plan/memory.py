@@ -27,8 +27,10 @@ PERSISTENCE_THRESHOLD = 100_000
 """ZeRO-3 keeps parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine keeps none."""
 EXPERT_HOLES = 3
 """Of the largest tensor's gradients: the room lost between activations that are as large as they, in mixtures of experts on an H200."""
-LIVE_PARAMETERS = 1_000_000_000
-"""Parameters that ZeRO-3 keeps gathered at once (DeepSpeed's default), before it gathers the layer that is due."""
+GATHERED_AHEAD = 400_000_000
+"""Parameters that several ranks gather ahead of the layer that computes, and by which the host may be ahead of the GPU; where a layer is
+larger, a layer.
+"""
 OWN_LARGEST_BUCKET = 100_000_000
 """Parameters in a reduce bucket of the project's own SuperOffload, at most."""
 BUCKETS_AHEAD = 3
@@ -38,6 +40,8 @@ ZEROOFFLOAD_BUCKETS_AHEAD = 2
 OWN_BUCKETS_IN_FLIGHT = BUCKETS_AHEAD + 3
 """Reduced buckets that exist at once in the project's own engine: those the GPU has yet to hear of, those on their way to the host, and
 what lies between them. Torch's memory history shows 5.4 to 5.8 on an H200."""
+SHARED_BUCKETS_IN_FLIGHT = 4
+"""The same on several ranks, each of which copies its share of a bucket to the host. The history shows 3.3 to 3.6 on two H200s."""
 NORM_CHUNK = 250_000_000
 """Elements that DeepSpeed casts to double precision at a time, for the norm of a gradient that its CPU optimizer takes."""
 KEPT = frozenset({"checkpointed layer inputs", "kept activations"})
@@ -93,6 +97,16 @@ def reduce_bucket_size(spec: RunSpec) -> int:
     return min(spec.offload.sub_group_size, OWN_LARGEST_BUCKET) if own_engine(spec) else spec.offload.sub_group_size
 
 
+def live_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
+    """Parameters that ZeRO-3 gathers at most before they are used: the layer that computes and the next, more where layers are small."""
+    return max(2 * largest_block(blocks), GATHERED_AHEAD)
+
+
+def lead_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
+    """Parameters by which the host may be ahead of the GPU. What it has passed is gathered until the GPU has passed it too."""
+    return max(largest_block(blocks), GATHERED_AHEAD)
+
+
 def gradient_buffer_bytes(spec: RunSpec) -> int:
     """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over several micro-batches."""
     return 4 if spec.micro_steps > 1 else 2
@@ -136,9 +150,10 @@ def _communication(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[M
         yield term_of(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
-        # The layer that is due and the next; at both ends of the model the embedding or the head beside them.
-        live = min(layout.parameters, max(LIVE_PARAMETERS + layer, 2 * layer + layout.largest_parameter))
-        yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (max_live_parameters, and a layer)")
+        # Several parameters arrive in one flat piece, from which each is copied; the embedding and the head too.
+        lead = lead_parameters(spec.model.parameters)
+        live = min(layout.parameters, lead + max(live_parameters(spec.model.parameters) + layer, 2 * layout.largest_parameter))
+        yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (ahead, in use, and being copied)")
         share = constants().memory.stream_pool_share
         formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
         yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)
@@ -157,7 +172,8 @@ def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
     room for these copies stays taken in every phase.
     """
     bucket = min(reduce_bucket_size(spec), layout.parameters)
-    copies = OWN_BUCKETS_IN_FLIGHT if own_engine(spec) and layout.cpu_numel else 1
+    in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
+    copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
     cast = 4 * partition_numel(bucket, layout.ranks) if spec.micro_steps > 1 and not own_engine(spec) else 0
     formula = f"{copies} x 2 B x {count(bucket)}" + (f" + 4 B x {count(partition_numel(bucket, layout.ranks))}" if cast else "")
     norm = 0
@@ -232,6 +248,8 @@ def _gradients_waiting(spec: RunSpec, layout: StateLayout, shape: Architecture, 
     elif layout.cpu_numel and not own_engine(spec):
         ahead, freed = 1, working / 2
     numel = min(layout.parameters, ahead * bucket)
+    if layout.ranks > 1:
+        numel = min(numel, lead_parameters(spec.model.parameters) + bucket)
     layers_done = min(shape.layers, numel / block) if block else 0
     return max(0, int(2 * numel - layers_done * layer_bytes - freed))
 
@@ -241,7 +259,9 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
         return
     memory = constants().memory
     offloads = spec.offload.mode == "superoffload" and layout.cpu_numel > 0
-    context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
+    # As measured on one GPU and on two; why it doubles is not known.
+    offload_context = memory.offload_context_bytes * min(layout.ranks, 2) if offloads else 0
+    context = memory.cuda_context_bytes + offload_context
     yield term_of("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")
     if layout.ranks > 1:
         yield term_of("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")

@@ -53,21 +53,24 @@ def step_time(
     full, as one document, and as trained on whole.
     """
     use = constants().step
-    once = compute_pass(spec, shape, flops, speed, use, workload or Workload())
+    once = compute_pass(spec, shape, flops, speed, use, workload or Workload(), layout.ranks)
     gather = _gather_s(layout, speed)
     forward = max(once.forward_s, gather) + use.gather_share * gather
     backward = max(once.backward_s, 2 * gather) + use.gather_share * 2 * gather
     host_rate = speed.adam_bytes_per_s(adam_cores, ranks_per_node)
+    alone = speed.adam_bytes_per_s(adam_cores, 1)
     micro_steps = spec.micro_steps
     return StepTime(
         forward_s=micro_steps * forward,
         backward_s=micro_steps * backward + _backward_extra_s(spec, layout, speed, use, host_rate, forward + backward),
-        exposed_optimizer_s=_exposed_s(spec, layout, speed, use, host_rate, forward, backward),
+        exposed_optimizer_s=_exposed_s(spec, layout, speed, use, host_rate, alone, forward, backward),
         data_s=micro_steps * use.data_s + use.other_s,
     )
 
 
-def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload) -> Pass:
+def compute_pass(
+    spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload, ranks: int
+) -> Pass:
     """Forward with the loss, which forms its gradients there, and backward with what it recomputes; ZeRO-3's gathering left out."""
     tokens = spec.train.micro_batch * spec.data.sequence_length
     document = workload.attended_tokens or spec.data.sequence_length
@@ -84,9 +87,11 @@ def compute_pass(spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed,
     unkept = shape.experts and not fused_kernels(spec.model)
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
+    small_layers_s = shape.layers * speed.small_layer_s
+    gathering = use.gather_small_layers if ranks > 1 else 0.0
     return Pass(
-        forward_s=max(products + elementwise, shape.layers * use.forward_small_layers * speed.small_layer_s) + loss,
-        backward_s=max(2 * (products + elementwise) + repeated, shape.layers * use.backward_small_layers * speed.small_layer_s),
+        forward_s=max(products + elementwise, (use.forward_small_layers + gathering) * small_layers_s) + loss,
+        backward_s=max(2 * (products + elementwise) + repeated, (use.backward_small_layers + gathering) * small_layers_s),
     )
 
 
@@ -117,20 +122,33 @@ def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: Ste
 
 
 def _exposed_s(
-    spec: RunSpec, layout: StateLayout, speed: Speed, use: StepConstants, host_rate: float, forward_s: float, backward_s: float
+    spec: RunSpec,
+    layout: StateLayout,
+    speed: Speed,
+    use: StepConstants,
+    host_rate: float,
+    alone: float,
+    forward_s: float,
+    backward_s: float,
 ) -> float:
-    """From the end of the last backward kernel until nothing waits for weights any more."""
+    """From the end of the last backward kernel until nothing waits for weights any more.
+
+    ``host_rate``: what CPU Adam moves with the other ranks of its node beside it; ``alone``: without.
+    """
     on_gpu = use.gpu_step_bytes_per_parameter * layout.gpu_numel / speed.hbm_bytes_per_s
     if not layout.cpu_numel:
         return on_gpu + use.gpu_step_tensor_s * sum(len(group.names) for group in layout.sub_groups)
     clipped = spec.train.gradient_clipping > 0
     if spec.offload.mode == "zerooffload":
-        return on_gpu + use.zerooffload_step_bytes * layout.cpu_numel / host_rate
+        # What its kernel moves is slower where ranks share a node's memory; its passes over gradients and weights are slow by themselves.
+        return on_gpu + layout.cpu_numel * (ADAM_BYTES / host_rate + (use.zerooffload_step_bytes - ADAM_BYTES) / alone)
     if not own_engine(spec):
         step_bytes = use.deepspeed_clipped_step_bytes if clipped else use.deepspeed_step_bytes
         return on_gpu + step_bytes * layout.cpu_numel / host_rate
     accumulated = spec.micro_steps > 1
-    adam_rate = (use.clipped_adam_share if clipped else 1.0) * host_rate / (ADAM_BYTES + (4 if accumulated else 0))
+    # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
+    beside = min(use.clipped_adam_share * alone, host_rate) if clipped else host_rate
+    adam_rate = beside / (ADAM_BYTES + (4 if accumulated else 0))
     spans = compute_spans(spec, layout.ranks)
     groups = [(spans[group.index], group.numel) for group in layout.sub_groups if group.device == "cpu"]
     start = use.norm_s + (ACCUMULATE_BYTES * groups[0][1] / host_rate if accumulated else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from dataclasses import asdict
@@ -78,6 +79,44 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
             assert least < getattr(told, name) / measured < most, name
 
 
+CHECKED = Path(__file__).parents[2] / "benchmarks" / "results" / "planner-check-h200.json"
+
+
+@pytest.mark.parametrize("row", json.loads(CHECKED.read_text()), ids=lambda row: f"{row['setting']['gpus']} {row['name']}")
+def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
+    """On one GPU today's constants predict what was predicted before it was measured: only then is it still a check of them."""
+    told, then = planner_fit.predicted(planner_fit.case_of(row)), msgspec.convert(row["predicted"], planner_fit.Figures)
+    if row["setting"]["gpus"] == 1:
+        for name in planner_fit.Figures.__struct_fields__:
+            assert getattr(told, name) == pytest.approx(getattr(then, name)), name
+    assert told.step_s == pytest.approx(row["measured"]["figures"]["step_s"], rel=0.15)
+
+
+def test_the_docs_show_the_check() -> None:
+    shown = (CHECKED.parents[2] / "docs" / "planner.md").read_text()
+    _, _, table = planner_fit.tables(json.loads(CHECKED.read_text())).partition("\n")
+    assert table.strip() in shown
+
+
+def test_a_sweep_says_how_good_the_recommendation_is() -> None:
+    """Three settings of 1.7 billion parameters, as if they were of one sweep: 34, 49 and 30 GB."""
+    small = [row for row in json.loads(CHECKED.read_text()) if row["setting"]["size"] == "1.7b"]
+    labels = ("recommended", "recommended with 40 GiB", "original")
+    rows = [row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)]
+    text = planner_fit.sweep_table(rows)
+    assert "x as fast as the original setting" in text
+    # What is recommended for 40 GiB takes more than that here, so the best of the two others is what it is held against.
+    share = tokens_per_s(small[1]) / tokens_per_s(small[0])
+    assert text.splitlines()[-1] == (
+        f"Recommended with 40 GiB: {small[1]['name']}, {share:.1%} of the fastest that fits there, {small[0]['name']}."
+    )
+
+
+def tokens_per_s(row: dict[str, Any]) -> float:
+    found = row["measured"]
+    return row["setting"]["micro_batch"] * 4096 * found["workload"]["useful_share"] / found["figures"]["step_s"]
+
+
 def test_the_constants_file_is_written_as_it_is_read() -> None:
     assert msgspec.json.decode(planner_fit.dumped(constants()), type=Constants) == constants()
 
@@ -105,4 +144,4 @@ def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
         assert plan.verdict == "fits", (setting, plan.reasons)
         seconds[setting.gpus] = seconds.get(setting.gpus, 0.0) + needed_s
     assert max(seconds.values()) < 620
-    assert sum(seconds.values()) < 1100
+    assert sum(seconds.values()) < 1200

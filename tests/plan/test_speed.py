@@ -9,7 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
+from so_tui.plan.assess import assess
 from so_tui.plan.constants import Speed, constants, published_speed
+from so_tui.plan.site import site_of
 from so_tui.plan.speed import landing_wait_s
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
@@ -97,6 +99,31 @@ def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
     assert free is not None
     assert held is not None
     assert 0.3 < held.exposed_optimizer_s - free.exposed_optimizer_s < 0.6
+
+
+def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> None:
+    """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its kernel moves, ours by nearly all it does; it
+    loses less by sharing, since beside a forward it never has its whole rate."""
+    alone = replace(published(), adam=((16, 120e9), (32, 240e9)), node_bytes_per_s=1e12, adam_together=())
+    together = replace(alone, adam_together=((2, 60e9),))
+
+    def exposed_s(speed: Speed, **changes: str) -> float:
+        spec = with_values(SPEC, {"gpus": "2", "model.activation_checkpointing": "full"} | changes)
+        site = replace(site_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), 2, 0.9), speed=speed, probes=())
+        step = assess(spec, site).step
+        assert step is not None
+        return step.exposed_optimizer_s + (step.forward_s if spec.offload.mode == "superoffload" else 0.0)
+
+    ours = {"offload.mode": "superoffload", "offload.ratio": "1.0", "train.micro_batch": "1"}
+    theirs = {"offload.mode": "zerooffload", "offload.ratio": "1.0"}
+    assert 1.3 < exposed_s(together, **ours) / exposed_s(alone, **ours) < 1.6
+    assert 1.1 < exposed_s(together, **theirs) / exposed_s(alone, **theirs) < 1.3
+
+
+def published() -> Speed:
+    found = published_speed("NVIDIA H200")
+    assert found is not None
+    return found
 
 
 def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:

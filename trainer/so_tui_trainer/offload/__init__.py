@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 
+from so_tui.plan.memory import lead_parameters
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8, resharding, stage3_0_19_8
@@ -77,6 +78,7 @@ def initialize(
         config = {"zero_allow_untested_optimizer": True, **ds_config}
         engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, spec), config=config)
         deepspeed_0_19_8.share_hyperparameters(engine)
+    deepspeed_0_19_8.limit_lead(engine, lead_parameters(spec.model.parameters))
     engine.so_tui_spec = spec
     return engine
 

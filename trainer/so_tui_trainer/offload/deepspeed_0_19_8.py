@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
 
 from so_tui_trainer.offload.errors import OffloadError
+from so_tui_trainer.offload.lead import Lead
 from so_tui_trainer.offload.stage3_0_19_8 import SuperOffloadStage3
 from so_tui_trainer.offload.superoffload import SuperOffload
 
@@ -91,6 +96,25 @@ def share_hyperparameters(engine: Engine) -> None:
             group.setdefault(key, value)
         group["params"] = []
     backup.param_groups = optimizer.optimizer.param_groups
+
+
+def limit_lead(engine: Engine, most: int) -> None:
+    """Keeps the host at most so many gathered parameters ahead of the GPU; on one rank nothing is gathered."""
+    accelerator = get_accelerator()
+    if comm.get_world_size() == 1 or accelerator.is_synchronized_device():
+        return
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    # A host that waited busily would take time from CPU Adam on the same core's other thread.
+    lead, fetch = Lead(most, partial(accelerator.Event, blocking=True)), coordinator.fetch_sub_module
+    numels: dict[int, int] = {}
+
+    def fetch_when_near(module: Any, forward: bool) -> None:
+        fetch(module, forward)
+        if module.ds_id not in numels:
+            numels[module.ds_id] = sum(parameter.ds_numel for parameter in iter_params(module, recurse=z3_leaf_module(module)))
+        lead.asked(module, numels[module.ds_id])
+
+    coordinator.fetch_sub_module = fetch_when_near
 
 
 def super_offload(engine: Engine) -> SuperOffload | None:
