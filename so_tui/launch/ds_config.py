@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from so_tui.plan.memory import largest_block, live_parameters
+from so_tui.plan.communication import largest_block, live_parameters
 from so_tui.plan.types import Plan
 
 

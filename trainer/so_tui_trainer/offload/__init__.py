@@ -15,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from so_tui.plan.memory import lead_parameters
+from so_tui.plan.communication import lead_parameters
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.offload import checkpoint, deepspeed_0_19_8, resharding, stage3_0_19_8

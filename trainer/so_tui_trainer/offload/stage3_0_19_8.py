@@ -15,8 +15,8 @@ from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from so_tui.plan.communication import OWN_LARGEST_BUCKET
 from so_tui.plan.layout import gpu_sub_groups, sub_group_slices
-from so_tui.plan.memory import OWN_LARGEST_BUCKET
 from so_tui_trainer.offload.errors import OffloadError
 from so_tui_trainer.offload.sub_groups import Gradient, SubGroup
 from so_tui_trainer.offload.superoffload import SuperOffload
