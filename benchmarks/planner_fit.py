@@ -50,10 +50,14 @@ STEP = (
     "zerooffload_step_bytes",
     "other_s",
     "gather_share",
+    "gather_small_layers",
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
 """Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which); every fit of memory rests on them
 too. 0: not measured."""
+CHECKED = RESULTS.with_name("planner-check-h200.json")
+"""Rows of the set ``check``. The constants rest on those with several GPUs as well, since these led to changes; ``since_changed`` names the
+figures that the program's own changes have made obsolete."""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
 
@@ -71,7 +75,10 @@ def case_of(row: dict[str, Any]) -> Case:
     machine = msgspec.convert(row["machine"], Machine, strict=False)
     spec = check_tree(row["spec"])
     site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
-    return Case(spec, replace(site, speed=_speed(machine, row["speed"]), probes=()), msgspec.convert(row["measured"], Measured))
+    measured = msgspec.convert(row["measured"], Measured)
+    obsolete = dict.fromkeys(row.get("since_changed", ()), 0)
+    measured = replace(measured, figures=replace(measured.figures, **obsolete))
+    return Case(spec, replace(site, speed=_speed(machine, row["speed"]), probes=()), measured)
 
 
 def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
@@ -109,7 +116,7 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
     best = fitted([case_of(row) for row in own], [case_of(row) for row in kept])
     gpus = sorted({gpu["name"] for row in used for gpu in row["machine"]["gpus"]} or {"no GPU"})
     torch = sorted({str(row["machine"]["software"]["torch"]) for row in used})
-    settings = f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} of {RESULTS.name}"
+    settings = f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} of {RESULTS.parent.name}"
     text = f"Fitted to {settings}, measured on {', '.join(gpus)} with torch {', '.join(torch)}"
     provenance = f"{text}, by benchmarks/planner.py --fit."
     before = constants()
@@ -128,8 +135,8 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
 
 
 def kept_rows() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())
-    return rows
+    checked = [row for row in json.loads(CHECKED.read_text()) if row["setting"]["gpus"] > 1]
+    return [*json.loads(RESULTS.read_text()), *checked]
 
 
 def fitted(cases: Sequence[Case], kept: Sequence[Case] = ()) -> Constants:

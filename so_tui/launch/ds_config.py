@@ -45,10 +45,12 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
         "overlap_comm": not theirs,
         "contiguous_gradients": True,
     }
-    if plan.gpus > 1 and (layer := largest_block(plan.spec.model.parameters)):
-        # Layers are gathered whole, the next one while this one computes: there must be room for both.
-        section["stage3_prefetch_bucket_size"] = layer
-        section["stage3_max_live_parameters"] = live_parameters(plan.spec.model.parameters)
+    if plan.gpus > 1:
+        blocks = plan.spec.model.parameters
+        section["stage3_max_live_parameters"] = live_parameters(blocks)
+        if layer := largest_block(blocks):
+            # Layers are gathered whole, the next one while this one computes: there is room for both.
+            section["stage3_prefetch_bucket_size"] = layer
     if plan.mode != "gpu":
         section["offload_optimizer"] = _offload_section(plan)
     return section

@@ -45,7 +45,7 @@ def reduce_bucket_size(spec: RunSpec) -> int:
 
 
 def live_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
-    """Parameters that ZeRO-3 gathers at most before they are used: the layer that computes and the next, more where layers are small."""
+    """Up to how many gathered parameters ZeRO-3 gathers another one: the layer that computes and the next, more where layers are small."""
     return max(2 * largest_block(blocks), GATHERED_AHEAD)
 
 

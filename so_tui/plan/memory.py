@@ -160,7 +160,7 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
         return
     memory = constants().memory
     offloads = spec.offload.mode == "superoffload" and layout.cpu_numel > 0
-    # As measured on one GPU and on two; why it doubles is not known.
+    # As measured on one GPU and on two, where it doubles, for what reason is not known; with more it is taken to be as with two.
     offload_context = memory.offload_context_bytes * min(layout.ranks, 2) if offloads else 0
     context = memory.cuda_context_bytes + offload_context
     yield term_of("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")

@@ -99,7 +99,10 @@ def share_hyperparameters(engine: Engine) -> None:
 
 
 def limit_lead(engine: Engine, most: int) -> None:
-    """Keeps the host at most so many gathered parameters ahead of the GPU; on one rank nothing is gathered."""
+    """Keeps the host at most so many gathered parameters ahead of the GPU; on one rank nothing is gathered.
+
+    What is asked for next is gathered before the host waits, and counted by the plan.
+    """
     accelerator = get_accelerator()
     if comm.get_world_size() == 1 or accelerator.is_synchronized_device():
         return

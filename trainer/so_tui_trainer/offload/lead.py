@@ -15,8 +15,12 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+SMALL_SHARE = 1 / 100
+"""Modules with less than this share of the lead (norms) do not count. A host that waited for the GPU to reach one would leave it idle."""
+
+
 class Lead:
-    """Lets the host ask for weights only while the GPU is near.
+    """Lets the host ask for weights only while the GPU is near. For one thread: a device has one for its backward.
 
     ZeRO-3 gives gathered weights back as soon as the host has passed their layer, but their memory is free only when the GPU has passed it
     too. Nothing else holds back a host that is quick: on two H200s it gathered 12 layers of an 8B model too many, 5 GB.
@@ -33,16 +37,16 @@ class Lead:
     def asked(self, module: object, numel: int) -> None:
         """``module``, of ``numel`` parameters, is used from now on by what the host gives the GPU to do. Waits until the GPU is near.
 
-        A layer that is asked for again while it is the newest one, to compute it anew in backward, counts once.
+        What is asked for twice in a row counts once: backward asks for a layer, and again when it computes the layer anew.
         """
-        if not numel or module is self._last:
+        if numel < SMALL_SHARE * self._most or module is self._last:
             return
         self._last = module
         event = self._event()
         event.record()
         self._ahead.append((event, numel))
         self._numel += numel
-        while self._numel > self._most and len(self._ahead) > 1:
+        while self._numel > self._most and len(self._ahead) > 1:  # never for the newest: what comes after it is not there yet
             oldest, passed = self._ahead.popleft()
             self._numel -= passed
             oldest.synchronize()
