@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ports import free_port
 
 from so_tui.launch import command, environment, prepare
 from so_tui.machine import Machine, inspect_machine
@@ -314,7 +314,7 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
     if fork:
         _fork(run, attempt, env, log, limit_s)
     else:
-        _launch(command.argv(launch.plan, run=str(run.path), attempt=attempt, port=free_port()), env, run, log, limit_s)
+        _launch(command.argv(launch.plan, run=str(run.path), attempt=attempt, port=_free_port()), env, run, log, limit_s)
     last = _records(run)[-1:]
     if not last or not isinstance(last[0], EndRecord) or last[0].state != "finished":
         raise RuntimeError(log.read_text(errors="replace")[-3000:])
@@ -340,7 +340,7 @@ def _fork(run: RunDirectory, attempt: int, env: dict[str, str], log: Path, limit
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["so_tui_trainer.session", "transformers.models.auto.modeling_auto"])
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    process = forks.Process(target=_rank, args=(run.path, attempt, env | alone | {"MASTER_PORT": str(free_port())}, log))
+    process = forks.Process(target=_rank, args=(run.path, attempt, env | alone | {"MASTER_PORT": str(_free_port())}, log))
     process.start()
     process.join(limit_s)
     if process.is_alive():
@@ -367,6 +367,12 @@ def _records(run: RunDirectory) -> list[MetricRecord]:
 
 def _losses(run: RunDirectory) -> dict[int, float]:
     return {record.step: record.loss for record in _records(run) if isinstance(record, StepRecord)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------------------------

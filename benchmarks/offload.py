@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,8 +28,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from ports import free_port
 
 MARK = "offload-benchmark-row: "
 
@@ -130,10 +129,13 @@ def _size(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of one configuration, or what went wrong."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = os.environ | {
         "WORLD_SIZE": str(arguments.ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "TORCH_CUDA_ARCH_LIST": "9.0",
         "NCCL_NVLS_ENABLE": "0",
         "TOKENIZERS_PARALLELISM": "false",

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,8 +24,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from ports import free_port
 
 WARMUP, MEASURED = 2, 5
 MODEL = "qwen3-4b-random"
@@ -91,14 +90,10 @@ def _identity(arguments: argparse.Namespace, setup: str) -> dict[str, Any]:
 
 def one_rank(*, cpu: bool) -> dict[str, str]:
     """What a process that is the only rank must find in its environment."""
-    single = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return single | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
 
 
