@@ -27,7 +27,7 @@ export PYTHONSAFEPATH := 1
 
 help:
 	@echo "make demo         set up everything here, then train the embedded tiny model on two ranks and show it"
-	@echo "make test         every test that needs no GPU (trains for real on the CPU; about 16 minutes on two cores)"
+	@echo "make test         every test that needs no GPU (trains for real on the CPU; about 18 minutes on two cores)"
 	@echo "make check        ruff, mypy --strict, import rules"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/ from a real run"

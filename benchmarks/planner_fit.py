@@ -116,7 +116,7 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
     best = fitted([case_of(row) for row in own], [case_of(row) for row in kept])
     gpus = sorted({gpu["name"] for row in used for gpu in row["machine"]["gpus"]} or {"no GPU"})
     torch = sorted({str(row["machine"]["software"]["torch"]) for row in used})
-    settings = f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} of {RESULTS.parent.name}"
+    settings = f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} kept beside this benchmark"
     text = f"Fitted to {settings}, measured on {', '.join(gpus)} with torch {', '.join(torch)}"
     provenance = f"{text}, by benchmarks/planner.py --fit."
     before = constants()

@@ -67,9 +67,9 @@ def communication_terms(spec: RunSpec, layout: StateLayout, gpu: Place) -> Itera
         lead = lead_parameters(spec.model.parameters)
         live = min(layout.parameters, lead + max(live_parameters(spec.model.parameters) + layer, 2 * layout.largest_parameter))
         yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (ahead, in use, and being copied)")
-        share = constants().memory.stream_pool_share
-        formula = f"{share:.1f} x what is gathered, on streams whose memory others cannot use"
-        yield term_of("memory pools of the gathering", gpu, int(share * 2 * live), "calibrated", formula)
+        pools = constants().memory.stream_pool_share
+        formula = f"{pools:.1f} x what is gathered, on streams whose memory others cannot use"
+        yield term_of("memory pools of the gathering", gpu, int(pools * 2 * live), "calibrated", formula)
     # Layers are gathered whole, and their gradients go into a bucket when the whole layer's backward is over.
     yield term_of("gradients in flight", gpu, 2 * layer, "estimate", f"2 B x {count(layer)} (a layer)", phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)

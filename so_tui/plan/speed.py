@@ -71,7 +71,9 @@ def step_time(
 def compute_pass(
     spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload, ranks: int
 ) -> Pass:
-    """Forward with the loss, which forms its gradients there, and backward with what it recomputes; ZeRO-3's gathering left out."""
+    """Forward with the loss, which forms its gradients there, and backward with what it recomputes. Of the gathering of several ``ranks``
+    the Python alone, which no GPU hides where layers are small.
+    """
     tokens = spec.train.micro_batch * spec.data.sequence_length
     document = workload.attended_tokens or spec.data.sequence_length
     rate = speed.matrix_flops * (use.expert_efficiency if shape.experts else use.matrix_efficiency)

@@ -41,7 +41,8 @@ SETTINGS = (
 )
 
 
-ON_ONE_GPU = [row for row in json.loads(planner_fit.CHECKED.read_text()) if row["setting"]["gpus"] == 1]
+CHECKED = json.loads(planner_fit.CHECKED.read_text())
+ON_ONE_GPU = [row for row in CHECKED if row["setting"]["gpus"] == 1]
 
 
 def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
@@ -79,16 +80,18 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
         assert told.step_s == pytest.approx(found.step_s, rel=0.13)
     if found.forward_s and one.spec.gpus > 1 and one.spec.offload.mode == "gpu":
         assert told.forward_s == pytest.approx(found.forward_s, rel=0.1)
-    for name in ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes"):
+    # Loading is planned as if all ranks peaked at once.
+    bounds = {"gpu_reserved_bytes": (0.98, 1.057), "gpu_device_bytes": (0.98, 1.055), "host_bytes": (0.96, 1.055)}
+    bounds["host_load_bytes"] = (0.96, 1.055 if one.spec.gpus == 1 else 1.13)
+    for name, (least, most) in bounds.items():
         if measured := getattr(found, name):
-            least, most = (0.98, 1.06) if name.startswith("gpu") else (0.96, 1.13)
             assert least < getattr(told, name) / measured < most, name
 
 
 def test_the_driver_keeps_more_of_each_of_two_gpus() -> None:
     """With SuperOffload; NCCL included."""
     found = {}
-    for row in json.loads(planner_fit.CHECKED.read_text()):
+    for row in CHECKED:
         case, figures = planner_fit.case_of(row), row["measured"]["figures"]
         told = planner_fit.predicted(case)
         beside = figures["gpu_device_bytes"] - figures["gpu_reserved_bytes"]
@@ -107,13 +110,13 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
 
 def test_the_docs_show_the_check() -> None:
     shown = (planner_fit.CHECKED.parents[2] / "docs" / "planner.md").read_text()
-    _, _, table = planner_fit.tables(json.loads(planner_fit.CHECKED.read_text())).partition("\n")
+    _, _, table = planner_fit.tables(CHECKED).partition("\n")
     assert table.strip() in shown
 
 
 def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     """Three settings of 1.7 billion parameters, as if they were of one sweep: 34, 49 and 30 GB."""
-    small = [row for row in json.loads(planner_fit.CHECKED.read_text()) if row["setting"]["size"] == "1.7b"]
+    small = [row for row in CHECKED if row["setting"]["size"] == "1.7b"]
     labels = ("recommended", "recommended with 40 GiB", "original")
     rows = [row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)]
     text = planner_fit.sweep_table(rows)
@@ -157,4 +160,4 @@ def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
         assert plan.verdict == "fits", (setting, plan.reasons)
         seconds[setting.gpus] = seconds.get(setting.gpus, 0.0) + needed_s
     assert max(seconds.values()) < 620
-    assert sum(seconds.values()) < 1200
+    assert sum(seconds.values()) < 1100
