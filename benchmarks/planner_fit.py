@@ -33,6 +33,8 @@ MEMORY = (
     "offload_context_bytes",
     "nccl_bytes",
     "cuda_process_bytes",
+    "shared_libraries_bytes",
+    "nccl_host_bytes",
     "launcher_bytes",
 )
 STEP = (
@@ -54,10 +56,9 @@ STEP = (
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
 """Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which); every fit of memory rests on them
-too. 0: not measured."""
+too. 0: not measured; ``since_changed`` names the figures that the program's own changes have made obsolete."""
 CHECKED = RESULTS.with_name("planner-check-h200.json")
-"""Rows of the set ``check``. The constants rest on those with several GPUs as well, since these led to changes; ``since_changed`` names the
-figures that the program's own changes have made obsolete."""
+"""Rows of the set ``check``, on which no constant rests: what leads to a change moves to the others."""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
 
@@ -100,7 +101,7 @@ def predicted(case: Case) -> Figures:
         exposed_optimizer_s=found.step.exposed_optimizer_s if found.step else 0.0,
         gpu_reserved_bytes=sum(term.bytes for term in on_gpu if term.name not in OUTSIDE_ALLOCATOR),
         gpu_device_bytes=sum(term.bytes for term in on_gpu),
-        host_bytes=steady_bytes(found.terms) * case.site.ranks,
+        host_bytes=steady_bytes(found.terms, case.site.ranks),
         host_load_bytes=load_bytes(found.spec, found.terms, case.site.ranks),
     )
 
@@ -111,7 +112,7 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
     if len(own) < 6:
         return f"only {len(own)} settings of the set `fit` are measured; a fit needs at least 6"
     keys = {row["key"] for row in own}
-    kept = [row for row in kept_rows() if row["key"] not in keys]
+    kept = [row for row in json.loads(RESULTS.read_text()) if row["key"] not in keys]
     used = [*own, *kept]
     best = fitted([case_of(row) for row in own], [case_of(row) for row in kept])
     gpus = sorted({gpu["name"] for row in used for gpu in row["machine"]["gpus"]} or {"no GPU"})
@@ -132,11 +133,6 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
         for name in names
     ]
     return "\n".join([provenance, *changes])
-
-
-def kept_rows() -> list[dict[str, Any]]:
-    checked = [row for row in json.loads(CHECKED.read_text()) if row["setting"]["gpus"] > 1]
-    return [*json.loads(RESULTS.read_text()), *checked]
 
 
 def fitted(cases: Sequence[Case], kept: Sequence[Case] = ()) -> Constants:

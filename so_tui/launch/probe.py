@@ -140,7 +140,6 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
     """The plan of a spec for such data, as it is without any probe, and its figures in a probe's terms."""
     plan = make_plan(spec, machine, workload=workload, probed=False)
     step = plan.step
-    steady, loading = steady_bytes(plan.breakdown), load_bytes(plan.spec, plan.breakdown, plan.gpus)
     return plan, Figures(
         step_s=step.total_s if step else 0.0,
         forward_s=step.forward_s if step else 0.0,
@@ -148,8 +147,8 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
         exposed_optimizer_s=step.exposed_optimizer_s if step else 0.0,
         gpu_reserved_bytes=plan.gpu_reserved_bytes,
         gpu_device_bytes=plan.gpu_bytes,
-        host_bytes=steady * plan.gpus,
-        host_load_bytes=loading,
+        host_bytes=steady_bytes(plan.breakdown, plan.gpus),
+        host_load_bytes=load_bytes(plan.spec, plan.breakdown, plan.gpus),
     )
 
 

@@ -35,6 +35,10 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     """NCCL's buffers where several GPUs take part."""
     cuda_process_bytes: int
     """Host memory of a training process beside its tensors: Python, torch, CUDA libraries, data."""
+    shared_libraries_bytes: int
+    """Of that, the libraries, which all ranks of a host have together."""
+    nccl_host_bytes: int
+    """Host memory of a rank beyond that where several GPUs take part."""
     cpu_process_bytes: int
     launcher_bytes: int
     """DeepSpeed's runner and launcher and our supervisor, once a host."""
@@ -72,7 +76,7 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     gather_small_layers: float
     """What Python needs beside it to gather a layer from several ranks and to give it back, in each direction."""
     gather_share: float
-    """What prefetching does not hide of a ZeRO-3 pass over the weights, where computing takes longer."""
+    """What a ZeRO-3 pass over the weights adds to what the GPU computes beside it, as a share of what it takes alone."""
     gpu_step_bytes_per_parameter: float
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
     gpu_step_tensor_s: float

@@ -15,6 +15,9 @@ STATE_BYTES = 12
 LOADING = "loading, beyond what comes later"
 SAVING = "saving, one array at a time"
 GRADIENT_PARTITION = "gradient partition"
+LIBRARIES = "libraries of the training processes"
+"""Once a host: all its ranks map the same files."""
+NCCL_ON_HOST = "NCCL on the host"
 NOT_STEADY = frozenset({LOADING, SAVING})
 """Host terms that come and go outside of training steps."""
 
@@ -22,20 +25,22 @@ _READING_BYTES = 64 * 2**20
 _MESSAGES_SHM_BYTES = 16_000_000
 
 
-def steady_bytes(terms: Sequence[MemoryTerm]) -> int:
-    """Host memory of one rank while it trains."""
-    return sum(entry.bytes for entry in terms if entry.place == "node" and entry.rank is None and entry.name not in NOT_STEADY)
+def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
+    """Host memory of the training processes and Adam workers of ``ranks`` on one host while they train."""
+    node = [entry for entry in terms if entry.place == "node"]
+    each = sum(entry.bytes for entry in node if entry.rank is None and entry.name not in NOT_STEADY)
+    return each * ranks + sum(entry.bytes for entry in node if entry.name == LIBRARIES)
 
 
 def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     """The most host memory of a run of ``ranks`` on one host before its first step, with what starts it.
 
     DeepSpeed's optimizers make their moments in that step, ours before. For a moment, theirs have their gradient partition twice: it is
-    made in ordinary memory and copied into page-locked memory.
+    made in ordinary memory and copied into page-locked memory. NCCL's memory comes with the first collectives.
     """
     node = [entry for entry in terms if entry.place == "node"]
     partition = sum(entry.bytes for entry in node if entry.name == GRADIENT_PARTITION)
-    later = {SAVING} if own_engine(spec) else {SAVING, "moments"} | ({LOADING} if partition else set())
+    later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
     return partition * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
 
 
@@ -43,8 +48,13 @@ def host_terms(
     spec: RunSpec, layout: StateLayout, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool
 ) -> Iterator[MemoryTerm]:
     memory = constants().memory
-    process = memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes
+    libraries = memory.shared_libraries_bytes if has_gpu else 0
+    process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
     yield term_of("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    if libraries:
+        yield term_of(LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
+    if has_gpu and layout.ranks > 1:
+        yield term_of(NCCL_ON_HOST, "node", memory.nccl_host_bytes, "calibrated", "channels between the GPUs")
     yield term_of("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     later = {term.name: term.bytes for term in states if term.place == "node"} if has_gpu else {}
     if own_engine(spec):

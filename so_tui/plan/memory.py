@@ -149,7 +149,8 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
     yield term_of("logits and loss", gpu, needed, "estimate", formula, phase="loss")
     hidden = 4 * tokens * shape.hidden
     for phase in phases:
-        if phase == "loss" or spec.offload.mode != "gpu" or tied_head(spec.model.parameters):
+        # On one GPU it is one of the buckets on their way; on several those are fewer, and it comes beside them.
+        if phase == "loss" or spec.offload.mode != "gpu" or layout.ranks > 1 or tied_head(spec.model.parameters):
             formula = f"2 B x {count(head)}, from the loss until it is reduced"
             yield term_of("gradient of the head", gpu, 2 * head, "exact", formula, phase=phase)
         yield term_of("hidden states and their gradient", gpu, hidden, "exact", f"2 x 2 B x {count(tokens)} x {shape.hidden}", phase=phase)

@@ -53,10 +53,8 @@ def step_time(
     full, as one document, and as trained on whole.
     """
     use = constants().step
-    once = compute_pass(spec, shape, flops, speed, use, workload or Workload(), layout.ranks)
-    gather = _gather_s(layout, speed)
-    forward = max(once.forward_s, gather) + use.gather_share * gather
-    backward = max(once.backward_s, 2 * gather) + use.gather_share * 2 * gather
+    once = compute_pass(spec, shape, flops, speed, use, workload or Workload(), _gather_s(layout, speed))
+    forward, backward = once.forward_s, once.backward_s
     host_rate = speed.adam_bytes_per_s(adam_cores, ranks_per_node)
     alone = speed.adam_bytes_per_s(adam_cores, 1)
     micro_steps = spec.micro_steps
@@ -69,10 +67,12 @@ def step_time(
 
 
 def compute_pass(
-    spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload, ranks: int
+    spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload, gather_s: float
 ) -> Pass:
-    """Forward with the loss, which forms its gradients there, and backward with what it recomputes. Of the gathering of several ``ranks``
-    the Python alone, which no GPU hides where layers are small.
+    """Forward with the loss, which forms its gradients there, and backward with what it recomputes. ``gather_s``: what it takes to gather
+    the weights once from other ranks. Backward gathers, and reduces as much.
+
+    What gathers takes its share of the GPU from what computes. Where layers are small the GPU waits for Python, and has time for both.
     """
     tokens = spec.train.micro_batch * spec.data.sequence_length
     document = workload.attended_tokens or spec.data.sequence_length
@@ -90,11 +90,13 @@ def compute_pass(
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
     small_layers_s = shape.layers * speed.small_layer_s
-    gathering = use.gather_small_layers if ranks > 1 else 0.0
-    return Pass(
-        forward_s=max(products + elementwise, (use.forward_small_layers + gathering) * small_layers_s) + loss,
-        backward_s=max(2 * (products + elementwise) + repeated, (use.backward_small_layers + gathering) * small_layers_s),
+    gathering = use.gather_small_layers if gather_s else 0.0
+    once = products + elementwise
+    forward = max(once + use.gather_share * gather_s, gather_s, (use.forward_small_layers + gathering) * small_layers_s)
+    backward = max(
+        2 * once + repeated + use.gather_share * 2 * gather_s, 2 * gather_s, (use.backward_small_layers + gathering) * small_layers_s
     )
+    return Pass(forward_s=forward + loss, backward_s=backward)
 
 
 def _gather_s(layout: StateLayout, speed: Speed) -> float:

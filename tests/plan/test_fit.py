@@ -41,8 +41,8 @@ SETTINGS = (
 )
 
 
+KEPT = json.loads(planner_fit.RESULTS.read_text())
 CHECKED = json.loads(planner_fit.CHECKED.read_text())
-ON_ONE_GPU = [row for row in CHECKED if row["setting"]["gpus"] == 1]
 
 
 def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
@@ -71,7 +71,7 @@ def test_a_fit_predicts_what_it_was_fitted_to() -> None:
     assert constants() != found
 
 
-@pytest.mark.parametrize("row", planner_fit.kept_rows(), ids=lambda row: f"{row['label']} {row['name']}")
+@pytest.mark.parametrize("row", KEPT, ids=lambda row: f"{row['label']} {row['name']}")
 def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
     """On an H200, for the data that was trained on."""
     one = planner_fit.case_of(row)
@@ -80,9 +80,9 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
         assert told.step_s == pytest.approx(found.step_s, rel=0.13)
     if found.forward_s and one.spec.gpus > 1 and one.spec.offload.mode == "gpu":
         assert told.forward_s == pytest.approx(found.forward_s, rel=0.1)
-    # Loading is planned as if all ranks peaked at once.
     bounds = {"gpu_reserved_bytes": (0.98, 1.057), "gpu_device_bytes": (0.98, 1.055), "host_bytes": (0.96, 1.055)}
-    bounds["host_load_bytes"] = (0.96, 1.055 if one.spec.gpus == 1 else 1.13)
+    # Loading is planned as if all ranks peaked at once.
+    bounds["host_load_bytes"] = (0.96, 1.055 if one.spec.gpus == 1 else 1.06)
     for name, (least, most) in bounds.items():
         if measured := getattr(found, name):
             assert least < getattr(told, name) / measured < most, name
@@ -91,8 +91,10 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
 def test_the_driver_keeps_more_of_each_of_two_gpus() -> None:
     """With SuperOffload; NCCL included."""
     found = {}
-    for row in CHECKED:
+    for row in [*KEPT, *CHECKED]:
         case, figures = planner_fit.case_of(row), row["measured"]["figures"]
+        if not figures["gpu_device_bytes"]:
+            continue
         told = planner_fit.predicted(case)
         beside = figures["gpu_device_bytes"] - figures["gpu_reserved_bytes"]
         assert told.gpu_device_bytes - told.gpu_reserved_bytes == pytest.approx(beside, rel=0.06)
@@ -100,9 +102,9 @@ def test_the_driver_keeps_more_of_each_of_two_gpus() -> None:
     assert found[2, "superoffload"] > found[2, "zerooffload"] + 0.6
 
 
-@pytest.mark.parametrize("row", ON_ONE_GPU, ids=lambda row: f"{row['setting']['size']} {row['name']}")
+@pytest.mark.parametrize("row", CHECKED, ids=lambda row: f"{row['setting']['size']} {row['name']}")
 def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
-    """On one GPU today's constants predict what was predicted before it was measured: only then is it still a check of them."""
+    """Today's constants predict what was predicted before it was measured: only then is it still a check of them."""
     told, then = planner_fit.predicted(planner_fit.case_of(row)), msgspec.convert(row["predicted"], planner_fit.Figures)
     for name in planner_fit.Figures.__struct_fields__:
         assert getattr(told, name) == pytest.approx(getattr(then, name)), name
@@ -146,7 +148,7 @@ def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
         assert {setting.mode for setting in settings} == {"gpu", "superoffload", "zerooffload"}
         assert {0.3, 1.0} <= {setting.ratio for setting in settings}
     assert {setting.gpus for setting in check} == {1, 2, 4}
-    known = [row["setting"] for row in planner_fit.kept_rows()]
+    known = [row["setting"] for row in KEPT]
     assert not [setting for setting in check if asdict(setting) in known], "a check of what the constants already rest on"
 
 
