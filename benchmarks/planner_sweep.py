@@ -16,7 +16,14 @@ from speed import one_rank, ready, steps_of
 from so_tui.machine.types import Machine
 from so_tui.spec import RunSpec
 
-_IMPORTED = ["so_tui_trainer.session", "transformers.models.auto.modeling_auto", "speed"]
+_IMPORTED = [
+    "so_tui_trainer.session",
+    "transformers.models.qwen3.modeling_qwen3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which any engine imports, and torch's compiler with it
+    "datasets",
+    "speed",
+]
+"""What takes a process longer than its steps. None of these may look for GPUs through CUDA."""
 
 
 def measured_by_forks(specs: Iterable[RunSpec], machine: Machine, *, limit_s: float) -> Iterator[dict[str, Any]]:

@@ -88,13 +88,17 @@ def compute_pass(
     loss = (6.0 * trained * flops.head_parameters + again) / head_rate + trained * shape.vocabulary * use.loss_bytes_per_logit / moved
     unkept = shape.experts and not fused_kernels(spec.model)
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
-    repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy_of(spec.model)]
+    policy = policy_of(spec.model)
+    repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy]
     small_layers_s = shape.layers * speed.small_layer_s
     gathering = use.gather_small_layers if gather_s else 0.0
     once = products + elementwise
+    again_layers = 0.0 if policy == "none" else use.forward_small_layers
     forward = max(once + use.gather_share * gather_s, gather_s, (use.forward_small_layers + gathering) * small_layers_s)
     backward = max(
-        2 * once + repeated + use.gather_share * 2 * gather_s, 2 * gather_s, (use.backward_small_layers + gathering) * small_layers_s
+        2 * once + repeated + 2 * use.gather_share * gather_s,
+        2 * gather_s,
+        (use.backward_small_layers + again_layers + gathering) * small_layers_s,
     )
     return Pass(forward_s=forward + loss, backward_s=backward)
 

@@ -89,25 +89,35 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
 
 
 def test_the_driver_keeps_more_of_each_of_two_gpus() -> None:
-    """With SuperOffload; NCCL included."""
-    found = {}
+    """With SuperOffload; NCCL included. The most that was seen in each mode: now and then, not at the fullest moment of every run."""
+    told: dict[tuple[int, str], int] = {}
+    seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
-        case, figures = planner_fit.case_of(row), row["measured"]["figures"]
-        if not figures["gpu_device_bytes"]:
-            continue
-        told = planner_fit.predicted(case)
-        beside = figures["gpu_device_bytes"] - figures["gpu_reserved_bytes"]
-        assert told.gpu_device_bytes - told.gpu_reserved_bytes == pytest.approx(beside, rel=0.06)
-        found[case.spec.gpus, case.spec.offload.mode] = beside / 1e9
-    assert found[2, "superoffload"] > found[2, "zerooffload"] + 0.6
+        case = planner_fit.case_of(row)
+        plan, figures, kind = planner_fit.predicted(case), case.measured.figures, (case.spec.gpus, case.spec.offload.mode)
+        if figures.gpu_device_bytes:
+            told[kind] = plan.gpu_device_bytes - plan.gpu_reserved_bytes
+            seen[kind] = max(seen.get(kind, 0), figures.gpu_device_bytes - figures.gpu_reserved_bytes)
+    assert len(seen) == 6
+    for kind, beside in seen.items():
+        assert told[kind] == pytest.approx(beside, rel=0.03), kind
+    assert seen[2, "superoffload"] > seen[2, "zerooffload"] + 0.6e9
 
 
 @pytest.mark.parametrize("row", CHECKED, ids=lambda row: f"{row['setting']['size']} {row['name']}")
 def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
-    """Today's constants predict what was predicted before it was measured: only then is it still a check of them."""
-    told, then = planner_fit.predicted(planner_fit.case_of(row)), msgspec.convert(row["predicted"], planner_fit.Figures)
+    """Today's constants predict what was predicted before it was measured: only then is it still a check of them. Two rows say which
+    figures are planned otherwise since, and these are nearer now.
+    """
+    case = planner_fit.case_of(row)
+    told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], planner_fit.Figures)
+    otherwise = row.get("since_planned_otherwise", [])
     for name in planner_fit.Figures.__struct_fields__:
-        assert getattr(told, name) == pytest.approx(getattr(then, name)), name
+        new, old, measured = getattr(told, name), getattr(then, name), getattr(case.measured.figures, name)
+        if name in otherwise:
+            assert 0 < abs(new - measured) < abs(old - measured), name
+        else:
+            assert new == pytest.approx(old), name
 
 
 def test_the_docs_show_the_check() -> None:
@@ -118,7 +128,7 @@ def test_the_docs_show_the_check() -> None:
 
 def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     """Three settings of 1.7 billion parameters, as if they were of one sweep: 34, 49 and 30 GB."""
-    small = [row for row in CHECKED if row["setting"]["size"] == "1.7b"]
+    small = [row for row in CHECKED if (row["setting"]["size"], row["setting"]["gpus"]) == ("1.7b", 1)]
     labels = ("recommended", "recommended with 40 GiB", "original")
     rows = [row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)]
     text = planner_fit.sweep_table(rows)

@@ -143,6 +143,15 @@ def test_repeating_less_is_faster() -> None:
     assert full > selective > none
 
 
+def test_what_is_computed_anew_is_launched_anew() -> None:
+    """Where layers are too small to keep a GPU busy, Python is what repeating them costs: once more a forward's."""
+    small = {"offload__mode": "gpu", "train__micro_batch": "1", "data__sequence_length": "512"}
+    steps = {policy: planned(**small, model__activation_checkpointing=policy).step for policy in ("none", "selective", "full")}
+    backward = {policy: step.backward_s for policy, step in steps.items() if step}
+    forward_s = constants().step.forward_small_layers * published().small_layer_s * SPEC.model.config["num_hidden_layers"]
+    assert backward["full"] == backward["selective"] == pytest.approx(backward["none"] + forward_s)
+
+
 def test_short_documents_and_untrained_tokens_cost_less() -> None:
     spec = with_values(SPEC, {"gpus": "1", "offload.mode": "gpu", "model.activation_checkpointing": "full"})
     whole = make_plan(spec, x86("NVIDIA H200"))
