@@ -55,10 +55,11 @@ STEP = (
     "gather_small_layers",
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
-"""Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which); every fit of memory rests on them
-too. 0: not measured; ``since_changed`` names the figures that the program's own changes have made obsolete."""
+"""Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which, and what is special); every fit of
+memory rests on them too. 0: not measured; ``since_changed`` names the figures that the program's own changes have made obsolete."""
 CHECKED = RESULTS.with_name("planner-check-h200.json")
-"""Rows of the set ``check``, on which no constant rests: what leads to a change moves to the others."""
+"""Rows of the set ``check``, on which no constant rests: what leads to a change moves to the others. ``since_planned_otherwise`` names the
+figures that today's constants predict nearer to what was measured."""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
 
@@ -208,7 +209,7 @@ def dumped(found: Constants) -> str:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Both sets, predicted as they were when they were measured."""
+    """Both sets: what constants rest on as they predict it today, the check as it was predicted when it was measured."""
     parts = []
     for name in ("fit", "check"):
         done = [row for row in rows if row["set"] == name and "measured" in row]
@@ -234,21 +235,35 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (row["setting"]["gpus"], row["setting"]["size"], row["name"])):
-        told, found = row["predicted"], row["measured"]["figures"]
-        cells = [f"{told[key] / unit:.2f} / {found[key] / unit:.2f} ({_percent(told[key], found[key])})" for _, key, unit in _COLUMNS]
-        clipping = "" if row["setting"]["clipping"] else ", no clipping"
-        lines.append(f"| {row['setting']['size']} | {row['setting']['gpus']} | {row['name']}{clipping} | " + " | ".join(cells) + " |")
+        told, found = _told_and_found(row)
+        cells = [_cell(getattr(told, key) / unit, getattr(found, key) / unit) for _, key, unit in _COLUMNS]
+        clipping = "" if row["setting"].get("clipping", 1.0) else ", no clipping"
+        label = f" ({row['label']})" if row["label"] else ""
+        lines.append(
+            f"| {row['setting']['size']} | {row['setting']['gpus']} | {row['name']}{clipping}{label} | " + " | ".join(cells) + " |"
+        )
     return [*lines, "", "Each cell: predicted / measured (error)."]
+
+
+def _told_and_found(row: dict[str, Any]) -> tuple[Figures, Figures]:
+    case = case_of(row)
+    told = msgspec.convert(row["predicted"], Figures) if row["set"] == "check" else predicted(case)
+    return told, case.measured.figures
+
+
+def _cell(told: float, found: float) -> str:
+    return f"{told:.2f} / {found:.2f} ({told / found - 1:+.1%})" if found else ""
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
     texts = []
     for (name, key, _), limit in zip(_COLUMNS, (0.05, 0.05, 0.05, 0.05, 0.15), strict=True):
-        errors = [row["predicted"][key] / row["measured"]["figures"][key] - 1 for row in rows if row["measured"]["figures"][key]]
+        pairs = [(getattr(told, key), getattr(found, key)) for told, found in map(_told_and_found, rows)]
+        errors = [told / found - 1 for told, found in pairs if found]
         if errors:
             within = sum(abs(error) <= limit for error in errors)
             texts.append(f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst {min(errors):+.1%} and {max(errors):+.1%}")
-    digests = sorted({row["constants"] for row in rows})
+    digests = sorted({row["constants"] if row["set"] == "check" else "of today" for row in rows})
     return "; ".join(texts) + f". Constants {', '.join(digests)}."
 
 
@@ -290,7 +305,3 @@ def _device_bytes(row: dict[str, Any]) -> float:
     """What the allocator reserved, as measured, and what is planned beside it."""
     told = row["predicted"]
     return float(row["measured"]["figures"]["gpu_reserved_bytes"] + told["gpu_device_bytes"] - told["gpu_reserved_bytes"])
-
-
-def _percent(told: float, found: float) -> str:
-    return f"{told / found - 1:+.1%}" if found else "none"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.plan.architecture import Architecture, architecture
+from so_tui.plan.architecture import architecture
 from so_tui.plan.calibration import Probe, model_key
 from so_tui.plan.flops import flops_for
-from so_tui.plan.layout import StateLayout, state_layout
+from so_tui.plan.layout import StateLayout, gpu_numel, state_layout
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.refine import refined_step, refined_terms
 from so_tui.plan.site import Site
@@ -43,25 +44,16 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     """``ranks``: their number, where other hosts like this one take part. ``workload``: of the data; else what the site knows of it, else a
     probe's of this model, else full sequences. Raises InputError as ``state_layout`` does.
     """
-    shape = architecture(spec.model.config)
     layout = state_layout(spec, ranks or site.ranks)
     probes = _probes(spec, site)
     mode = cast(Mode, spec.offload.mode)
-    found = memory_terms(
-        spec,
-        layout,
-        shape,
-        has_gpu=site.has_gpu or mode == "gpu",
-        local_ranks=site.ranks,
-        pinned_rounded=site.pinned_rounded,
-    )
-    terms = refined_terms(found, mode, layout.ranks, probes) if probes else found
+    terms = _terms(spec, layout, site, probes)
     demand = demand_of(terms, site.nodes)
     verdict, shortages = judge(demand, site.supply)
     if site.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
     known = workload or site.workload or (probes[-1].workload if probes else Workload())
-    step = _step(spec, layout, shape, site, known)
+    step = _step(spec, layout, site, known)
     return Assessment(
         spec=spec,
         layout=layout,
@@ -95,31 +87,52 @@ def best(spec: RunSpec, site: Site, *, ranks: int | None = None) -> Assessment:
         return assess(in_mode(spec, mode_without_gpu(spec)), site, ranks=ranks)
     if site.gpu_memory_unknown:
         return assess(in_mode(spec, "superoffload", 1.0), site, ranks=ranks)
-    on_gpu = assess(in_mode(spec, "gpu"), site, ranks=ranks)
-    if on_gpu.verdict == "fits":
+    on_gpu = assess(in_mode(spec, "gpu"), site, ranks=ranks) if states_fit(spec, site, ranks) else None
+    if on_gpu is not None and on_gpu.verdict == "fits":
         return on_gpu
     comfortable = smallest_ratio(spec, site, margin=GPU_MARGIN, ranks=ranks)
     if comfortable.verdict == "fits":
         return comfortable
-    if on_gpu.verdict == "tight":
+    if on_gpu is not None and on_gpu.verdict == "tight":
         return on_gpu
     return smallest_ratio(spec, site, margin=TIGHT_MARGIN, ranks=ranks)
+
+
+def states_fit(spec: RunSpec, site: Site, ranks: int | None = None) -> bool:
+    """Whether the bare states have room on the GPUs: a quick no for large models."""
+    capacity = site.supply.gpu_bytes
+    return capacity is None or 16 * spec.model.parameter_count <= capacity * (ranks or site.ranks)
 
 
 def smallest_ratio(spec: RunSpec, site: Site, *, margin: float, ranks: int | None = None) -> Assessment:
     """SuperOffload at the smallest ratio that leaves ``margin`` of each GPU free; at ratio 1 when none does."""
     capacity = site.supply.gpu_bytes
-    whole = assess(in_mode(spec, "superoffload", 1.0), site, ranks=ranks)
+    whole = in_mode(spec, "superoffload", 1.0)
     if capacity is None:
-        return whole
-    room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
+        return assess(whole, site, ranks=ranks)
+    layout = state_layout(whole, ranks or site.ranks)
+    needed = sum(term.bytes for term in _terms(whole, layout, site, _probes(whole, site)) if term.place == "gpu")
+    room = int((1 - margin) * capacity) - needed
 
     def leaves_margin(ratio: float) -> bool:
         # What stays on the GPU is all that the ratio changes there.
-        return 16 * state_layout(in_mode(spec, "superoffload", ratio), whole.layout.ranks).gpu_numel <= room
+        return 16 * gpu_numel(whole, layout, ratio) <= room
 
     ratio = RATIOS[min(bisect_left(RATIOS, True, key=leaves_margin), len(RATIOS) - 1)]
-    return whole if ratio == 1.0 else assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
+    return assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
+
+
+def _terms(spec: RunSpec, layout: StateLayout, site: Site, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
+    mode = cast(Mode, spec.offload.mode)
+    found = memory_terms(
+        spec,
+        layout,
+        architecture(spec.model.config),
+        has_gpu=site.has_gpu or mode == "gpu",
+        local_ranks=site.ranks,
+        pinned_rounded=site.pinned_rounded,
+    )
+    return refined_terms(found, mode, layout.ranks, probes) if probes else found
 
 
 def _probes(spec: RunSpec, site: Site) -> tuple[Probe, ...]:
@@ -129,9 +142,10 @@ def _probes(spec: RunSpec, site: Site) -> tuple[Probe, ...]:
     return tuple(probe for probe in site.probes if probe.model == key)
 
 
-def _step(spec: RunSpec, layout: StateLayout, shape: Architecture, site: Site, workload: Workload) -> StepTime | None:
+def _step(spec: RunSpec, layout: StateLayout, site: Site, workload: Workload) -> StepTime | None:
     if site.speed is None or site.problem:
         return None
+    shape = architecture(spec.model.config)
     cores = site.adam_cores if spec.offload.mode == "superoffload" else site.cores
     return step_time(
         spec,

@@ -76,7 +76,7 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     gather_small_layers: float
     """What Python needs beside it to gather a layer from several ranks and to give it back, in each direction."""
     gather_share: float
-    """What a ZeRO-3 pass over the weights adds to what the GPU computes beside it, as a share of what it takes alone."""
+    """What a ZeRO-3 pass over the weights adds to what the GPU computes beside it, as a share of what it takes alone, over NVLink."""
     gpu_step_bytes_per_parameter: float
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
     gpu_step_tensor_s: float

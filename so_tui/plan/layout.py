@@ -173,34 +173,47 @@ def _cut_table(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size: i
 
 def layout_of(parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule) -> StateLayout:
     """The layout of any parameter list in the optimizer's order; ``state_layout`` is this for a spec."""
-    return _place(cut(parameters, ranks, sub_group_size), parameters, ranks, ratio, rule)
+    return _place(cut(parameters, ranks, sub_group_size), _sizes(parameters), ranks, ratio, rule)
 
 
-def _place(rows: Sequence[Row], parameters: Sequence[Parameter], ranks: int, ratio: float, rule: DeviceRule) -> StateLayout:
-    numels = [numel for _, _, numel in rows]
+def _sizes(parameters: Sequence[Parameter]) -> tuple[int, int]:
+    """Elements of all parameters, and of the largest."""
+    return sum(parameter.numel for parameter in parameters), max(parameter.numel for parameter in parameters)
+
+
+def _kept(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
+    """How many of the first sub-groups stay on the GPU."""
     if rule == "gpu":
-        kept = len(rows)
-    elif rule == "deepspeed":
-        kept = deepspeed_gpu_sub_groups(len(rows), ratio)
-    else:
-        kept = gpu_sub_groups(numels, ratio)
+        return len(numels)
+    return deepspeed_gpu_sub_groups(len(numels), ratio) if rule == "deepspeed" else gpu_sub_groups(numels, ratio)
+
+
+def _place(rows: Sequence[Row], sizes: tuple[int, int], ranks: int, ratio: float, rule: DeviceRule) -> StateLayout:
+    numels = [numel for _, _, numel in rows]
+    kept = _kept(numels, ratio, rule)
+    parameters, largest = sizes
     return StateLayout(
         ranks=ranks,
-        parameters=sum(parameter.numel for parameter in parameters),
+        parameters=parameters,
         sub_groups=tuple(
             SubGroup(index, group, names, numel, "gpu" if index < kept else "cpu") for index, (group, names, numel) in enumerate(rows)
         ),
         numel=sum(numels),
         gpu_numel=sum(numels[:kept]),
         largest_sub_group=max(numels),
-        largest_parameter=max(parameter.numel for parameter in parameters),
+        largest_parameter=largest,
     )
+
+
+@lru_cache(maxsize=64)
+def _table_sizes(blocks: tuple[ParameterBlock, ...]) -> tuple[int, int]:
+    return _sizes(trainable(blocks))
 
 
 @lru_cache(maxsize=2048)
 def _table_layout(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule) -> StateLayout:
     # Keyed on the run-length table, which is short: the planner asks for some hundred layouts of models with thousands of tensors.
-    return _place(_cut_table(blocks, ranks, sub_group_size), trainable(blocks), ranks, ratio, rule)
+    return _place(_cut_table(blocks, ranks, sub_group_size), _table_sizes(blocks), ranks, ratio, rule)
 
 
 Span = tuple[float, float]
@@ -252,3 +265,9 @@ def state_layout(spec: RunSpec, ranks: int) -> StateLayout:
         )
     rule = device_rule(spec.offload.mode, spec.offload.engine)
     return _table_layout(spec.model.parameters, ranks, spec.offload.sub_group_size, spec.offload.ratio, rule)
+
+
+def gpu_numel(spec: RunSpec, layout: StateLayout, ratio: float) -> int:
+    """``gpu_numel`` of the layout of the same spec at another ratio, which cuts the same sub-groups."""
+    numels = [group.numel for group in layout.sub_groups]
+    return sum(numels[: _kept(numels, ratio, device_rule(spec.offload.mode, spec.offload.engine))])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from so_tui.plan.activations import POLICIES, Policy
-from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio
+from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio, states_fit
 from so_tui.plan.site import Site, site_of
 from so_tui.plan.types import Verdict
 from so_tui.plan.verdict import EACH_GPU, GPU_MARGIN
@@ -115,11 +115,11 @@ def _frugal(spec: RunSpec, site: Site, ranks: int | None) -> list[Assessment]:
 
 
 def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]:
-    states_fit = _states_fit(spec, site, ranks)
+    without_offload = states_fit(spec, site, ranks)
     for policy in policies(spec, site):
         for micro_batch in micro_batches(spec):
             varied = with_policy(with_micro_batch(spec, micro_batch), policy)
-            if states_fit:
+            if without_offload:
                 on_gpu = assess(in_mode(varied, "gpu"), site, ranks=ranks)
                 yield on_gpu
                 if on_gpu.verdict == "fits":
@@ -128,12 +128,6 @@ def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]
             yield offloaded
             if any(shortage.fatal and shortage.place == EACH_GPU for shortage in offloaded.shortages):
                 break  # nor would a larger micro-batch
-
-
-def _states_fit(spec: RunSpec, site: Site, ranks: int | None) -> bool:
-    """Whether the bare states have room on the GPU: a quick no for large models."""
-    capacity = site.supply.gpu_bytes
-    return capacity is None or 16 * spec.model.parameter_count <= capacity * (ranks or site.ranks)
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:

@@ -91,8 +91,9 @@ def compute_pass(
     policy = policy_of(spec.model)
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy]
     small_layers_s = shape.layers * speed.small_layer_s
-    gathering = use.gather_small_layers if gather_s else 0.0
+    gathering = use.gather_small_layers if gather_s else 0.0  # one rank gathers nothing
     once = products + elementwise
+    # Selective recomputing goes through all of a layer's Python too, and skips its products.
     again_layers = 0.0 if policy == "none" else use.forward_small_layers
     forward = max(once + use.gather_share * gather_s, gather_s, (use.forward_small_layers + gathering) * small_layers_s)
     backward = max(

@@ -89,19 +89,20 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
 
 
 def test_the_driver_keeps_more_of_each_of_two_gpus() -> None:
-    """With SuperOffload; NCCL included. The most that was seen in each mode: now and then, not at the fullest moment of every run."""
-    told: dict[tuple[int, str], int] = {}
+    """With SuperOffload; NCCL included. The plan holds the most that was seen of each kind; some runs do not show it at their fullest."""
+    told: dict[tuple[int, str], set[int]] = {}
     seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
         case = planner_fit.case_of(row)
         plan, figures, kind = planner_fit.predicted(case), case.measured.figures, (case.spec.gpus, case.spec.offload.mode)
         if figures.gpu_device_bytes:
-            told[kind] = plan.gpu_device_bytes - plan.gpu_reserved_bytes
-            seen[kind] = max(seen.get(kind, 0), figures.gpu_device_bytes - figures.gpu_reserved_bytes)
-    assert len(seen) == 6
-    for kind, beside in seen.items():
-        assert told[kind] == pytest.approx(beside, rel=0.03), kind
-    assert seen[2, "superoffload"] > seen[2, "zerooffload"] + 0.6e9
+            outside, beside = plan.gpu_device_bytes - plan.gpu_reserved_bytes, figures.gpu_device_bytes - figures.gpu_reserved_bytes
+            assert 0.97 < outside / beside < 1.12, row["name"]
+            told[kind] = told.get(kind, set()) | {outside}
+            seen[kind] = max(seen.get(kind, 0), beside)
+    most = {kind: max(found) for kind, found in told.items() if len(found) == 1}
+    assert most == {kind: pytest.approx(beside, rel=0.03) for kind, beside in seen.items()}
+    assert most[2, "superoffload"] > most[2, "zerooffload"] + 0.6e9
 
 
 @pytest.mark.parametrize("row", CHECKED, ids=lambda row: f"{row['setting']['size']} {row['name']}")
@@ -115,14 +116,16 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
     for name in planner_fit.Figures.__struct_fields__:
         new, old, measured = getattr(told, name), getattr(then, name), getattr(case.measured.figures, name)
         if name in otherwise:
-            assert 0 < abs(new - measured) < abs(old - measured), name
+            assert new != pytest.approx(old), name
+            assert abs(new - measured) < abs(old - measured), name
         else:
             assert new == pytest.approx(old), name
 
 
-def test_the_docs_show_the_check() -> None:
+@pytest.mark.parametrize("rows", [KEPT, CHECKED], ids=["what the constants rest on", "the check"])
+def test_the_docs_show_what_was_measured(rows: list[dict[str, Any]]) -> None:
     shown = (planner_fit.CHECKED.parents[2] / "docs" / "planner.md").read_text()
-    _, _, table = planner_fit.tables(CHECKED).partition("\n")
+    _, _, table = planner_fit.tables(rows).partition("\n")
     assert table.strip() in shown
 
 

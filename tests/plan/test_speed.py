@@ -9,10 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
+from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import assess
 from so_tui.plan.constants import Speed, constants, published_speed
+from so_tui.plan.flops import flops_for
 from so_tui.plan.site import site_of
-from so_tui.plan.speed import landing_wait_s
+from so_tui.plan.speed import Pass, compute_pass, landing_wait_s
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
 
@@ -150,6 +152,25 @@ def test_what_is_computed_anew_is_launched_anew() -> None:
     backward = {policy: step.backward_s for policy, step in steps.items() if step}
     forward_s = constants().step.forward_small_layers * published().small_layer_s * SPEC.model.config["num_hidden_layers"]
     assert backward["full"] == backward["selective"] == pytest.approx(backward["none"] + forward_s)
+
+
+def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python() -> None:
+    use = constants().step
+
+    def pass_of(sequence_length: str, gather_s: float) -> Pass:
+        spec = with_values(SPEC, {"data.sequence_length": sequence_length, "model.activation_checkpointing": "none"})
+        shape = architecture(spec.model.config)
+        return compute_pass(spec, shape, flops_for(spec.model.parameters, shape), published(), use, Workload(), gather_s)
+
+    alone, beside = pass_of("4096", 0.0), pass_of("4096", 0.01)
+    assert beside.forward_s - alone.forward_s == pytest.approx(use.gather_share * 0.01)
+    assert beside.backward_s - alone.backward_s == pytest.approx(2 * use.gather_share * 0.01)
+    waiting, also = pass_of("128", 0.001), pass_of("128", 0.01)
+    assert waiting == also
+    assert waiting.forward_s > pass_of("128", 0.0).forward_s, "gathering has its own Python"
+    slow = pass_of("128", 10.0)
+    assert slow.forward_s > 10
+    assert slow.backward_s >= 20
 
 
 def test_short_documents_and_untrained_tokens_cost_less() -> None:
