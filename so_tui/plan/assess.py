@@ -46,14 +46,13 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     """
     layout = state_layout(spec, ranks or site.ranks)
     probes = _probes(spec, site)
-    mode = cast(Mode, spec.offload.mode)
+    cast(Mode, spec.offload.mode)
     terms = _terms(spec, layout, site, probes)
     demand = demand_of(terms, site.nodes)
     verdict, shortages = judge(demand, site.supply)
     if site.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
     known = workload or site.workload or (probes[-1].workload if probes else Workload())
-    step = _step(spec, layout, site, known)
     return Assessment(
         spec=spec,
         layout=layout,
@@ -61,10 +60,15 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
         demand=demand,
         verdict=verdict,
         shortages=shortages,
-        step=refined_step(step, mode, layout.ranks, probes) if step and probes else step,
+        step=_step(spec, layout, site, probes, known),
         workload=known,
         probed=bool(probes),
     )
+
+
+def step_of(found: Assessment, spec: RunSpec, site: Site) -> StepTime | None:
+    """What ``assess`` would say of the step of ``spec``, which differs from the one of ``found`` in what takes no memory."""
+    return _step(spec, found.layout, site, _probes(spec, site), found.workload)
 
 
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
@@ -142,12 +146,12 @@ def _probes(spec: RunSpec, site: Site) -> tuple[Probe, ...]:
     return tuple(probe for probe in site.probes if probe.model == key)
 
 
-def _step(spec: RunSpec, layout: StateLayout, site: Site, workload: Workload) -> StepTime | None:
+def _step(spec: RunSpec, layout: StateLayout, site: Site, probes: Sequence[Probe], workload: Workload) -> StepTime | None:
     if site.speed is None or site.problem:
         return None
     shape = architecture(spec.model.config)
     cores = site.adam_cores if spec.offload.mode == "superoffload" else site.cores
-    return step_time(
+    step = step_time(
         spec,
         layout,
         shape,
@@ -157,3 +161,4 @@ def _step(spec: RunSpec, layout: StateLayout, site: Site, workload: Workload) ->
         ranks_per_node=site.ranks_per_node,
         workload=workload,
     )
+    return refined_step(step, cast(Mode, spec.offload.mode), layout.ranks, probes) if probes else step

@@ -84,7 +84,7 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessment]:
     site = _site_for(wanted, machine)
     chosen, tried = fastest(wanted, site)
-    with_cores = with_fitting_cores(chosen.spec, site)
+    with_cores = with_fitting_cores(chosen, site)
     if with_cores is not chosen.spec:
         site = _site_for(with_cores, machine)
         chosen = assess(with_cores, site)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from so_tui.plan.activations import POLICIES, Policy
-from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio, states_fit
+from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio, states_fit, step_of
 from so_tui.plan.site import Site, site_of
 from so_tui.plan.types import Verdict
 from so_tui.plan.verdict import EACH_GPU, GPU_MARGIN
@@ -52,14 +52,15 @@ def runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | N
     return next(others, None)
 
 
-def with_fitting_cores(spec: RunSpec, site: Site) -> RunSpec:
+def with_fitting_cores(chosen: Assessment, site: Site) -> RunSpec:
     """The smallest share of cores for CPU Adam with which a step takes no longer: what Adam cannot use, the training process can."""
+    spec = chosen.spec
     if spec.offload.mode != "superoffload" or not spec.offload.ratio or site.speed is None or site.problem:
         return spec
     found = []
     for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
         varied = replace(spec, offload=replace(spec.offload, cpu_adam_cores_fraction=fraction))
-        step = assess(varied, replace(site_of(site.machine, site.gpus, fraction), workload=site.workload)).step
+        step = step_of(chosen, varied, site_of(site.machine, site.gpus, fraction))
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
