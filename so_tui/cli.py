@@ -31,13 +31,15 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"so-tui {__version__}")
-    parser.set_defaults(handler="screen:open_screen", runs_dir=None, machine=None)
+    parser.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
+    parser.set_defaults(handler="screen:open_screen", runs_dir=None, plans=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     json_output = argparse.ArgumentParser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print JSON for programs")
     machine_file = argparse.ArgumentParser(add_help=False)
-    machine_file.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
+    # Not to hide one that stands before the command.
+    machine_file.add_argument("--machine", metavar="FILE", default=argparse.SUPPRESS, help="plan for the machine described in FILE")
     runs_folder = argparse.ArgumentParser(add_help=False)
     runs_folder.add_argument(
         "--runs-dir", type=Path, metavar="DIR", help="folder of the runs (default: so-tui/runs in the XDG state folder)"
@@ -50,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=list(parents))
-        command.set_defaults(handler=handler)
+        command.set_defaults(handler=handler, plans=machine_file in parents)
         return command
 
     inspect = add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json_output)
@@ -133,11 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a pipe without Unicode gets a question mark instead of a traceback
     arguments = build_parser().parse_args(argv)
-    from so_tui.spec.errors import InputError, Refused, SoTuiError
+    from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
 
     module, _, function = arguments.handler.partition(":")
     handler = getattr(importlib.import_module(f"so_tui.commands.{module}"), function)
     try:
+        if arguments.machine and not arguments.plans:
+            remedy = "Leave it out; `inspect --json` shows what FILE says of that machine"
+            raise InputError([Problem(field="--machine", value=arguments.machine, message="is nothing to this command", remedy=remedy)])
         return int(handler(arguments))
     except InputError as error:
         for problem in error.problems:

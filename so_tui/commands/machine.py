@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
 from so_tui.spec import InputError, Problem
@@ -31,6 +32,18 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _fix(out: TextIO) -> None:
+    """Compile what the first run would otherwise compile while all its ranks wait."""
+    from so_tui.launch.helpers import call_tool
+
+    print("compiling the CPU Adam kernels, most of a minute where they are not there yet …", file=out, flush=True)
+    answer = call_tool("build_ops", {})
+    print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=out)
+    if answer["deepspeed"]:
+        reason = f"DeepSpeed's own, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
+        print(reason, file=sys.stderr)
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """Print the findings, worst first; 3 when one of them blocks a launch. With a preset also what that run needs."""
     import msgspec
@@ -39,15 +52,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     from so_tui.machine.show import render_findings
     from so_tui.runs import default_runs_dir
 
-    if arguments.fix:
-        from so_tui.launch.helpers import call_tool
-
-        answer = call_tool("build_ops", {})
-        # With --json, stdout is the findings' alone.
-        print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=sys.stderr if arguments.json else sys.stdout)
-        if answer["deepspeed"]:
-            reason = f"DeepSpeed's own, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
-            print(reason, file=sys.stderr)
+    if arguments.fix and arguments.machine:
+        remedy = "Leave --fix out, or run it on that machine"
+        raise InputError([Problem(field="--machine", value=arguments.machine, message="cannot be mended from here", remedy=remedy)])
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
     if arguments.preset:
@@ -55,6 +62,9 @@ def doctor(arguments: argparse.Namespace) -> int:
 
         plan = make_plan(chosen_spec(arguments), machine)
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
+    if arguments.fix:
+        _fix(sys.stderr if arguments.json else sys.stdout)  # with --json, stdout is the findings' alone
+        machine = chosen_machine(arguments)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(msgspec.json.encode({"findings": found}))

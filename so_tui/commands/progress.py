@@ -91,6 +91,8 @@ class _Printer:
         self._pending: StepRecord | None = None
 
     def show(self, record: MetricRecord) -> None:
+        if not isinstance(record, StepRecord):
+            self._flush()  # the step that is held back came before it
         match record:
             case StartRecord():
                 self._total_steps = record.total_steps
@@ -119,7 +121,6 @@ class _Printer:
             case ResumedRecord():
                 self._line(record.time, f"resumed from step {record.step}")
             case EndRecord():
-                self._flush()
                 for name, value in record.summary.items():
                     self._line(record.time, f"{name}: {value:.6g}")
 

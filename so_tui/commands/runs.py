@@ -10,7 +10,7 @@ from pathlib import Path
 from so_tui.commands.common import print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.spec import InputError
+from so_tui.spec import InputError, Problem
 
 _ROOM_FOR_REASONS = 110
 """Cells of a terminal in which a reason stands beside its run; in a narrower one it comes below the table, not a word a line."""
@@ -88,6 +88,9 @@ def logs(arguments: argparse.Namespace) -> int:
     """Print the end of a run's log, progress bars collapsed; with ``--follow`` until the run ends."""
     from so_tui.runs import log_readers
 
+    if arguments.lines < 0:
+        remedy = "Give how many lines from the end"
+        raise InputError([Problem(field="--lines", value=str(arguments.lines), message="is less than none", remedy=remedy)])
     run = find_run(arguments.run, arguments.runs_dir)
     readers = log_readers(run)
     for reader in readers:

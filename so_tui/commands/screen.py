@@ -22,12 +22,14 @@ def open_screen(arguments: argparse.Namespace) -> int:
     if not usable_terminal():
         print(NO_TERMINAL, file=sys.stderr)
         return 2
-    show_screen(arguments.runs_dir)
+    show_screen(arguments.runs_dir, machine_file=arguments.machine or "")
     return 0
 
 
-def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None) -> None:
-    """Run the Textual application until the user leaves it."""
+def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = "") -> None:
+    """Run the Textual application until the user leaves it. ``machine_file``: plan for the machine that it describes."""
+    from so_tui.machine import load_machine
     from so_tui.ui.app import SoTuiApp
 
-    SoTuiApp(runs_dir=runs_dir, open_run=open_run).run()
+    machine = load_machine(machine_file) if machine_file else None
+    SoTuiApp(machine=machine, machine_file=machine_file, runs_dir=runs_dir, open_run=open_run).run()

@@ -69,6 +69,7 @@ def resume(
     if before.state not in FINAL_STATES:
         remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first"
         raise InputError([Problem(field="run", value=run.name, message=f"still runs ({before.state})", remedy=remedy)])
+    spec = _changed(read_spec(run), values or {})
     if before.state == "finished" and not _lengthens(values or {}, before.total_steps):
         remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or use what it trained: `so-tui export {run.name}`"
         raise InputError(
@@ -77,8 +78,7 @@ def resume(
     _refuse_passed_length(values or {}, before)
     machine = visible_machine(machine, os.environ)
     _refuse_other_host(machine)
-    spec = read_spec(run)
-    launch = prepare(_changed(spec, values or {}), machine, force=force or before.forced)
+    launch = prepare(spec, machine, force=force or before.forced)
     quick_checks(launch.plan, machine, force=force or before.forced, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)

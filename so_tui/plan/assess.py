@@ -46,7 +46,6 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     """
     layout = state_layout(spec, ranks or site.ranks)
     probes = _probes(spec, site)
-    cast(Mode, spec.offload.mode)
     terms = _terms(spec, layout, site, probes)
     demand = demand_of(terms, site.nodes)
     verdict, shortages = judge(demand, site.supply)

@@ -1,6 +1,6 @@
 """What a user asks for: specs and presets, their checks and their files. Cheap to import; knows no machine."""
 
-from so_tui.spec.catalog import Catalog, create_preset, find_preset, load_catalog, resolve_source, save_preset, user_folder
+from so_tui.spec.catalog import Catalog, check_user_name, create_preset, find_preset, load_catalog, resolve_source, save_preset, user_folder
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError, first_line
 from so_tui.spec.fields import FieldInfo, field_index, fields
@@ -40,6 +40,7 @@ __all__ = [
     "Tensor",
     "TrainSpec",
     "check_tree",
+    "check_user_name",
     "complete_tree",
     "create_preset",
     "decays",

@@ -115,22 +115,29 @@ def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | 
 
     Raises InputError for a bad name, the name of a built-in preset, an unknown base or a folder that cannot be written.
     """
+    folder = user_dir or user_folder()
+    presets = load_catalog(folder).presets
+    check_user_name(name, presets, folder)
+    older = presets.get(name)
+    path = Path(older.path) if older else folder / f"{name}.toml"
+    if older and base == name:
+        base = _read(path, "user").tree.get("extends")
+    return _write(path, _toml(_preset_tree(msgspec.structs.replace(spec, name=name), base, presets)))
+
+
+def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | None = None) -> None:
+    """Whether a user's preset may have this name, if need be in the place of another one of theirs. Raises InputError."""
     if not _NAME.fullmatch(name):
         remedy = "Use up to 64 small letters, digits, '.', '_' and '-', starting with a letter or digit."
         raise InputError([Problem(field="name", value=shown(name), message="is not a valid name", remedy=remedy)])
-    folder = user_dir or user_folder()
-    presets = load_catalog(folder).presets
     older = presets.get(name)
-    path = Path(older.path) if older else folder / f"{name}.toml"
     if older and older.origin == "built-in":
         raise InputError([Problem(field="name", value=shown(name), message="is a built-in preset", remedy="Choose another name.")])
+    path = (folder or user_folder()) / f"{name}.toml"
     if older is None and path.exists():  # it could not be read: what was typed there is not lost
         raise InputError(
             [Problem(field="name", value=shown(name), message=f"is taken by {path}", remedy="Mend that file or choose another name.")]
         )
-    if older and base == name:
-        base = _read(path, "user").tree.get("extends")
-    return _write(path, _toml(_preset_tree(msgspec.structs.replace(spec, name=name), base, presets)))
 
 
 def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:

@@ -90,6 +90,8 @@ class SoTuiApp(App[None]):
 
     catalog: var[Catalog | None] = var(None)
     machine: var[Machine | None] = var(None)
+    machine_file: var[str] = var("")
+    """Where the machine was described that is planned for; empty: it is this one."""
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
     findings: var[tuple[Any, ...] | None] = var(None)
@@ -102,9 +104,12 @@ class SoTuiApp(App[None]):
         runs_dir: Path | str | None = None,
         open_run: RunDirectory | None = None,
         *,
+        machine_file: str = "",
         start: StartRun | None = None,
     ) -> None:
-        """``start`` replaces ``so_tui.launch.start``, for tests whose subject is not the launch."""
+        """``machine_file``: of ``machine``, where that is not this one. ``start`` replaces ``so_tui.launch.start``, for tests whose
+        subject is not the launch.
+        """
         self._given = (catalog, machine)
         self.runs_dir = Path(runs_dir) if runs_dir else None
         self.opened = open_run
@@ -115,6 +120,7 @@ class SoTuiApp(App[None]):
         # Per instance, before Textual reads it: a run that is to be shown needs no other screen first.
         setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
         super().__init__()
+        self.set_reactive(SoTuiApp.machine_file, machine_file)
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK.name
@@ -149,8 +155,13 @@ class SoTuiApp(App[None]):
         self.post_message(messages.Loaded(catalog, machine))
 
     def look_again(self) -> None:
-        """Inspect the machine afresh, also where one was given."""
-        self._given = (self.catalog, None)
+        """Inspect this machine afresh, also where another was given."""
+        self.plan_for(None, "")
+
+    def plan_for(self, machine: Machine | None, file: str) -> None:
+        """Plan for the machine that ``file`` describes from now on; for this one where none is given."""
+        self._given = (self.catalog, machine)
+        self.machine_file = file
         self.load()
 
     def on_loaded(self, message: messages.Loaded) -> None:
@@ -217,6 +228,12 @@ class SoTuiApp(App[None]):
         """Ask once, then start ``spec`` on this machine."""
         from so_tui.ui.screens.dialogs import Question
 
+        if self.machine_file and self.machine is not None:
+            there = f"What you see is planned for {self.machine.label} ({self.machine_file}), and a run starts where so-tui runs."
+            back = "Start it on that machine, or press o and leave the field empty to plan for this one."
+            self.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
+            return
+
         def answered(yes: bool | None) -> None:
             if yes:
                 self.notify(f"Starting {spec.label} …", markup=False)
@@ -271,6 +288,11 @@ class SoTuiApp(App[None]):
             screen.follow(run)
 
     # Commands.
+
+    def action_other_machine(self) -> None:
+        from so_tui.ui.screens.elsewhere import ask_for_machine
+
+        ask_for_machine(self)
 
     def action_show(self, name: str) -> None:
         self.switch_mode(name)

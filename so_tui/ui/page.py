@@ -29,6 +29,11 @@ PAGES: tuple[tuple[str, str], ...] = (
 )
 
 
+OTHER_MACHINE = Binding(
+    "o", "app.other_machine", "Other machine", id="other-machine", tooltip="Plan for a machine that a file describes; empty for this one"
+)
+
+
 class TopLine(Widget):
     """Host, machine and live runs: where I am, on every screen."""
 
@@ -41,7 +46,7 @@ class TopLine(Widget):
         super().__init__()
 
     def on_mount(self) -> None:
-        for name in ("machine", "doctor_line"):
+        for name in ("machine", "machine_file", "doctor_line"):
             self.watch(self.app, name, self._changed, init=False)
         self.watch(self.app, "runs", self._count)
 
@@ -65,6 +70,8 @@ class TopLine(Widget):
             left += Content.styled("  looking at this machine …", "$faint")
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
+            if app.machine_file:
+                left += Content.styled("planned for, not this machine  ", "$warning")
             gap = ""
             for fact in [*machine_facts(app.machine), *([app.doctor_line] if app.doctor_line else [])]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -117,6 +118,23 @@ def test_a_dry_run_warns_of_files_that_are_not_here(tmp_path: Path, capsys: pyte
     file.write_bytes(machine_json(inspect_machine()))
     assert main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}", "--machine", str(file)]) == 0
     assert capsys.readouterr().err == "", "another machine has other files"
+
+
+def test_a_machine_file_is_for_planning_before_or_after_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(machine_json(inspect_machine()).replace(b'"hostname":"', b'"hostname":"far-'))
+    for argv in (["--machine", str(file), "plan", "tiny", "--json"], ["plan", "tiny", "--json", "--machine", str(file)]):
+        assert main(argv) == 0
+    assert main(["--machine", str(file), "runs"]) == 2
+    assert "--machine = " in capsys.readouterr().err
+    for wrong in (["doctor", "--fix", "--machine", str(file)], ["doctor", "nosuch", "--fix"], ["--machine", str(file), "run", "tiny"]):
+        begun = time.monotonic()
+        assert main(wrong) == 2
+        assert time.monotonic() - begun < 5, "nothing is compiled for it"
+    told = capsys.readouterr().err
+    assert "cannot be mended from here" in told
+    assert "there is no such preset" in told
+    assert "a run starts on this machine" in told
 
 
 def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,9 @@ def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: 
         resume(run, machine)
     with pytest.raises(InputError, match="has finished all of its 5 steps"):
         resume(run, machine, values={"train.steps": "5"})
+    for key, value, said in (("train.step", "9", "is not a known key"), ("train.steps", "abc", "train.steps = ")):
+        with pytest.raises(InputError, match=said):
+            resume(run, machine, values={key: value})
     assert run.attempts() == (1,)
     assert resume(run, machine, values={"train.steps": "9"}, force=True) == 2
     assert wait_for(run, ended, of_attempt=2).state == "finished"

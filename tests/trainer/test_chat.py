@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from launching import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from so_tui.spec import InputError
+from so_tui.spec import InputError, with_values
 from so_tui.spec.types import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of, segments
 from so_tui_trainer.data.rows import Message
@@ -244,3 +246,13 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
     assert ids.tolist() == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == ["▁It", "▁is", "▁5.", "</s>", "▁5.", "▁is", "</s>"]
+
+
+def test_a_folder_without_a_tokenizer_is_no_matter_of_the_network(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    spec = with_values(tiny(), {"model.tokenizer": str(tmp_path)})
+    with pytest.raises(InputError) as refused:
+        load_tokenizer(spec)
+    assert "model.tokenizer" in str(refused.value)
+    assert "put the model's tokenizer files into that folder" in str(refused.value)
+    assert "hf auth" not in str(refused.value)

@@ -182,6 +182,7 @@ WRITERS = {
     "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
     "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
     "rows.csv": write_csv,
+    "semicolons.csv": lambda path, rows: write_csv(path, rows, ";"),
     "rows.tsv": lambda path, rows: write_csv(path, rows, "\t"),
     "folder of tsv": lambda path, rows: [path.mkdir(), write_csv(path / "rows.tsv", rows, "\t")],
     "rows.jsonl.gz": write_gzip,

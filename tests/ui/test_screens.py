@@ -16,6 +16,7 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
+from so_tui.machine import machine_json
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.control import pending
 from so_tui.runs.records import EvaluationRecord
@@ -180,19 +181,50 @@ async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs
         pilot.app.screen.query_one("#field-train-learning_rate", FieldRow).focus_control()
         await pilot.press("ctrl+u", *"2e-4", "escape")
         await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
-        for name, said in (("tiny", "The preset was not saved"), ("taken", "Replace your preset taken?")):
-            await pilot.press("ctrl+s")
-            await until(pilot, lambda: pilot.app.screen.query(Input))
-            await pilot.press("ctrl+u", *name, "enter")
-            await until(pilot, lambda said=said: said in screen_text(pilot))  # type: ignore[misc]
-            await pilot.press("enter")  # closes what was told; keeps what is there
-            await until(pilot, lambda: "1 change" in screen_text(pilot))
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: pilot.app.screen.query(Input))
+        for name, said in (("tiny", "is a built-in preset"), ("my x", "is not a valid name"), ("taken", "Replace your preset taken?")):
+            await pilot.press("ctrl+u", *name.replace(" ", "_ "), "enter")
+            if said.startswith("is "):
+                await until(pilot, lambda said=said: said in shown(pilot, "#said"))  # type: ignore[misc]
+                assert pilot.app.screen.query_one(Input).value, "what was typed stays"
+        await until(pilot, lambda: "Replace your preset taken?" in screen_text(pilot))
+        await pilot.press("enter")  # keeps what is there
+        await until(pilot, lambda: "1 change" in screen_text(pilot))
         assert (folder / "taken.toml").read_text() == 'name = "taken"\nextends = "tiny"\n'
         assert not (folder / "tiny.toml").exists()
         await pilot.press("ctrl+s")
         await until(pilot, lambda: pilot.app.screen.query(Input))
         await pilot.press("ctrl+u", *"taken", "enter", "y")
         await until(pilot, lambda: "learning_rate = 0.0002" in (folder / "taken.toml").read_text())
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_dir: Path, tmp_path: Path, size: tuple[int, int]) -> None:
+    file = tmp_path / "quad.json"
+    file.write_bytes(machine_json(quad_machine()))
+    asked: list[RunSpec] = []
+    async with opened(runs_dir, size, machine=None, start=lambda spec, *_, **__: asked.append(spec)) as pilot:
+        table = await presets_ready(pilot)
+        here = len(table.columns)
+        await pilot.press("o")
+        await until(pilot, lambda: pilot.app.screen.query("#said"))
+        await pilot.press(*"/nothing/there", "enter")
+        await until(pilot, lambda: "cannot be read" in shown(pilot, "#said"))
+        await pilot.press("ctrl+u", *str(file), "enter")
+        await until(pilot, lambda: "quad-gh200  planned for, not this machine" in screen_text(pilot))
+        await until(pilot, lambda: "4 GPUs" in screen_text(pilot))
+        for keys in (["1"], ["2"]):
+            await pilot.press(*keys)
+            await until(pilot, lambda: "planned for, not this machine" in screen_text(pilot))
+            await pilot.press("f5")
+            await until(pilot, lambda: "was not started" in screen_text(pilot))
+            await pilot.press("escape")
+        await pilot.press("5", "r")
+        await until(pilot, lambda: "not this machine" not in screen_text(pilot))
+        await pilot.press("1")
+        await until(pilot, lambda: len(pilot.app.screen.query_one("#table", DataTable).columns) == here)
+    assert not asked
 
 
 async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

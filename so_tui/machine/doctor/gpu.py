@@ -66,7 +66,7 @@ def driver(look: Look) -> Iterator[Finding]:
             title="No GPU",
             evidence="neither NVML nor the PCI bus shows one",
             cost="Runs train on the CPU: good for `tiny` and for trying things out.",
-            remedy="Plan for another machine with `--machine FILE`, from `so-tui inspect --json` run there.",
+            remedy="Plan for another machine with `--machine FILE` (o on the screen), from `so-tui inspect --json` run there.",
         )
 
 

@@ -18,7 +18,7 @@ from so_tui.spec import InputError, Refused, RunSpec, field_index, with_values
 from so_tui.ui.advice import advice, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
-from so_tui.ui.page import Page
+from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.text import plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
@@ -42,6 +42,7 @@ class ConfigureScreen(Page):
         Binding("u", "reset", "Undo", id="reset", tooltip="Back to what the preset says"),
         Binding("d", "look", "Data", id="look", tooltip="Look at the data as the model will see it: rows, lengths, packing, what is lost"),
         Binding("y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"),
+        OTHER_MACHINE,
     ]
 
     def __init__(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -12,6 +13,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
+from so_tui.spec.errors import InputError
 from so_tui.ui.widgets.entry import Entry
 
 
@@ -49,14 +51,16 @@ class Question(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
-class AskName(ModalScreen[str | None]):
-    """Asks for a name; None when it was left."""
+class AskText(ModalScreen[str | None]):
+    """Asks for a line of text; None when it was left. What was typed stays until ``check`` finds nothing wrong with it."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
 
-    def __init__(self, title: str, hint: str, value: str) -> None:
-        self._title, self._hint, self._value = title, hint, value
+    def __init__(self, title: str, hint: str, value: str, *, yes: str, check: Callable[[str], None], may_be_empty: bool = False) -> None:
+        """``check`` raises InputError."""
+        self._title, self._hint, self._value, self._yes = title, hint, value, yes
+        self._check, self._may_be_empty = check, may_be_empty
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -64,17 +68,29 @@ class AskName(ModalScreen[str | None]):
             yield Static(Content(self._title), classes="dialog-title")
             yield Static(Content(self._hint), classes="faint")
             yield Entry(self._value, compact=True)
+            yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Save", id="yes", compact=True)
-                yield Button("Cancel", id="no", compact=True)
+                yield Button(Content(f"{self._yes}  enter"), id="yes", compact=True)
+                yield Button("Cancel  esc", id="no", compact=True)
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        if event.value.strip():
-            self.dismiss(event.value.strip())
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
+    @on(Input.Submitted)
+    @on(Button.Pressed, "#yes")
+    def _submitted(self) -> None:
         value = self.query_one(Input).value.strip()
-        self.dismiss(value if event.button.id == "yes" and value else None)
+        if not value and not self._may_be_empty:
+            return
+        try:
+            self._check(value)
+        except InputError as error:
+            said = Content.assemble(("✗ ", "$error"), "\n".join(map(str, error.problems)))
+            self.query_one("#said", Static).update(said)
+            self.query_one(Input).focus()
+        else:
+            self.dismiss(value)
+
+    @on(Button.Pressed, "#no")
+    def _left(self) -> None:
+        self.dismiss(None)
 
 
 class Notice(ModalScreen[bool]):

@@ -13,7 +13,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from so_tui.plan.binding import cpu_ranges
-from so_tui.ui.page import Page
+from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import gpu_model
 from so_tui.ui.text import memory, memory_of, plural
@@ -156,7 +156,8 @@ class MachineScreen(Page):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("t", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
-        Binding("o", "look_again", "Look again", id="look-again", tooltip="Inspect the machine and ask doctor again"),
+        Binding("r", "look_again", "Look again", id="look-again", tooltip="Inspect this machine and ask doctor again"),
+        OTHER_MACHINE,
     ]
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
 from so_tui.ui.messages import Failed
+from so_tui.ui.page import OTHER_MACHINE
 from so_tui.ui.screens.filtered import FilteredPage
 from so_tui.ui.text import count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
@@ -65,6 +66,7 @@ class PresetsScreen(FilteredPage):
         ),
         Binding("d", "look", "Data", id="look", tooltip="Look at its data as the model will see it"),
         Binding("a", "add", "Add a model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
+        OTHER_MACHINE,
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]
 

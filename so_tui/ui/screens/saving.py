@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from so_tui.spec import InputError, RunSpec, save_preset
+from so_tui.spec import InputError, RunSpec, check_user_name, save_preset
 from so_tui.ui.messages import Failed
 
 if TYPE_CHECKING:
@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
     """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``."""
-    from so_tui.ui.screens.dialogs import AskName
+    from so_tui.ui.screens.dialogs import AskText
 
     def named(name: str | None) -> None:
         if name:
             _save_unless_taken(app, spec, name, base)
 
-    app.push_screen(AskName("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine"), named)
+    def check(name: str) -> None:
+        check_user_name(name, app.catalog.presets if app.catalog is not None else {})
+
+    app.push_screen(AskText("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine", yes="Save", check=check), named)
 
 
 def _save_unless_taken(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:

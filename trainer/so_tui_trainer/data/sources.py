@@ -106,10 +106,21 @@ def _load_file(path: Path, source: DataSource) -> Dataset:
     if reader == "csv":
         import pandas
 
-        options["sep"] = "\t" if _kind(path) == ".tsv" else ","
+        options["sep"] = _separator(path)
         options |= _texts(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
         return _as_written(source, reader, **options)
     return _whatever_changes(source, reader, **options)
+
+
+def _separator(path: Path) -> str:
+    """What stands between the columns: semicolons where spreadsheets write commas into numbers."""
+    import fsspec
+
+    if _kind(path) == ".tsv":
+        return "\t"
+    with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
+        header = text.readline()
+    return ";" if ";" in header and "," not in header else ","
 
 
 def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
@@ -257,7 +268,7 @@ def _unreadable(source: DataSource, error: Exception) -> Problem:
     elif "zstd" in said or "zstandard" in said:
         remedy = "Install the package zstandard, or unpack the file."
     elif _looks_like_path(source.source) or Path(source.source).expanduser().exists():
-        remedy = "Give the path of a JSON, JSONL, Parquet, CSV or TSV file, or of a folder of them; every row needs the same columns."
+        remedy = "Give the path of a JSON, JSONL, Parquet, CSV or TSV file, or of a folder of files of one layout."
     elif "gated" in said or "401" in said or "403" in said:
         remedy = "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
     else:
@@ -286,7 +297,7 @@ def _raise_for_bad_json(path: Path, source: DataSource) -> None:
             try:
                 row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
-                raise bad_row(source.source, number, f"is no JSON ({error.msg} at character {error.colno})") from error
+                raise bad_row(source.source, number, f"is no JSON ({error.msg.removesuffix(' at')} at character {error.colno})") from error
             if not isinstance(row, dict):
                 raise bad_row(source.source, number, "is no object with columns")
 

@@ -45,6 +45,9 @@ Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Ids, and for each whether it is trained."""
 
 
+_NO_FILES = "Name one in `model.tokenizer`, or put the model's tokenizer files into that folder."
+
+
 def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     """The tokenizer of the spec. Raises InputError when it cannot be had."""
     from transformers import AutoTokenizer
@@ -56,13 +59,16 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = first_line(error)
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
-        if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        if Path(name).is_dir():
+            reason, remedy = "transformers finds none in that folder", _NO_FILES
+        elif name.startswith(("/", ".", "~")):
             reason, remedy = "there is no such folder", "Name a folder with a tokenizer, or a model on the hub (owner/name)."
         raise InputError([Problem(field=field, value=name, message=f"no tokenizer ({reason})", remedy=remedy)]) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # What transformers makes of a folder with weights and config.json only.
-        remedy = "Name one in `model.tokenizer`, or put the model's tokenizer files into that folder."
-        raise InputError([Problem(field=field, value=name, message="has no tokenizer files: its tokenizer knows no tokens", remedy=remedy)])
+        raise InputError(
+            [Problem(field=field, value=name, message="has no tokenizer files: its tokenizer knows no tokens", remedy=_NO_FILES)]
+        )
     return tokenizer
 
 

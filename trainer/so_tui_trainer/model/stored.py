@@ -149,5 +149,5 @@ def _unreadable(path: Path, reason: str) -> InputError:
 
 
 def _problem(path: Path, message: str) -> InputError:
-    remedy = "Fetch it again with `so-tui fetch`, or name a folder with the whole model."
+    remedy = "Fetch it again with `so-tui fetch`, name a folder with the whole model, or begin with `model.weights = random`."
     return InputError([Problem(field="model.id", value=str(path), message=message, remedy=remedy)])
