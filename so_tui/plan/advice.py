@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan.assess import Assessment, assess, best
-from so_tui.plan.site import Site, site_of
+from so_tui.plan.site import Site, other_site
 from so_tui.plan.verdict import EACH_GPU, gib, usable
 from so_tui.spec.types import RunSpec
 
@@ -34,26 +34,34 @@ def impossible(spec: RunSpec, machine: Machine) -> Iterator[str]:
         yield "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use offload.engine = so-tui"
 
 
-def remedies(spec: RunSpec, site: Site) -> Iterator[str]:
-    """What would make a run fit that does not, least painful first. ``spec`` is as the user gave it."""
-    if (here := best(spec, site)).verdict != "does not fit":
-        mode, ratio = here.spec.offload.mode, here.spec.offload.ratio
-        yield "offload.mode = gpu fits here" if mode == "gpu" else f"offload.mode = superoffload with offload.ratio = {ratio:.2f} fits here"
-        return
-    if spec.model.activation_checkpointing in ("selective", "none") and best(_repeating(spec), site).verdict != "does not fit":
-        yield "model.activation_checkpointing = full fits here"
-        return
-    if (smaller := halved_batch(_repeating(spec), site)) is not None:
-        micro_batch, micro_steps = smaller.spec.train.micro_batch, smaller.spec.micro_steps
-        yield f"train.micro_batch = {micro_batch} with train.gradient_accumulation = {micro_steps} fits here"
-        return
-    if not site.has_gpu:
+def remedies(spec: RunSpec, site: Site, *, searched: bool = False) -> Iterator[str]:
+    """What would make a run fit that does not, least painful first. ``spec`` is as the user gave it; ``searched``: no other setting of it
+    fits here, as a search for the fastest has found.
+    """
+    if not searched and (mended := _mended_here(spec, site)):
+        yield mended
+    elif not site.has_gpu:
         yield "use a machine with a GPU, a smaller model, or fewer ranks"
     elif more := _more_gpus(spec, site):
         yield more
     else:
         yield from _shorter(spec, site)
         yield from _other_machines(spec, site)
+
+
+def _mended_here(spec: RunSpec, site: Site) -> str:
+    """A key to change with which it fits on the same GPUs; empty where there is none."""
+    if (here := best(spec, site)).verdict != "does not fit":
+        mode, ratio = here.spec.offload.mode, here.spec.offload.ratio
+        return (
+            "offload.mode = gpu fits here" if mode == "gpu" else f"offload.mode = superoffload with offload.ratio = {ratio:.2f} fits here"
+        )
+    if spec.model.activation_checkpointing in ("selective", "none") and best(_repeating(spec), site).verdict != "does not fit":
+        return "model.activation_checkpointing = full fits here"
+    if (smaller := halved_batch(_repeating(spec), site)) is not None:
+        micro_batch, micro_steps = smaller.spec.train.micro_batch, smaller.spec.micro_steps
+        return f"train.micro_batch = {micro_batch} with train.gradient_accumulation = {micro_steps} fits here"
+    return ""
 
 
 def _repeating(spec: RunSpec) -> RunSpec:
@@ -99,7 +107,7 @@ def _holds(spec: RunSpec, site: Site, ranks: int | None = None) -> str | None:
 def _more_gpus(spec: RunSpec, site: Site) -> str:
     ranks = 2 * site.ranks
     while ranks <= len(site.machine.gpus):
-        how = _holds(spec, site_of(site.machine, ranks, spec.offload.cpu_adam_cores_fraction))
+        how = _holds(spec, other_site(site, ranks, spec.offload.cpu_adam_cores_fraction))
         if how is not None:
             return f"{ranks} GPUs of this machine hold it{how}"
         ranks *= 2
@@ -110,14 +118,14 @@ def roomier(spec: RunSpec, site: Site) -> Iterator[str]:
     """The fewest GPUs of the machine on which what is tight here keeps the margin."""
     ranks = 2 * site.ranks
     while ranks <= len(site.machine.gpus):
-        if best(spec, site_of(site.machine, ranks, spec.offload.cpu_adam_cores_fraction)).verdict == "fits":
+        if best(spec, other_site(site, ranks, spec.offload.cpu_adam_cores_fraction)).verdict == "fits":
             yield f"{ranks} GPUs of this machine keep the margin"
             return
         ranks *= 2
 
 
 def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:
-    whole = site_of(site.machine, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
+    whole = other_site(site, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
     if "GH200" in site.gpu_name and min(whole.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
         yield from _larger_parts(spec, whole)
     counts = range(2, MOST_HOSTS + 1)
@@ -140,13 +148,13 @@ def _larger_parts(spec: RunSpec, whole: Site) -> Iterator[str]:
         yield f"{whole.ranks} x GH200 with 480 GB of host memory each would hold it{how} ({gib(needs)} needed per node)"
 
 
-def warnings(spec: RunSpec, site: Site, found: Assessment) -> Iterator[str]:
-    """What costs time or cannot be foreseen, in a plan that may run. ``found.spec`` has its mode decided."""
+def warnings(spec: RunSpec, site: Site, found: Assessment, *, searched: bool = False) -> Iterator[str]:
+    """What costs time or cannot be foreseen, in a plan that may run. ``found.spec`` has its mode decided; ``searched``: as the fastest."""
     offload = found.spec.offload
     if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
         yield _clipping(found, site)
     if offload.mode != "gpu" and site.has_gpu:
-        yield from _ratio(spec, site, found)
+        yield from () if searched else _ratio(spec, site, found)
         if offload.ratio and site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
     if site.gpu_memory_unknown:

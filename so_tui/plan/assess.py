@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.plan.architecture import architecture
@@ -25,19 +25,25 @@ RATIOS = tuple(step / 20 for step in range(21))
 """The offload ratios that are tried, ascending."""
 
 
-class Assessment(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Assessment:
     spec: RunSpec
     """With the mode decided."""
+    site: Site
     layout: StateLayout
     terms: tuple[MemoryTerm, ...]
     demand: Demand
     verdict: Verdict
     """By memory alone."""
     shortages: tuple[Shortage, ...]
-    step: StepTime | None
     workload: Workload
     probed: bool
     """Whether a probe of this model on this machine corrected the prediction."""
+
+    @cached_property
+    def step(self) -> StepTime | None:
+        """None where no speed is known. Worked out when it is asked for: of much that is tried memory alone counts."""
+        return _step(self.spec, self.layout, self.site, self.workload)
 
 
 def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Workload | None = None) -> Assessment:
@@ -45,8 +51,11 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     probe's of this model, else full sequences. Raises InputError as ``state_layout`` does.
     """
     layout = state_layout(spec, ranks or site.ranks)
+    return _judged(spec, layout, site, _terms(spec, layout, site), workload)
+
+
+def _judged(spec: RunSpec, layout: StateLayout, site: Site, terms: tuple[MemoryTerm, ...], workload: Workload | None = None) -> Assessment:
     probes = _probes(spec, site)
-    terms = _terms(spec, layout, site, probes)
     demand = demand_of(terms, site.nodes)
     verdict, shortages = judge(demand, site.supply)
     if site.gpu_memory_unknown and verdict == "fits":
@@ -54,12 +63,12 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
     known = workload or site.workload or (probes[-1].workload if probes else Workload())
     return Assessment(
         spec=spec,
+        site=site,
         layout=layout,
         terms=terms,
         demand=demand,
         verdict=verdict,
         shortages=shortages,
-        step=_step(spec, layout, site, probes, known),
         workload=known,
         probed=bool(probes),
     )
@@ -67,7 +76,7 @@ def assess(spec: RunSpec, site: Site, *, ranks: int | None = None, workload: Wor
 
 def step_of(found: Assessment, spec: RunSpec, site: Site) -> StepTime | None:
     """What ``assess`` would say of the step of ``spec``, which differs from the one of ``found`` in what takes no memory."""
-    return _step(spec, found.layout, site, _probes(spec, site), found.workload)
+    return _step(spec, found.layout, site, found.workload)
 
 
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
@@ -114,7 +123,8 @@ def smallest_ratio(spec: RunSpec, site: Site, *, margin: float, ranks: int | Non
     if capacity is None:
         return assess(whole, site, ranks=ranks)
     layout = state_layout(whole, ranks or site.ranks)
-    needed = sum(term.bytes for term in _terms(whole, layout, site, _probes(whole, site)) if term.place == "gpu")
+    terms = _terms(whole, layout, site)
+    needed = sum(term.bytes for term in terms if term.place == "gpu")
     room = int((1 - margin) * capacity) - needed
 
     def leaves_margin(ratio: float) -> bool:
@@ -122,11 +132,11 @@ def smallest_ratio(spec: RunSpec, site: Site, *, margin: float, ranks: int | Non
         return 16 * gpu_numel(whole, layout, ratio) <= room
 
     ratio = RATIOS[min(bisect_left(RATIOS, True, key=leaves_margin), len(RATIOS) - 1)]
-    return assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
+    return _judged(whole, layout, site, terms) if ratio == 1.0 else assess(in_mode(spec, "superoffload", ratio), site, ranks=ranks)
 
 
-def _terms(spec: RunSpec, layout: StateLayout, site: Site, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
-    mode = cast(Mode, spec.offload.mode)
+def _terms(spec: RunSpec, layout: StateLayout, site: Site) -> tuple[MemoryTerm, ...]:
+    probes, mode = _probes(spec, site), cast(Mode, spec.offload.mode)
     found = memory_terms(
         spec,
         layout,
@@ -145,7 +155,7 @@ def _probes(spec: RunSpec, site: Site) -> tuple[Probe, ...]:
     return tuple(probe for probe in site.probes if probe.model == key)
 
 
-def _step(spec: RunSpec, layout: StateLayout, site: Site, probes: Sequence[Probe], workload: Workload) -> StepTime | None:
+def _step(spec: RunSpec, layout: StateLayout, site: Site, workload: Workload) -> StepTime | None:
     if site.speed is None or site.problem:
         return None
     shape = architecture(spec.model.config)
@@ -160,4 +170,5 @@ def _step(spec: RunSpec, layout: StateLayout, site: Site, probes: Sequence[Probe
         ranks_per_node=site.ranks_per_node,
         workload=workload,
     )
+    probes = _probes(spec, site)
     return refined_step(step, cast(Mode, spec.offload.mode), layout.ranks, probes) if probes else step

@@ -12,7 +12,7 @@ from math import prod
 from so_tui.plan.architecture import Architecture
 from so_tui.plan.constants import constants
 from so_tui.plan.layout import StateLayout, partition_numel
-from so_tui.plan.terms import count, own_engine, term_of
+from so_tui.plan.terms import count, own_engine
 from so_tui.plan.types import MemoryTerm, Place
 from so_tui.spec.types import ParameterBlock, RunSpec
 
@@ -56,28 +56,28 @@ def lead_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
 
 def communication_terms(spec: RunSpec, layout: StateLayout, gpu: Place) -> Iterator[MemoryTerm]:
     ranks, bucket, layer = layout.ranks, reduce_bucket_size(spec), largest_block(spec.model.parameters)
-    yield term_of("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {count(bucket)} (reduce_bucket_size)")
+    yield MemoryTerm("reduce bucket", gpu, 2 * bucket, "exact", f"2 B x {count(bucket)} (reduce_bucket_size)")
     yield _reduced(spec, layout, gpu)
     if ranks > 1:
         small = 0 if own_engine(spec) else _small_parameters(spec.model.parameters)
-        yield term_of(
+        yield MemoryTerm(
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
         # Several parameters arrive in one flat piece, from which each is copied; the embedding and the head too.
         lead = lead_parameters(spec.model.parameters)
         live = min(layout.parameters, lead + max(live_parameters(spec.model.parameters) + layer, 2 * layout.largest_parameter))
-        yield term_of("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (ahead, in use, and being copied)")
+        yield MemoryTerm("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (ahead, in use, and being copied)")
         pools = constants().memory.stream_pool_share
         formula = f"{pools:.1f} x what is gathered, on streams whose memory others cannot use"
-        yield term_of("memory pools of the gathering", gpu, int(pools * 2 * live), "calibrated", formula)
+        yield MemoryTerm("memory pools of the gathering", gpu, int(pools * 2 * live), "calibrated", formula)
     # Layers are gathered whole, and their gradients go into a bucket when the whole layer's backward is over.
-    yield term_of("gradients in flight", gpu, 2 * layer, "estimate", f"2 B x {count(layer)} (a layer)", phase="backward")
+    yield MemoryTerm("gradients in flight", gpu, 2 * layer, "estimate", f"2 B x {count(layer)} (a layer)", phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
     # The norm of the largest gradient is over before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if spec.offload.mode == "gpu" else 0
     temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
     formula = f"2 B x {count(layout.largest_parameter)} + (2 + 4) B x {count(share)}, beyond what comes after"
-    yield term_of("temporaries of the largest parameter", gpu, temporaries, "estimate", formula, phase="optimizer")
+    yield MemoryTerm("temporaries of the largest parameter", gpu, temporaries, "estimate", formula, phase="optimizer")
 
 
 def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
@@ -97,7 +97,7 @@ def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
         norm = max(8 * chunk, 4 * share)
         formula += f" + 8 B x {count(chunk)} for a norm" if norm == 8 * chunk else f" + 4 B x {count(share)} for a cast"
     whole = copies * 2 * bucket + cast + norm
-    return term_of("buckets being reduced", gpu, whole, "estimate", f"{formula}, on a stream that shares no memory")
+    return MemoryTerm("buckets being reduced", gpu, whole, "estimate", f"{formula}, on a stream that shares no memory")
 
 
 def gradients_waiting_bytes(spec: RunSpec, layout: StateLayout, shape: Architecture, layer_bytes: int, working: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from so_tui.plan.constants import constants
 from so_tui.plan.layout import StateLayout
-from so_tui.plan.terms import count, own_engine, power_of_two, term_of
+from so_tui.plan.terms import count, own_engine, power_of_two
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec.types import RunSpec
 
@@ -50,26 +50,28 @@ def host_terms(
     memory = constants().memory
     libraries = memory.shared_libraries_bytes if has_gpu else 0
     process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
-    yield term_of("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    yield MemoryTerm("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
     if libraries:
-        yield term_of(LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
+        yield MemoryTerm(LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
     if has_gpu and layout.ranks > 1:
-        yield term_of(NCCL_ON_HOST, "node", memory.nccl_host_bytes, "calibrated", "channels between the GPUs")
-    yield term_of("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
+        yield MemoryTerm(NCCL_ON_HOST, "node", memory.nccl_host_bytes, "calibrated", "channels between the GPUs")
+    yield MemoryTerm("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     later = {term.name: term.bytes for term in states if term.place == "node"} if has_gpu else {}
     if own_engine(spec):
-        yield term_of("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
+        yield MemoryTerm("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
     elif spec.offload.mode == "superoffload":
-        yield term_of("Adam worker", "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
+        yield MemoryTerm("Adam worker", "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
         scratch = 4 * layout.largest_sub_group
-        yield term_of("gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {count(layout.largest_sub_group)}, page-locked")
+        yield MemoryTerm(
+            "gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {count(layout.largest_sub_group)}, page-locked"
+        )
         if pinned_rounded:
             lost = power_of_two(scratch) - scratch
-            yield term_of("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
+            yield MemoryTerm("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
     if spec.checkpoint.at_end or spec.checkpoint.every_steps:
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
-        yield term_of(SAVING, "node", 4 * kept, "estimate", formula)
+        yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
     yield from _loading(layout, later)
 
 
@@ -85,20 +87,20 @@ def _loading(layout: StateLayout, later: Mapping[str, int]) -> Iterator[MemoryTe
         formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU"
         if twice > weights:
             formula = "the gradient partition on its way into page-locked memory, less the moments that come after it"
-        yield term_of(LOADING, "node", max(weights, twice), "estimate", formula)
+        yield MemoryTerm(LOADING, "node", max(weights, twice), "estimate", formula)
 
 
 def shared_terms(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:
     if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
         formula = f"8 B x {count(layout.cpu_numel)} x {local_ranks} ranks (fp32 weights and gradients; part of the host memory above)"
-        yield term_of("masters and gradients in /dev/shm", "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
+        yield MemoryTerm("masters and gradients in /dev/shm", "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
     if local_ranks > 1:
-        yield term_of("messages between ranks", "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
+        yield MemoryTerm("messages between ranks", "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
 
 
 def disk_terms(spec: RunSpec, layout: StateLayout) -> Iterator[MemoryTerm]:
     states = STATE_BYTES * layout.numel * layout.ranks
     formula = f"{STATE_BYTES} B x {count(layout.numel)} x {layout.ranks} ranks (fp32 weights, two moments)"
-    yield term_of("one checkpoint", "disk", states, "exact", formula)
+    yield MemoryTerm("one checkpoint", "disk", states, "exact", formula)
     if spec.checkpoint.export:
-        yield term_of("export", "disk", 2 * layout.parameters, "exact", f"2 B x {count(layout.parameters)} (bf16)")
+        yield MemoryTerm("export", "disk", 2 * layout.parameters, "exact", f"2 B x {count(layout.parameters)} (bf16)")

@@ -9,6 +9,7 @@ stepped together. All sizes below are per rank unless they say otherwise.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -124,7 +125,7 @@ def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
     total = sum(numels)
     # The slack is for (1 - 0.9) * 10, which is a little less than 1 in floating point.
     budget = (1 - ratio) * total + 1e-12 * total
-    return sum(1 for kept in accumulate(numels) if kept <= budget)
+    return bisect_right(list(accumulate(numels)), budget)
 
 
 def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:

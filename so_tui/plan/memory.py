@@ -20,7 +20,7 @@ from so_tui.plan.constants import constants
 from so_tui.plan.host_memory import GRADIENT_PARTITION, disk_terms, host_terms, shared_terms
 from so_tui.plan.layout import StateLayout
 from so_tui.plan.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
-from so_tui.plan.terms import count, own_engine, power_of_two, term_of
+from so_tui.plan.terms import count, own_engine, power_of_two
 from so_tui.plan.types import MemoryTerm, Phase, Place
 from so_tui.spec.types import ParameterBlock, RunSpec
 
@@ -80,30 +80,30 @@ def gradient_buffer_bytes(spec: RunSpec) -> int:
 def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool) -> Iterator[MemoryTerm]:
     kept, moved, whole = layout.gpu_numel, layout.cpu_numel, layout.numel
     buffer = gradient_buffer_bytes(spec)
-    yield term_of("weights", gpu, layout.weights_bytes, "exact", f"2 B x {count(whole)} parameters (bf16)")
+    yield MemoryTerm("weights", gpu, layout.weights_bytes, "exact", f"2 B x {count(whole)} parameters (bf16)")
     if spec.offload.mode == "gpu":
-        yield term_of("masters", gpu, layout.masters_bytes("gpu"), "exact", f"4 B x {count(kept)} (fp32 weights)")
-        yield term_of("moments", gpu, layout.moments_bytes("gpu"), "exact", f"8 B x {count(kept)} (two fp32 moments)")
-        yield term_of("gradients", gpu, buffer * whole, "exact", f"{buffer} B x {count(whole)}")
+        yield MemoryTerm("masters", gpu, layout.masters_bytes("gpu"), "exact", f"4 B x {count(kept)} (fp32 weights)")
+        yield MemoryTerm("moments", gpu, layout.moments_bytes("gpu"), "exact", f"8 B x {count(kept)} (two fp32 moments)")
+        yield MemoryTerm("gradients", gpu, buffer * whole, "exact", f"{buffer} B x {count(whole)}")
         largest = layout.largest_sub_group
-        yield term_of("fp32 gradients of one sub-group", gpu, 4 * largest, "exact", f"4 B x {count(largest)}", phase="optimizer")
+        yield MemoryTerm("fp32 gradients of one sub-group", gpu, 4 * largest, "exact", f"4 B x {count(largest)}", phase="optimizer")
         return
     if kept:
-        yield term_of("states kept on the GPU", gpu, 16 * kept, "exact", f"16 B x {count(kept)} (fp32 weights, gradients, two moments)")
-    yield term_of("masters", "node", layout.masters_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32 weights)")
+        yield MemoryTerm("states kept on the GPU", gpu, 16 * kept, "exact", f"16 B x {count(kept)} (fp32 weights, gradients, two moments)")
+    yield MemoryTerm("masters", "node", layout.masters_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32 weights)")
     if own_engine(spec):
-        yield term_of("exchange with the GPU", "node", 2 * moved, "exact", f"2 B x {count(moved)} (bf16 gradients, then weights)")
+        yield MemoryTerm("exchange with the GPU", "node", 2 * moved, "exact", f"2 B x {count(moved)} (bf16 gradients, then weights)")
         if spec.micro_steps > 1:
-            yield term_of("accumulated gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32)")
+            yield MemoryTerm("accumulated gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32)")
     else:
-        yield term_of("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32), page-locked")
-    yield term_of("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {count(moved)} (two fp32 moments)")
+        yield MemoryTerm("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32), page-locked")
+    yield MemoryTerm("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {count(moved)} (two fp32 moments)")
     if not own_engine(spec):
-        yield term_of(GRADIENT_PARTITION, "node", buffer * whole, "exact", f"{buffer} B x {count(whole)}, page-locked, of any ratio")
+        yield MemoryTerm(GRADIENT_PARTITION, "node", buffer * whole, "exact", f"{buffer} B x {count(whole)}, page-locked, of any ratio")
         if pinned_rounded:
             pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [buffer * whole]
             lost = sum(power_of_two(piece) - piece for piece in pieces)
-            yield term_of("rounding of page-locked blocks", "node", lost, "exact", "each to the next power of two by torch before 2.13")
+            yield MemoryTerm("rounding of page-locked blocks", "node", lost, "exact", "each to the next power of two by torch before 2.13")
 
 
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:
@@ -120,8 +120,8 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
     head = shape.vocabulary * shape.hidden
     phases: tuple[Phase, ...] = ("loss", "backward")
     for phase in phases:
-        yield term_of(name, gpu, whole, "exact" if policy == "full" else "estimate", formula, phase=phase)
-    yield term_of(
+        yield MemoryTerm(name, gpu, whole, "exact" if policy == "full" else "estimate", formula, phase=phase)
+    yield MemoryTerm(
         "working set of one block",
         gpu,
         working,
@@ -131,29 +131,33 @@ def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: P
     )
     if scores:
         formula = f"6 B x {shape.heads} heads x {spec.data.sequence_length}^2 tokens x {spec.train.micro_batch} (eager attention)"
-        yield term_of("attention scores", gpu, scores, "estimate", formula, phase="backward")
+        yield MemoryTerm("attention scores", gpu, scores, "estimate", formula, phase="backward")
     waiting = gradients_waiting_bytes(spec, layout, shape, tokens * kept, working)
     if waiting:
-        yield term_of("gradients on their way", gpu, waiting, "estimate", "full buckets, less the layers that are done", phase="backward")
+        yield MemoryTerm(
+            "gradients on their way", gpu, waiting, "estimate", "full buckets, less the layers that are done", phase="backward"
+        )
     if shape.experts:
         largest = largest_in_block(spec.model.parameters)
         formula = f"{EXPERT_HOLES} x 2 B x {count(largest)}: what is freed is cut too small for the gradient of a layer's experts"
-        yield term_of("room between the rows of experts", gpu, EXPERT_HOLES * 2 * largest, "calibrated", formula, phase="backward")
+        yield MemoryTerm("room between the rows of experts", gpu, EXPERT_HOLES * 2 * largest, "calibrated", formula, phase="backward")
     if shape.experts and spec.train.router_loss_coefficient:
         size = 2 * tokens * shape.experts * shape.layers
         for phase in phases:
             formula = f"2 B x {count(tokens)} tokens x {shape.experts} experts x {shape.layers} layers"
-            yield term_of("logits of the routers", gpu, size, "exact", formula, phase=phase)
+            yield MemoryTerm("logits of the routers", gpu, size, "exact", formula, phase=phase)
     needed = loss_bytes(tokens, shape.vocabulary, shape.hidden)
     formula = f"2 B x {count(LOSS_KEPT_LOGITS)} logits kept + 6 B x {count(LOSS_BLOCK_LOGITS)} at a time + 6 B x tokens x {shape.hidden}"
-    yield term_of("logits and loss", gpu, needed, "estimate", formula, phase="loss")
+    yield MemoryTerm("logits and loss", gpu, needed, "estimate", formula, phase="loss")
     hidden = 4 * tokens * shape.hidden
     for phase in phases:
         # On one GPU it is one of the buckets on their way; on several those are fewer, and it comes beside them.
         if phase == "loss" or spec.offload.mode != "gpu" or layout.ranks > 1 or tied_head(spec.model.parameters):
             formula = f"2 B x {count(head)}, from the loss until it is reduced"
-            yield term_of("gradient of the head", gpu, 2 * head, "exact", formula, phase=phase)
-        yield term_of("hidden states and their gradient", gpu, hidden, "exact", f"2 x 2 B x {count(tokens)} x {shape.hidden}", phase=phase)
+            yield MemoryTerm("gradient of the head", gpu, 2 * head, "exact", formula, phase=phase)
+        yield MemoryTerm(
+            "hidden states and their gradient", gpu, hidden, "exact", f"2 x 2 B x {count(tokens)} x {shape.hidden}", phase=phase
+        )
 
 
 def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTerm], has_gpu: bool) -> Iterator[MemoryTerm]:
@@ -164,15 +168,15 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
     # As measured on one GPU and on two, where it doubles, for what reason is not known; with more it is taken to be as with two.
     offload_context = memory.offload_context_bytes * min(layout.ranks, 2) if offloads else 0
     context = memory.cuda_context_bytes + offload_context
-    yield term_of("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")
+    yield MemoryTerm("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")
     if layout.ranks > 1:
-        yield term_of("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
+        yield MemoryTerm("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
     if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
         formula = "its page-locked memory opens a second CUDA context"
-        yield term_of("context of the Adam worker", "gpu", memory.second_context_bytes, "calibrated", formula)
+        yield MemoryTerm("context of the Adam worker", "gpu", memory.second_context_bytes, "calibrated", formula)
     changing = max(phase_bytes([term for term in moving if term.name not in KEPT], "gpu").values(), default=0)
     formula = f"{memory.slack_share:.1%} of what comes and goes within a layer"
-    yield term_of("allocator slack", "gpu", int(memory.slack_share * changing), "calibrated", formula)
+    yield MemoryTerm("allocator slack", "gpu", int(memory.slack_share * changing), "calibrated", formula)
 
 
 @lru_cache(maxsize=64)

@@ -88,7 +88,8 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessm
     if with_cores is not chosen.spec:
         site = _site_for(with_cores, machine)
         chosen = assess(with_cores, site)
-    plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, site, chosen, tuple(explained(wanted, site, chosen, tried)))
+    reasons = tuple(explained(wanted, site, chosen, tried))
+    plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, site, chosen, reasons, searched=True)
     return replace(plan, recommended=plan.verdict == "fits"), site, chosen
 
 
@@ -167,13 +168,13 @@ def _best_count(cells: dict[int, Plan]) -> int | None:
     return min((count for count, found in rates.items() if found >= (1 - ALIKE) * max(rates.values())), default=None)
 
 
-def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) -> Plan:
+def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str], *, searched: bool = False) -> Plan:
     offload = found.spec.offload
     blocked = (*impossible(spec, site.machine), *((site.problem,) if site.problem else ()))
     fits = not blocked and found.verdict != "does not fit"
     sequences = site.ranks * spec.train.micro_batch * spec.micro_steps
     tokens = sequences * spec.data.sequence_length
-    mends = tuple(remedies(spec, site)) if found.verdict == "does not fit" and not blocked else ()
+    mends = tuple(remedies(spec, site, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
     step = None if blocked else found.step
     disk = sum(term.bytes for term in found.terms if term.place == "disk")
     return Plan(
@@ -186,7 +187,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str]) 
         possible=not blocked,
         reasons=(*blocked, *_verdict_reasons(site, found, bool(blocked)), *mends, *((*choices, *_accumulation(spec)) if fits else ())),
         remedies=mends,
-        warnings=tuple(warnings(spec, site, found)),
+        warnings=tuple(warnings(spec, site, found, searched=searched)),
         gpu_bytes=found.demand.gpu_bytes,
         gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.place == "gpu" and term.name not in OUTSIDE_ALLOCATOR),
         gpu_capacity_bytes=site.supply.gpu_bytes,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from so_tui.plan.activations import POLICIES, Policy
 from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio, states_fit, step_of
-from so_tui.plan.site import Site, site_of
+from so_tui.plan.site import Site, other_site
 from so_tui.plan.types import Verdict
 from so_tui.plan.verdict import EACH_GPU, GPU_MARGIN
 from so_tui.spec.types import RunSpec
@@ -60,7 +60,7 @@ def with_fitting_cores(chosen: Assessment, site: Site) -> RunSpec:
     found = []
     for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
         varied = replace(spec, offload=replace(spec.offload, cpu_adam_cores_fraction=fraction))
-        step = step_of(chosen, varied, site_of(site.machine, site.gpus, fraction))
+        step = step_of(chosen, varied, other_site(site, site.gpus, fraction))
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)

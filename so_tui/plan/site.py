@@ -38,6 +38,8 @@ class Site(Struct, frozen=True, kw_only=True):
     speed: Speed | None
     probes: tuple[Probe, ...]
     """What was measured here of real runs, any model."""
+    known: Calibration | None
+    """All that was measured of the machine."""
     pinned_rounded: bool
     """Whether torch rounds page-locked memory up to powers of two; assumed where its version is not known."""
     workload: Workload | None = None
@@ -67,11 +69,12 @@ def site_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Sit
 
     Its rates are what was calibrated on the machine or one like it, else published ones.
     """
-    return _site(machine, gpus, cpu_adam_cores_fraction, _known(machine))
+    return _site(machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None)
 
 
-def _known(machine: Machine) -> Calibration | None:
-    return calibration_of(machine) if machine.gpus else None
+def other_site(site: Site, gpus: Gpus, cpu_adam_cores_fraction: float) -> Site:
+    """``site_of`` other GPUs, or with other cores, of the same machine."""
+    return _site(site.machine, gpus, cpu_adam_cores_fraction, site.known)
 
 
 @lru_cache(maxsize=256)
@@ -100,6 +103,7 @@ def _site(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, known: C
         speed=speed_of(machine, name, known),
         # What other constants were off by says nothing of these.
         probes=tuple(probe for probe in known.probes if probe.constants == digest()) if known else (),
+        known=known,
         pinned_rounded=bool(machine.gpus) and _version(machine.software.torch) < ROUNDS_NO_MORE,
         problem=problem,
     )

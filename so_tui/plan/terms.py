@@ -1,22 +1,15 @@
-"""What the modules that add up memory share: how a term is written, and whose engine runs."""
+"""What the modules that add up memory share: how numbers are written, and whose engine runs."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from so_tui.plan.types import Confidence, MemoryTerm, Phase, Place
 from so_tui.spec.types import RunSpec
 
 
 def own_engine(spec: RunSpec) -> bool:
     """Whether the project's own SuperOffload runs, with its leaner worker, rather than one of DeepSpeed's CPU optimizers."""
     return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
-
-
-def term_of(
-    name: str, place: Place, size: int, confidence: Confidence, formula: str, rank: int | None = None, phase: Phase | None = None
-) -> MemoryTerm:
-    return MemoryTerm(name=name, place=place, bytes=size, confidence=confidence, formula=formula, rank=rank, phase=phase)
 
 
 @lru_cache(maxsize=4096)

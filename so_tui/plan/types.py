@@ -62,7 +62,7 @@ class RankBinding(Struct, frozen=True, kw_only=True):
     """Without it, as its own users start it: all physical cores of the machine, cut into equal slices."""
 
 
-class MemoryTerm(Struct, frozen=True, kw_only=True):
+class MemoryTerm(Struct, frozen=True):
     """One term of the arithmetic. ``gpu`` and ``node`` terms are per rank; ``shm`` and ``disk`` for the whole host."""
 
     name: str

@@ -86,10 +86,11 @@ def memory_node(machine: Machine, node_id: int) -> int:
 
 def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
     """Adds the terms up; ``rank_nodes`` says which CPU node each rank of this host has its memory from."""
-    common = sum(term.bytes for term in terms if term.place == "node" and term.rank is None)
+    on_nodes = [term for term in terms if term.place == "node"]
+    common = sum(term.bytes for term in on_nodes if term.rank is None)
     node_bytes: dict[int, int] = {}
     for rank, node in enumerate(rank_nodes):
-        own = sum(term.bytes for term in terms if term.place == "node" and term.rank == rank)
+        own = sum(term.bytes for term in on_nodes if term.rank == rank)
         node_bytes[node] = node_bytes.get(node, 0) + common + own
     return Demand(
         gpu_bytes=sum(term.bytes for term in terms if term.place == "gpu"),
@@ -100,9 +101,11 @@ def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
 
 def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
     """Whether it fits, and where not: worst first."""
+    # Names are looked for where there is something to say.
+    any_short = any(_short("", needs, supply.node_bytes.get(node, 0), HOST_MARGIN) for node, needs in demand.node_bytes.items())
     found = [
         _short(EACH_GPU, demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
-        *(_short(nodes, needs, has, HOST_MARGIN) for nodes, needs, has in alike(demand, supply)),
+        *(_short(nodes, needs, has, HOST_MARGIN) for nodes, needs, has in (alike(demand, supply) if any_short else ())),
         _short("the host, within its memory limit,", sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
         _short("/dev/shm", demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
     ]
