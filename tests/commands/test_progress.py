@@ -68,7 +68,10 @@ def test_a_step_is_told_before_what_came_after_it(elsewhere: RunDirectory) -> No
     writer.append(CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=0.1, path="there"))
     writer.close()
     write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))
-    told, _ = followed(elsewhere, "watcher").communicate(timeout=20)
+    follower = followed(elsewhere, "watcher")
+    assert follower.stdout is not None
+    told = follower.stdout.read()  # not communicate(): it would miss what came with the first line
+    assert follower.wait(timeout=20) == 4
     assert told.index("step 3/") < told.index("checkpoint of step 3")
     assert "left" not in told[told.index("checkpoint of step 3") :]
 
