@@ -220,7 +220,7 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
             await pilot.press("f5")
             await until(pilot, lambda: "was not started" in screen_text(pilot))
             await pilot.press("escape")
-        await pilot.press("5", "r")
+        await pilot.press("5", "g")
         await until(pilot, lambda: "not this machine" not in screen_text(pilot))
         await pilot.press("1")
         await until(pilot, lambda: len(pilot.app.screen.query_one("#table", DataTable).columns) == here)

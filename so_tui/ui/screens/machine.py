@@ -156,7 +156,7 @@ class MachineScreen(Page):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("t", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
-        Binding("r", "look_again", "Look again", id="look-again", tooltip="Inspect this machine and ask doctor again"),
+        Binding("g", "look_again", "Look again", id="look-again", tooltip="Inspect this machine and ask doctor again"),
         OTHER_MACHINE,
     ]
 
