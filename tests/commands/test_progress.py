@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory, control, create_run, read_state, write_state
-from so_tui.runs.records import CheckpointRecord, RunState, StepRecord
+from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import find_preset
+from tests.records import step_record
 
 FOLLOW = (
     "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # whatever started the tests (nohup) ignores it
@@ -39,32 +40,7 @@ def followed(run: RunDirectory, who: str) -> subprocess.Popen[str]:
 def test_a_step_is_told_before_what_came_after_it(elsewhere: RunDirectory) -> None:
     writer = MetricsWriter(elsewhere, 1)
     for number in (1, 2, 3):  # the third comes so soon after the first that it is held back
-        writer.append(
-            StepRecord(
-                attempt=1,
-                time=1e9 + number / 100,
-                step=number,
-                loss=2.0,
-                learning_rate=1e-5,
-                gradient_norm=None,
-                useful_tokens=10,
-                trained_tokens=5,
-                useful_tokens_per_s_total=1.0,
-                model_tflops_per_gpu=1.0,
-                hw_tflops_per_gpu=1.0,
-                seed_tflops_total=1.0,
-                mfu=None,
-                step_s=1.0,
-                data_s=0.1,
-                forward_s=0.3,
-                backward_s=0.4,
-                exposed_optimizer_s=0.1,
-                other_s=0.1,
-                gpu_memory_peak_bytes=None,
-                host_memory_bytes=7,
-                slowest_rank=0,
-            )
-        )
+        writer.append(step_record(number, time=1e9 + number / 100))
     writer.append(CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=0.1, path="there"))
     writer.close()
     write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))

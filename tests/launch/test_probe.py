@@ -15,8 +15,8 @@ from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe
 from so_tui.plan.flops import flops_of, model_flops
 from so_tui.plan.types import Workload
-from so_tui.runs.records import StepRecord
 from so_tui.spec import find_preset, with_values
+from tests.records import step_record
 
 from .plans import cpu_machine
 
@@ -35,30 +35,7 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     plan = make_plan(SPEC, h200())
     useful, lengths = 16_000, [160] * 100
     flops = model_flops(flops_of(SPEC.model), useful, lengths)
-    step = StepRecord(
-        attempt=1,
-        time=0.0,
-        step=3,
-        loss=1.0,
-        learning_rate=1e-5,
-        gradient_norm=None,
-        useful_tokens=useful,
-        trained_tokens=8_192,
-        useful_tokens_per_s_total=useful / 2.0,
-        model_tflops_per_gpu=flops / 2.0 / 1e12,
-        hw_tflops_per_gpu=0.0,
-        seed_tflops_total=0.0,
-        mfu=None,
-        step_s=2.0,
-        data_s=0.0,
-        forward_s=0.5,
-        backward_s=1.4,
-        exposed_optimizer_s=0.1,
-        other_s=0.0,
-        gpu_memory_peak_bytes=1,
-        host_memory_bytes=1,
-        slowest_rank=0,
-    )
+    step = step_record(3, useful_tokens=useful, trained_tokens=8_192, model_tflops_per_gpu=flops / 2.0 / 1e12)  # of 2 s
     found = workload_of([step], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)

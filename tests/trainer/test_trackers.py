@@ -3,6 +3,7 @@
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,14 @@ from so_tui_trainer.metrics import Recorder
 from so_tui_trainer.tensorboard import EventFile, crc32c
 from so_tui_trainer.trackers import Sidecars, TensorBoard, figures, trackers_of
 from tests.python_path import python_path
+from tests.records import step_record
 
 Event = tuple[int, dict[str, float], bool]
 """Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is not older is taken back."""
 
 
-def step(number: int, loss: float = 2.0) -> StepRecord:
-    return StepRecord(
-        attempt=1, time=1e9 + number, step=number, loss=loss, learning_rate=1e-5, gradient_norm=None, useful_tokens=10, trained_tokens=5,
-        useful_tokens_per_s_total=1.0, model_tflops_per_gpu=1.0, hw_tflops_per_gpu=1.0, seed_tflops_total=1.0, mfu=None, step_s=1.0,
-        data_s=0.1, forward_s=0.3, backward_s=0.4, exposed_optimizer_s=0.1, other_s=0.1, gpu_memory_peak_bytes=None, host_memory_bytes=7,
-        slowest_rank=0,
-    )  # fmt: skip
+step = partial(step_record, mfu=None, gradient_norm=None)
+"""Of a GPU without a known peak, where nothing was clipped."""
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:

@@ -1,0 +1,33 @@
+"""Records of runs that never were."""
+
+from __future__ import annotations
+
+from so_tui.runs.records import StepRecord
+
+
+def step_record(step: int, *, attempt: int = 1, loss: float = 2.0, **others: object) -> StepRecord:
+    """A plausible one; ``others`` replaces any of its figures."""
+    values: dict[str, object] = {
+        "attempt": attempt,
+        "time": 1e9 + step,
+        "loss": loss,
+        "learning_rate": 1e-5,
+        "gradient_norm": 1.5,
+        "useful_tokens": 1000,
+        "trained_tokens": 400,
+        "useful_tokens_per_s_total": 500.0,
+        "model_tflops_per_gpu": 400.0,
+        "hw_tflops_per_gpu": 500.0,
+        "seed_tflops_total": 450.0,
+        "mfu": 0.4,
+        "step_s": 2.0,
+        "data_s": 0.1,
+        "forward_s": 0.6,
+        "backward_s": 1.2,
+        "exposed_optimizer_s": 0.05,
+        "other_s": 0.05,
+        "gpu_memory_peak_bytes": None,
+        "host_memory_bytes": 1 << 30,
+        "slowest_rank": 0,
+    }
+    return StepRecord(step=step, **(values | others))  # type: ignore[arg-type]
