@@ -165,7 +165,8 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
         return
     memory = constants().memory
     offloads = spec.offload.mode == "superoffload" and layout.cpu_numel > 0
-    # As measured on one GPU and on two, where it doubles, for what reason is not known; with more it is taken to be as with two.
+    # As measured on one GPU and on two, where the other rank's context on the first GPU came on top. The engine opens none any more; until
+    # that is measured the plan has room for it.
     offload_context = memory.offload_context_bytes * min(layout.ranks, 2) if offloads else 0
     context = memory.cuda_context_bytes + offload_context
     yield MemoryTerm("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")

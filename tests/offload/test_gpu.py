@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from so_tui_trainer import offload
 from so_tui_trainer.offload.deepspeed_0_19_8 import sub_group_states, super_offload
 from tests.offload import support, test_ranks
 from tests.offload.reference import Reference, distance
+from tests.python_path import checkout_path
 
 pytestmark = [
     pytest.mark.gpu,
@@ -214,3 +217,27 @@ def test_the_worker_is_no_compute_process_of_any_gpu() -> None:
         if os.getpid() not in listed:
             pytest.skip("NVML lists processes by numbers of another namespace: not even this one is among them")
         assert offload.worker_pid(made) not in listed
+
+
+WEIGHTS_FROM_A_THREAD = """
+from threading import Thread
+import torch
+from so_tui_trainer.offload.transfers import transfers_for
+
+torch.cuda.set_device(1)
+transfers = transfers_for(torch.device("cuda", 1))
+host, weights = torch.ones(1000, pin_memory=True), torch.zeros(1000, device="cuda:1")
+link = Thread(target=lambda: transfers.weights_to_gpu(weights, host).done.synchronize())
+link.start()
+link.join()
+print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_that_a_thread_brings_open_no_context_on_another_gpu() -> None:
+    """Half a gigabyte of the first GPU for each rank of the others."""
+    command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
+    environment = os.environ | {"PYTHONPATH": checkout_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["1000.0", "False"]

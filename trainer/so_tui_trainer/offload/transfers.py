@@ -137,7 +137,8 @@ def _timing_event() -> Event:
 
 def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Transfer:
     begin, end = _timing_event(), _timing_event()
-    with torch.cuda.stream(stream), torch.no_grad():
+    # A thread stands on the first GPU until told otherwise, and going back to a stream there would open a CUDA context on it.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.no_grad():
         begin.record(stream)
         for target, source in copies:
             target.copy_(source, non_blocking=True)
