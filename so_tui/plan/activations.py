@@ -18,6 +18,8 @@ POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 SINKS = frozenset({"gpt_oss"})
 """Model types whose attention has sinks: another tensor like one layer's attention result exists for a moment in backward. The gate of
 their experts is clamped and shifted, in steps that each keep a copy where they are not one kernel."""
+_ROTATED_AS_THEY_COME = frozenset({"gpt_oss", "llama", "mistral", "qwen2", "seed_oss"})
+"""Model types whose queries and keys nothing keeps before their rotation: no norm stands between, and values do not share their memory."""
 
 
 def policy_of(model: ModelSpec) -> Policy:
@@ -34,9 +36,10 @@ def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """What one block leaves behind per token, in bf16.
 
     full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
-    inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
-    up and their product; experts by those a token meets (see ``expert_kept_bytes``). Fused experts keep 16 B for each that a token meets
-    whatever the policy: where its row is, and back.
+    inputs of the block, of its norms and of its products, queries and keys before and after rotation (before it only where a norm keeps
+    them, or the values' memory: q + kv less elsewhere), values, the attention's result, gate, up and their product; experts by those a
+    token meets (see ``expert_kept_bytes``). Fused experts keep 16 B for each that a token meets whatever the policy: where its row is, and
+    back.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
     places = 16 * shape.experts_per_token if fused else 0
@@ -45,7 +48,8 @@ def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     if policy == "selective":
         return block_input_bytes(shape) + product_bytes(shape, fused=fused) + places
     feed_forward = expert_kept_bytes(shape, fused=fused) if shape.experts else 6 * f
-    return 2 * (4 * h + 3 * q + 3 * kv) + 4 * shape.heads + feed_forward + places
+    before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
+    return 2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + places
 
 
 def expert_kept_bytes(shape: Architecture, *, fused: bool) -> int:

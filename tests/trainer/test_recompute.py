@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from test_batches import documents, spec
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from so_tui.plan.activations import kept_bytes
+from so_tui.plan.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
 from so_tui_trainer.model.build import TrainedModel, without_dropout
@@ -31,8 +34,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "
 MIXTURES = ("qwen3_moe", "gpt_oss")
 
 
-def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one micro-batch."""
+def model_of(policy: recompute.Policy, model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
@@ -41,9 +43,20 @@ def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float,
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     kernels.install(causal, [kernels.EXPERTS])
     recompute.install(causal, policy)
-    model = TrainedModel(causal.train(), attention)
+    return causal.train()
+
+
+def forward(causal: PreTrainedModel) -> Tensor:
+    """The loss of one micro-batch."""
+    model = TrainedModel(causal, causal.config._attn_implementation)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
-    loss = model(batch, 1 / len(batch.targets))
+    return model(batch, 1 / len(batch.targets))
+
+
+def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one micro-batch."""
+    causal = model_of(policy, model_type)
+    loss = forward(causal)
     loss.backward()
     return loss.item(), {name: parameter.grad.clone() for name, parameter in causal.named_parameters()}
 
@@ -56,6 +69,27 @@ def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Po
     assert found == expected
     for name, gradient in gradients.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "qwen2", "seed_oss", *MIXTURES])
+def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(model_type: str) -> None:
+    causal = model_of("none", model_type)
+    products: list[Tensor] = []
+    for name, module in causal.named_modules():
+        if name.endswith(("q_proj", "k_proj", "qkv_proj")):
+            module.register_forward_hook(lambda module, inputs, result: products.append(result))
+    kept: set[int] = set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.add(tensor.untyped_storage().data_ptr()) or tensor, lambda tensor: tensor
+    ):
+        forward(causal)
+    found = {product.untyped_storage().data_ptr() in kept for product in products}
+
+    shape = architecture(causal.config.to_dict())
+    normed = msgspec.structs.replace(shape, model_type="qwen3")
+    least = kept_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
+    assert kept_bytes(shape, "none", fused=True) == (kept_bytes(normed, "none", fused=True) if found == {True} else least)
+    assert len(found) == 1
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[name-defined]
