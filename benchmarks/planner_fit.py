@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -214,7 +215,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     for name in ("fit", "check"):
         done = [row for row in rows if row["set"] == name and "measured" in row]
         if done:
-            parts += [f"### Set `{name}`: {len(done)} settings", "", *_table(done), "", _summary(done), ""]
+            compared = [(row, *_told_and_found(row)) for row in done]
+            parts += [f"### Set `{name}`: {len(done)} settings", "", *_table(compared), "", _summary(compared), ""]
     failed = [row for row in rows if "error" in row]
     parts += [f"- not measured: {row['setting']['size']} x {row['setting']['gpus']} {row['name']}: {row['error']}" for row in failed]
     return "\n".join(parts)
@@ -229,13 +231,16 @@ _COLUMNS = (
 )
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+Compared = tuple[dict[str, Any], Figures, Figures]
+"""A row, what is planned of it, and what was measured."""
+
+
+def _table(rows: Sequence[Compared]) -> list[str]:
     lines = [
         "| model | GPUs | setting | GPU reserved, GB | GPU device, GB | host, GB | host while loading, GB | step, s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: (row["setting"]["gpus"], row["setting"]["size"], row["name"])):
-        told, found = _told_and_found(row)
+    for row, told, found in sorted(rows, key=lambda each: (each[0]["setting"]["gpus"], each[0]["setting"]["size"], each[0]["name"])):
         cells = [_cell(getattr(told, key) / unit, getattr(found, key) / unit) for _, key, unit in _COLUMNS]
         clipping = "" if row["setting"].get("clipping", 1.0) else ", no clipping"
         label = f" ({row['label']})" if row["label"] else ""
@@ -255,50 +260,60 @@ def _cell(told: float, found: float) -> str:
     return f"{told:.2f} / {found:.2f} ({told / found - 1:+.1%})" if found else ""
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> str:
+def _summary(rows: Sequence[Compared]) -> str:
     texts = []
     for (name, key, _), limit in zip(_COLUMNS, (0.05, 0.05, 0.05, 0.05, 0.15), strict=True):
-        pairs = [(getattr(told, key), getattr(found, key)) for told, found in map(_told_and_found, rows)]
+        pairs = [(getattr(told, key), getattr(found, key)) for _, told, found in rows]
         errors = [told / found - 1 for told, found in pairs if found]
         if errors:
             within = sum(abs(error) <= limit for error in errors)
             texts.append(f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst {min(errors):+.1%} and {max(errors):+.1%}")
-    digests = sorted({row["constants"] if row["set"] == "check" else "of today" for row in rows})
+    digests = sorted({row["constants"] if row["set"] == "check" else "of today" for row, _, _ in rows})
     return "; ".join(texts) + f". Constants {', '.join(digests)}."
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Fastest first, with the recommended and the original setting marked."""
-    done = [row for row in rows if row["set"] == "sweep" and "measured" in row]
+    """Fastest first, with the recommended and the original setting marked. Ratios that keep the same sub-groups on the GPU are one and the
+    same work: comparisons below the table take the median of those.
+    """
+    done = sorted((row for row in rows if row["set"] == "sweep" and "measured" in row), key=_rate, reverse=True)
     if not done:
         return "nothing measured yet"
-
-    def rate(row: dict[str, Any]) -> float:
-        setting, found = row["setting"], row["measured"]
-        length = check_tree(row["spec"]).data.sequence_length
-        positions = setting["gpus"] * setting["micro_batch"] * setting["accumulation"] * length
-        return float(positions * found["workload"]["useful_share"] / found["figures"]["step_s"])
-
-    done.sort(key=rate, reverse=True)
-    best = rate(done[0])
     lines = ["| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |", "|---|---|---|---|---|---|"]
     for row in done:
         told, found = row["predicted"]["step_s"], row["measured"]["figures"]["step_s"]
         label = f"**{row['label']}**" if row["label"] else ""
-        lines.append(
-            f"| {row['name']} | {row['setting']['cores']} | {rate(row):.0f} | {rate(row) / best:.1%} | {told:.2f} / {found:.2f} | {label} |"
-        )
+        share = _rate(row) / _rate(done[0])
+        lines.append(f"| {row['name']} | {row['setting']['cores']} | {_rate(row):.0f} | {share:.1%} | {told:.2f} / {found:.2f} | {label} |")
     named = {label: row for row in done for label in row["label"].split(", ") if label}
     if "recommended" in named and "original" in named:
-        times = rate(named["recommended"]) / rate(named["original"])
-        lines += ["", f"The recommendation is {times:.2f} x as fast as the original setting."]
+        best, given = _usual_rate(named["recommended"], done), _usual_rate(named["original"], done)
+        lines += ["", f"The recommendation is {best / given:.2f} x as fast as the original setting."]
     for label, row in named.items():
         if found := re.fullmatch(WITH_LESS.replace("{:g}", "(.+)"), label):
             fitting = [other for other in done if _device_bytes(other) <= (1 - GPU_MARGIN) * float(found[1]) * 2**30]
-            fastest = max(fitting, key=rate, default=row)
-            share = rate(row) / rate(fastest)
+            fastest = max(fitting, key=lambda other: _usual_rate(other, done), default=row)
+            share = _usual_rate(row, done) / _usual_rate(fastest, done)
             lines += ["", f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}."]
     return "\n".join(lines)
+
+
+def _rate(row: dict[str, Any]) -> float:
+    """Useful tokens/s."""
+    setting, found = row["setting"], row["measured"]
+    length = check_tree(row["spec"]).data.sequence_length
+    positions = setting["gpus"] * setting["micro_batch"] * setting["accumulation"] * length
+    return float(positions * found["workload"]["useful_share"] / found["figures"]["step_s"])
+
+
+def _usual_rate(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
+    """The median rate of this setting and of those that differ from it in nothing but a ratio that changes nothing."""
+    return median(_rate(other) for other in rows if _work(other) == _work(row))
+
+
+def _work(row: dict[str, Any]) -> dict[str, Any]:
+    """A setting without its ratio, which shows in what is planned, if in anything."""
+    return row["setting"] | {"ratio": 0.0} | row["predicted"]
 
 
 def _device_bytes(row: dict[str, Any]) -> float:

@@ -38,7 +38,11 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     shared_libraries_bytes: int
     """Of that, the libraries, which all ranks of a host have together."""
     nccl_host_bytes: int
-    """Host memory of a rank beyond that where several GPUs take part."""
+    """Host memory of a rank beyond that where two GPUs take part."""
+    nccl_peer_host_bytes: int
+    """And for each GPU more than two."""
+    after_loading_bytes: int
+    """Of a process that is one of several on a host, what it has only when the weights have passed through it."""
     cpu_process_bytes: int
     launcher_bytes: int
     """DeepSpeed's runner and launcher and our supervisor, once a host."""

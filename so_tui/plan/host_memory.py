@@ -54,7 +54,8 @@ def host_terms(
     if libraries:
         yield MemoryTerm(LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
     if has_gpu and layout.ranks > 1:
-        yield MemoryTerm(NCCL_ON_HOST, "node", memory.nccl_host_bytes, "calibrated", "channels between the GPUs")
+        channels = memory.nccl_host_bytes + memory.nccl_peer_host_bytes * (layout.ranks - 2)
+        yield MemoryTerm(NCCL_ON_HOST, "node", channels, "calibrated", "channels between the GPUs")
     yield MemoryTerm("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     later = {term.name: term.bytes for term in states if term.place == "node"} if has_gpu else {}
     if own_engine(spec):
@@ -72,19 +73,20 @@ def host_terms(
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
         yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
-    yield from _loading(layout, later)
+    yield from _loading(layout, later, memory.after_loading_bytes if layout.ranks > 1 else 0)
 
 
-def _loading(layout: StateLayout, later: Mapping[str, int]) -> Iterator[MemoryTerm]:
+def _loading(layout: StateLayout, later: Mapping[str, int], process_later: int) -> Iterator[MemoryTerm]:
     """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
 
-    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files. A gradient partition
-    exists twice before there are moments.
+    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files. Its process is not as
+    large as later by then, by ``process_later`` bytes. A gradient partition exists twice before there are moments.
     """
-    weights = 2 * layout.numel + _READING_BYTES - sum(later.values())
+    weights = 2 * layout.numel + _READING_BYTES - sum(later.values()) - process_later
     twice = later.get(GRADIENT_PARTITION, 0) - later.get("moments", 0)
     if max(weights, twice) > 0:
-        formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU"
+        less = ", less what its process has only later" if process_later else ""
+        formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU{less}"
         if twice > weights:
             formula = "the gradient partition on its way into page-locked memory, less the moments that come after it"
         yield MemoryTerm(LOADING, "node", max(weights, twice), "estimate", formula)
