@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"so-tui {__version__}")
     parser.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
-    parser.set_defaults(handler="screen:open_screen", runs_dir=None, plans=True)
+    parser.set_defaults(handler="screen:open_screen", runs_dir=None, takes_machine=True)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     json_output = argparse.ArgumentParser(add_help=False)
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", parents=list(parents))
-        command.set_defaults(handler=handler, plans=machine_file in parents)
+        command.set_defaults(handler=handler, takes_machine=machine_file in parents)
         return command
 
     inspect = add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json_output)
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = arguments.handler.partition(":")
     handler = getattr(importlib.import_module(f"so_tui.commands.{module}"), function)
     try:
-        if arguments.machine and not arguments.plans:
+        if arguments.machine and not arguments.takes_machine:
             remedy = "Leave it out; `inspect --json` shows what FILE says of that machine"
             raise InputError([Problem(field="--machine", value=arguments.machine, message="is nothing to this command", remedy=remedy)])
         return int(handler(arguments))

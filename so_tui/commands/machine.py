@@ -64,7 +64,6 @@ def doctor(arguments: argparse.Namespace) -> int:
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
     if arguments.fix:
         _fix(sys.stderr if arguments.json else sys.stdout)  # with --json, stdout is the findings' alone
-        machine = chosen_machine(arguments)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(msgspec.json.encode({"findings": found}))

@@ -154,7 +154,8 @@ def warnings(spec: RunSpec, site: Site, found: Assessment, *, searched: bool = F
     if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
         yield _clipping(found, site)
     if offload.mode != "gpu" and site.has_gpu:
-        yield from () if searched else _ratio(spec, site, found)
+        if not searched:
+            yield from _ratio(spec, site, found)
         if offload.ratio and site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
     if site.gpu_memory_unknown:

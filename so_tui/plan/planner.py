@@ -22,7 +22,7 @@ from so_tui.plan.explain import REPEATS, explained, larger_steps
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.search import ALIKE, fastest, fastest_policy, rate, with_fitting_cores, with_policy
-from so_tui.plan.site import Site, bindings, site_of
+from so_tui.plan.site import Site, bindings, other_site, site_of
 from so_tui.plan.types import Mode, Plan, PlanRow, Workload
 from so_tui.plan.verdict import alike, gib
 from so_tui.plan.workload import seen
@@ -86,7 +86,7 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Site, Assessm
     chosen, tried = fastest(wanted, site)
     with_cores = with_fitting_cores(chosen, site)
     if with_cores is not chosen.spec:
-        site = _site_for(with_cores, machine)
+        site = other_site(site, site.gpus, with_cores.offload.cpu_adam_cores_fraction)
         chosen = assess(with_cores, site)
     reasons = tuple(explained(wanted, site, chosen, tried))
     plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, site, chosen, reasons, searched=True)

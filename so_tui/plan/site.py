@@ -6,6 +6,7 @@ import re
 from functools import lru_cache
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.binding import bind_ranks, whole_gpus
@@ -73,8 +74,8 @@ def site_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Sit
 
 
 def other_site(site: Site, gpus: Gpus, cpu_adam_cores_fraction: float) -> Site:
-    """``site_of`` other GPUs, or with other cores, of the same machine."""
-    return _site(site.machine, gpus, cpu_adam_cores_fraction, site.known)
+    """``site_of`` other GPUs, or with other cores, of the same machine and for the same data."""
+    return replace(_site(site.machine, gpus, cpu_adam_cores_fraction, site.known), workload=site.workload)
 
 
 @lru_cache(maxsize=256)

@@ -102,7 +102,7 @@ def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
 def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
     """Whether it fits, and where not: worst first."""
     # Names are looked for where there is something to say.
-    any_short = any(_short("", needs, supply.node_bytes.get(node, 0), HOST_MARGIN) for node, needs in demand.node_bytes.items())
+    any_short = any(needs > (1 - HOST_MARGIN) * supply.node_bytes.get(node, 0) for node, needs in demand.node_bytes.items())
     found = [
         _short(EACH_GPU, demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
         *(_short(nodes, needs, has, HOST_MARGIN) for nodes, needs, has in (alike(demand, supply) if any_short else ())),

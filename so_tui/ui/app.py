@@ -110,7 +110,7 @@ class SoTuiApp(App[None]):
         """``machine_file``: of ``machine``, where that is not this one. ``start`` replaces ``so_tui.launch.start``, for tests whose
         subject is not the launch.
         """
-        self._given = (catalog, machine)
+        self._given = (catalog, machine, machine_file)
         self.runs_dir = Path(runs_dir) if runs_dir else None
         self.opened = open_run
         self._start = start
@@ -146,13 +146,13 @@ class SoTuiApp(App[None]):
         """Read the presets and look at the machine."""
         from so_tui.spec import load_catalog
 
-        catalog, machine = self._given
+        catalog, machine, file = self._given
         catalog = catalog or load_catalog()
         if machine is None:
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
-        self.post_message(messages.Loaded(catalog, machine))
+        self.post_message(messages.Loaded(catalog, machine, file))
 
     def look_again(self) -> None:
         """Inspect this machine afresh, also where another was given."""
@@ -160,12 +160,11 @@ class SoTuiApp(App[None]):
 
     def plan_for(self, machine: Machine | None, file: str) -> None:
         """Plan for the machine that ``file`` describes from now on; for this one where none is given."""
-        self._given = (self.catalog, machine)
-        self.machine_file = file
+        self._given = (self.catalog, machine, file)
         self.load()
 
     def on_loaded(self, message: messages.Loaded) -> None:
-        self.catalog, self.machine = message.catalog, message.machine
+        self.catalog, self.machine, self.machine_file = message.catalog, message.machine, message.machine_file
         self.diagnose()
 
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)

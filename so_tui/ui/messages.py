@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Loaded(Message):
-    """The presets and the machine are known."""
+    """The presets and the machine are known; ``machine_file`` describes it where it is not this one."""
 
-    def __init__(self, catalog: Catalog, machine: Machine) -> None:
-        self.catalog, self.machine = catalog, machine
+    def __init__(self, catalog: Catalog, machine: Machine, machine_file: str) -> None:
+        self.catalog, self.machine, self.machine_file = catalog, machine, machine_file
         super().__init__()
 
 

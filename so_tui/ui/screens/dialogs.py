@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -15,6 +15,8 @@ from textual.widgets import Button, Input, Static
 
 from so_tui.spec.errors import InputError
 from so_tui.ui.widgets.entry import Entry
+
+Answer = TypeVar("Answer")
 
 
 class Question(ModalScreen[bool]):
@@ -51,16 +53,18 @@ class Question(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
-class AskText(ModalScreen[str | None]):
-    """Asks for a line of text; None when it was left. What was typed stays until ``check`` finds nothing wrong with it."""
+class AskText(ModalScreen[Answer | None]):
+    """Asks for a line of text, and answers with what ``read`` makes of it; None when it was left. What was typed stays until ``read``
+    finds nothing wrong with it.
+    """
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
 
-    def __init__(self, title: str, hint: str, value: str, *, yes: str, check: Callable[[str], None], may_be_empty: bool = False) -> None:
-        """``check`` raises InputError."""
+    def __init__(self, title: str, hint: str, value: str, *, yes: str, read: Callable[[str], Answer], may_be_empty: bool = False) -> None:
+        """``read`` raises InputError."""
         self._title, self._hint, self._value, self._yes = title, hint, value, yes
-        self._check, self._may_be_empty = check, may_be_empty
+        self._read, self._may_be_empty = read, may_be_empty
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -80,13 +84,13 @@ class AskText(ModalScreen[str | None]):
         if not value and not self._may_be_empty:
             return
         try:
-            self._check(value)
+            answer = self._read(value)
         except InputError as error:
             said = Content.assemble(("✗ ", "$error"), "\n".join(map(str, error.problems)))
             self.query_one("#said", Static).update(said)
             self.query_one(Input).focus()
         else:
-            self.dismiss(value)
+            self.dismiss(answer)
 
     @on(Button.Pressed, "#no")
     def _left(self) -> None:

@@ -19,10 +19,11 @@ def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
         if name:
             _save_unless_taken(app, spec, name, base)
 
-    def check(name: str) -> None:
+    def read(name: str) -> str:
         check_user_name(name, app.catalog.presets if app.catalog is not None else {})
+        return name
 
-    app.push_screen(AskText("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine", yes="Save", check=check), named)
+    app.push_screen(AskText("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine", yes="Save", read=read), named)
 
 
 def _save_unless_taken(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
