@@ -36,6 +36,8 @@ MEMORY = (
     "cuda_process_bytes",
     "shared_libraries_bytes",
     "nccl_host_bytes",
+    "nccl_peer_host_bytes",
+    "after_loading_bytes",
     "launcher_bytes",
 )
 STEP = (
@@ -292,6 +294,7 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     for label, row in named.items():
         if found := re.fullmatch(WITH_LESS.replace("{:g}", "(.+)"), label):
             fitting = [other for other in done if _device_bytes(other) <= (1 - GPU_MARGIN) * float(found[1]) * 2**30]
+            fitting.sort(key=lambda other: other is not row)  # of equals, this one
             fastest = max(fitting, key=lambda other: _usual_rate(other, done), default=row)
             share = _usual_rate(row, done) / _usual_rate(fastest, done)
             lines += ["", f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}."]
@@ -312,8 +315,9 @@ def _usual_rate(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
 
 
 def _work(row: dict[str, Any]) -> dict[str, Any]:
-    """A setting without its ratio, which shows in what is planned, if in anything."""
-    return row["setting"] | {"ratio": 0.0} | row["predicted"]
+    """A setting without its ratio, which shows in the memory that is planned, if in anything."""
+    planned = {name: size for name, size in row["predicted"].items() if name.endswith("_bytes")}
+    return row["setting"] | {"ratio": 0.0} | planned
 
 
 def _device_bytes(row: dict[str, Any]) -> float:

@@ -36,10 +36,9 @@ def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """What one block leaves behind per token, in bf16.
 
     full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
-    inputs of the block, of its norms and of its products, queries and keys before and after rotation (before it only where a norm keeps
-    them, or the values' memory: q + kv less elsewhere), values, the attention's result, gate, up and their product; experts by those a
-    token meets (see ``expert_kept_bytes``). Fused experts keep 16 B for each that a token meets whatever the policy: where its row is, and
-    back.
+    inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
+    up and their product; experts by those a token meets (see ``expert_kept_bytes``). Where nothing keeps queries and keys before their
+    rotation it is 2 (q + kv) less. Fused experts keep 16 B for each that a token meets whatever the policy: where its row is, and back.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
     places = 16 * shape.experts_per_token if fused else 0

@@ -73,7 +73,7 @@ def host_terms(
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
         yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
-    yield from _loading(layout, later, memory.after_loading_bytes if layout.ranks > 1 else 0)
+    yield from _loading(layout, later, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
 
 
 def _loading(layout: StateLayout, later: Mapping[str, int], process_later: int) -> Iterator[MemoryTerm]:

@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import var
 from textual.screen import Screen
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker, WorkerState, get_current_worker
 
 from so_tui.ui import messages
 from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
@@ -152,7 +152,8 @@ class SoTuiApp(App[None]):
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
-        self.post_message(messages.Loaded(catalog, machine, file))
+        if not get_current_worker().is_cancelled:  # another machine was named meanwhile
+            self.post_message(messages.Loaded(catalog, machine, file))
 
     def look_again(self) -> None:
         """Inspect this machine afresh, also where another was given."""

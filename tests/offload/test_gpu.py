@@ -227,7 +227,17 @@ from so_tui_trainer.offload.transfers import transfers_for
 torch.cuda.set_device(1)
 transfers = transfers_for(torch.device("cuda", 1))
 host, weights = torch.ones(1000, pin_memory=True), torch.zeros(1000, device="cuda:1")
-link = Thread(target=lambda: transfers.weights_to_gpu(weights, host).done.synchronize())
+waiting = torch.cuda.Event()
+torch.cuda._sleep(100_000_000)
+waiting.record()
+
+def serve():
+    transfers.attach()
+    while not waiting.query():
+        pass
+    transfers.weights_to_gpu(weights, host).done.synchronize()
+
+link = Thread(target=serve)
 link.start()
 link.join()
 print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))

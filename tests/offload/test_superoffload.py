@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from so_tui_trainer import binding, offload
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.build import TrainedModel, gather_whole
 from so_tui_trainer.offload.deepspeed_0_19_8 import sub_group_states, super_offload
+from so_tui_trainer.offload.transfers import HostTransfers, Transfer
 from tests.offload import support
 from tests.offload.reference import Reference, distance
 
@@ -335,3 +337,20 @@ def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> N
         assert "causal.model.embed_tokens.weight" in core.sub_groups[order[0]].names
         assert "causal.lm_head.weight" in core.sub_groups[order[-1]].names
         assert len(order) == len(core.sub_groups) > 4
+
+
+def test_weights_are_brought_by_threads_that_were_attached_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached, brought = {threading.get_ident()}, set[int]()
+    copy = HostTransfers.weights_to_gpu
+
+    def noted(self: HostTransfers, *tensors: torch.Tensor) -> Transfer:
+        brought.add(threading.get_ident())
+        return copy(self, *tensors)
+
+    monkeypatch.setattr(HostTransfers, "attach", lambda self: attached.add(threading.get_ident()))
+    monkeypatch.setattr(HostTransfers, "weights_to_gpu", noted)
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        support.train(made, support.batches(2))
+        offload.settle(made)
+    assert brought
+    assert brought <= attached

@@ -130,7 +130,7 @@ def test_the_docs_show_what_was_measured(rows: list[dict[str, Any]]) -> None:
 
 def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     """Three settings of 1.7 billion parameters, as if they were of one sweep: 34, 49 and 30 GB."""
-    small = [row for row in CHECKED if (row["setting"]["size"], row["setting"]["gpus"]) == ("1.7b", 1)]
+    small = [row for row in CHECKED if (row["setting"]["size"], row["setting"]["gpus"], row["label"]) == ("1.7b", 1, "")]
     labels = ("recommended", "recommended with 40 GiB", "original")
     rows = [row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)]
     text = planner_fit.sweep_table(rows)
@@ -140,6 +140,20 @@ def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     assert text.splitlines()[-1] == (
         f"Recommended with 40 GiB: {small[1]['name']}, {share:.1%} of the fastest that fits there, {small[0]['name']}."
     )
+
+
+def test_a_sweep_compares_equal_work_by_its_median() -> None:
+    """Three ratios with the same plan took 1, 2 and 4 times as long: each counts as 2."""
+    recommended, original, *_ = [row for row in CHECKED if (row["setting"]["size"], row["setting"]["gpus"]) == ("4b", 1)]
+    rows = [original | {"set": "sweep", "label": "original"}]
+    for times, ratio in ((1, 0.8), (4, 0.9), (2, 1.0)):
+        figures = recommended["measured"]["figures"]
+        measured = recommended["measured"] | {"figures": figures | {"step_s": times * figures["step_s"]}}
+        label = "recommended" if times == 4 else ""
+        setting = recommended["setting"] | {"ratio": ratio}
+        rows.append(recommended | {"set": "sweep", "label": label, "setting": setting, "measured": measured})
+    expected = tokens_per_s(recommended) / 2 / tokens_per_s(original)
+    assert planner_fit.sweep_table(rows).splitlines()[-1] == f"The recommendation is {expected:.2f} x as fast as the original setting."
 
 
 def tokens_per_s(row: dict[str, Any]) -> float:

@@ -14,7 +14,7 @@ from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_coun
 from so_tui.plan.assess import assess, in_mode
 from so_tui.plan.explain import explained
 from so_tui.plan.show import render_plan, render_table
-from so_tui.plan.site import site_of
+from so_tui.plan.site import other_site, site_of
 from so_tui.plan.types import Plan, Workload
 from so_tui.plan.verdict import Demand, Supply, judge
 from so_tui.plan.workload import Seen, path_of, remember
@@ -436,6 +436,12 @@ def test_what_would_hold_a_model_comes_with_the_least_painful_first() -> None:
     large, more = (next(place for place, reason in enumerate(reasons) if word in reason) for word in ("480 GB", "8 GPUs"))
     assert large < more
     assert "one machine so far" in reasons[more]
+
+
+def test_other_cores_and_gpus_are_planned_for_the_same_data() -> None:
+    data = Workload(attended_tokens=200.0, trained_share=0.5)
+    site = replace(site_of(superchips(4), 1, 0.9), workload=data)
+    assert other_site(site, 2, 0.8).workload == data
 
 
 def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:

@@ -147,7 +147,7 @@ class CpuStates:
         weights = [self._sub_groups[index].weights for index in self.indices]
         page_lock = weights[0].device.type == "cuda"
         self._arena = Arena([flat.numel() for flat in weights], weights[0].dtype, accumulate=accumulate, page_lock=page_lock)
-        self._link = WorkerLink(self._arena, cpus, library, self._on_result, silence_limit_s)
+        self._link = WorkerLink(self._arena, cpus, library, self._transfers.attach, self._on_result, silence_limit_s)
         self._begin_all()  # the worker's many threads are the first to touch the pages
         self._arena.lock_pages()
         for index in self.indices:

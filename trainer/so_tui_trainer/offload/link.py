@@ -32,7 +32,8 @@ EVENT_POLL_S = 0.0005
 class WorkerLink:
     """A running worker. Make it in the training process's main thread: the worker dies with the thread that started it.
 
-    ``on_result`` is called in the link's thread, for every result, in the order of the commands; what it raises becomes the failure.
+    ``on_start`` is called first in the link's thread, then ``on_result`` for every result, in the order of the commands; what they raise
+    becomes the failure.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class WorkerLink:
         arena: Arena,
         cpus: Sequence[int],
         library: Path,
+        on_start: Callable[[], None],
         on_result: Callable[[worker.Result], None],
         silence_limit_s: float,
     ) -> None:
         self._arena = arena
-        self._on_result = on_result
+        self._on_start, self._on_result = on_start, on_result
         self._silence_limit_s = silence_limit_s
         self._changed = threading.Condition()
         self._queue: deque[tuple[worker.Command, Event]] = deque()
@@ -105,6 +107,7 @@ class WorkerLink:
         for descriptor in (self._wake, self._channel.fileno(), self._pidfd):
             poller.register(descriptor, select.POLLIN)
         try:
+            self._on_start()
             while not self._closing:
                 blocked = self._send_ready()
                 timeout_s = EVENT_POLL_S if blocked else self._look_s if self._outstanding else None

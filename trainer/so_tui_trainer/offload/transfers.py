@@ -34,13 +34,16 @@ class Transfer:
 
 
 class Transfers(Protocol):
-    """All but ``weights_to_gpu`` are called from the training thread, on the stream it computes on."""
+    """All but ``attach`` and ``weights_to_gpu`` are called from the training thread, on the stream it computes on."""
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
         """Copies what the current stream has computed so far; ``after``: what must be done before the targets may be overwritten."""
 
+    def attach(self) -> None:
+        """Called first in any other thread."""
+
     def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """May be called from any thread."""
+        """May be called from any thread that is attached."""
 
     def join(self, event: Event) -> None:
         """Lets the current stream wait for ``event``; the host goes on."""
@@ -66,6 +69,9 @@ class Done:
 
 class HostTransfers:
     """Without GPU: every copy is done when the call returns."""
+
+    def attach(self) -> None:
+        return None
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
         begin = time.perf_counter()
@@ -96,6 +102,10 @@ class CudaTransfers:
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._waiting: deque[Event] = deque()
+
+    def attach(self) -> None:
+        """A thread stands on the first GPU until told otherwise, and leaving another's stream would open a CUDA context there."""
+        torch.cuda.set_device(self._down.device)
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
         computing = torch.cuda.current_stream()
@@ -137,8 +147,7 @@ def _timing_event() -> Event:
 
 def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Transfer:
     begin, end = _timing_event(), _timing_event()
-    # A thread stands on the first GPU until told otherwise, and going back to a stream there would open a CUDA context on it.
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.no_grad():
+    with torch.cuda.stream(stream), torch.no_grad():
         begin.record(stream)
         for target, source in copies:
             target.copy_(source, non_blocking=True)
