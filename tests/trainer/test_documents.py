@@ -247,6 +247,17 @@ def test_files_of_a_folder_may_differ_in_their_columns(tmp_path: Path) -> None:
     assert [texts(documents, index)[1] for index in (0, 1)] == ["They make 5.<|eos|>", "Five.<|eos|>"]
 
 
+def test_files_of_a_folder_may_differ_in_their_layout(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    names = ("alpaca", "messages", "sharegpt")
+    each = [documents_of(tmp_path, lines(folder, [ROWS[name]], f"{name}.jsonl")) for name in names]
+    documents = documents_of(tmp_path, folder)
+    assert [texts(documents, index) for index in range(3)] == [texts(one) for one in each]
+    named = documents_of(tmp_path, folder, data__format="messages").counts
+    assert (named.rows, named.dropped) == (3, 2)
+
+
 def test_real_times_in_other_columns_are_no_trouble(tmp_path: Path) -> None:
     row = ROWS["alpaca"] | {"created": datetime(2021, 1, 1, tzinfo=UTC)}
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from so_tui_trainer.data.sources import Opened
 
-_VERSION = 7
+_VERSION = 8
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "trained": np.bool_, "offsets": np.int64, "rows": np.int64}
 _BLOCK_BYTES = 1 << 22
 _STALE_S = 86_400.0
@@ -62,7 +62,7 @@ def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, s
     """Hash of the rows, the tokenizer with its chat template, and every option that decides what becomes of them."""
     digest = hashlib.sha256()
     for opened in sources:
-        digest.update(f"{opened.layout.name} {len(opened.rows)} {opened.warnings} ".encode())
+        digest.update(f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode())
         for batch in opened.rows.with_format("arrow").iter(batch_size=10_000):
             for part in batch.to_batches():
                 digest.update(part.serialize())

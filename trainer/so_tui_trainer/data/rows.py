@@ -239,6 +239,13 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
     raise InputError([problem])
 
 
+def layout_of_row(row: Row, usual: Layout) -> Layout:
+    """The layout of one row: files of a folder may have several, and each row has nothing in the columns of the others."""
+    if any(row.get(column) is not None for column in usual.columns):
+        return usual
+    return next((layout for layout in LAYOUTS if all(row.get(column) is not None for column in layout.columns)), usual)
+
+
 def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
     """Row ``number`` (from 1) of a source. Raises InputError naming the row and the column."""
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
-from so_tui_trainer.data.rows import TEXT_COLUMNS, Conversation, Layout, bad_row, layout_of, read_row
+from so_tui_trainer.data.rows import TEXT_COLUMNS, Conversation, Layout, bad_row, layout_of, layout_of_row, read_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,7 +28,7 @@ _SPLIT_TROUBLE = re.compile(r"unknown split|bad split|no split|unrecognized inst
 
 
 class Opened(NamedTuple):
-    """A source's rows, memory-mapped, and how each becomes a conversation."""
+    """A source's rows, memory-mapped, and how most become a conversation."""
 
     source: DataSource
     rows: Dataset
@@ -47,7 +47,8 @@ class Opened(NamedTuple):
                 raise InputError([_problem(source, f"row {_undecodable(rows, start)} has text that is not UTF-8", _ENCODE)]) from error
             for index in range(len(next(iter(part.values())))):
                 row = {name: values[index] for name, values in part.items()}
-                yield read_row(row, layout, source.source, start + index + 1)
+                its_own = layout_of_row(row, layout) if source.format == "auto" else layout
+                yield read_row(row, its_own, source.source, start + index + 1)
 
 
 def _undecodable(rows: Dataset, start: int) -> int:
