@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import var
 from textual.screen import Screen
-from textual.worker import Worker, WorkerState, get_current_worker
+from textual.worker import Worker, WorkerState
 
 from so_tui.ui import messages
 from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
@@ -152,8 +152,7 @@ class SoTuiApp(App[None]):
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
-        if not get_current_worker().is_cancelled:  # another machine was named meanwhile
-            self.post_message(messages.Loaded(catalog, machine, file))
+        messages.answer(self, messages.Loaded(catalog, machine, file))
 
     def look_again(self) -> None:
         """Inspect this machine afresh, also where another was given."""
@@ -175,7 +174,7 @@ class SoTuiApp(App[None]):
         from so_tui.runs import default_runs_dir
 
         if self.machine is not None:
-            self.post_message(messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))
+            messages.answer(self, messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))
 
     def on_diagnosed(self, message: messages.Diagnosed) -> None:
         from so_tui.ui.screens.findings import doctor_words

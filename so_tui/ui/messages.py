@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from textual.message import Message
+from textual.worker import get_current_worker
 
 if TYPE_CHECKING:
+    from textual.message_pump import MessagePump
+
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog, Problem, RunSpec
+
+
+def answer(to: MessagePump, message: Message) -> None:
+    """Post what a worker found. The thread of an exclusive one runs on when another takes its place, and its answer is none any more."""
+    if not get_current_worker().is_cancelled:
+        to.post_message(message)
 
 
 class Loaded(Message):

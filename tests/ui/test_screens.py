@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,11 +17,12 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
-from so_tui.machine import machine_json
+from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.control import pending
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import RunSpec, load_catalog
+from so_tui.ui import messages
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
@@ -211,7 +213,8 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
         await until(pilot, lambda: pilot.app.screen.query("#said"))
         await pilot.press(*"/nothing/there", "enter")
         await until(pilot, lambda: "cannot be read" in shown(pilot, "#said"))
-        await pilot.press("ctrl+u", *str(file), "enter")
+        pilot.app.screen.query_one(Input).value = str(file)  # pasted: a hundred keys take half a minute
+        await pilot.press("enter")
         await until(pilot, lambda: "quad-gh200  planned for, not this machine" in screen_text(pilot))
         await until(pilot, lambda: "4 GPUs" in screen_text(pilot))
         for keys in (["1"], ["2"]):
@@ -225,6 +228,29 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
         await pilot.press("1")
         await until(pilot, lambda: len(pilot.app.screen.query_one("#table", DataTable).columns) == here)
     assert not asked
+
+
+async def test_a_look_at_this_machine_that_comes_late_does_not_replace_another(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, answers = threading.Event(), list[Any]()
+    make = messages.Loaded.__init__
+
+    def inspected() -> Machine:
+        late.wait(15)
+        return inspect_machine()
+
+    def noted(self: messages.Loaded, *what: Any) -> None:
+        make(self, *what)
+        answers.append(what)
+
+    async with opened(runs_dir) as pilot:
+        monkeypatch.setattr("so_tui.machine.inspect_machine", inspected)
+        monkeypatch.setattr(messages.Loaded, "__init__", noted)
+        await pilot.press("5", "g")
+        pilot.app.plan_for(quad_machine(), "quad.json")  # type: ignore[attr-defined]
+        await until(pilot, lambda: "quad-gh200  planned for, not this machine" in screen_text(pilot))
+        late.set()
+        await until(pilot, lambda: len(answers) == 2)
+        assert "quad-gh200  planned for, not this machine" in screen_text(pilot)
 
 
 async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
-from so_tui.ui.messages import Failed
+from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE
 from so_tui.ui.screens.filtered import FilteredPage
 from so_tui.ui.text import count, plural, rate, shorten
@@ -125,7 +125,7 @@ class PresetsScreen(FilteredPage):
         assert machine is not None
         counts = rank_counts(machine)
         try:
-            self.post_message(TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)))
+            answer(self, TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)))
         except SoTuiError as error:
             self.app.post_message(Failed("The presets could not be planned", tuple(str(error).splitlines())))
 
