@@ -278,25 +278,33 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     """Fastest first, with the recommended and the original setting marked. Ratios that keep the same sub-groups on the GPU are one and the
     same work: comparisons below the table take the median of those.
     """
-    done = sorted((row for row in rows if row["set"] == "sweep" and "measured" in row), key=_rate, reverse=True)
+    done = [row for row in rows if row["set"] == "sweep" and "measured" in row]
     if not done:
         return "nothing measured yet"
+    rates = {row["key"]: _rate(row) for row in done}
+    done.sort(key=lambda row: rates[row["key"]], reverse=True)
+    alike: dict[str, list[float]] = {}
+    for row in done:
+        alike.setdefault(_work(row), []).append(rates[row["key"]])
+
+    def usual(row: dict[str, Any]) -> float:
+        return median(alike[_work(row)])
+
     lines = ["| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |", "|---|---|---|---|---|---|"]
     for row in done:
         told, found = row["predicted"]["step_s"], row["measured"]["figures"]["step_s"]
         label = f"**{row['label']}**" if row["label"] else ""
-        share = _rate(row) / _rate(done[0])
-        lines.append(f"| {row['name']} | {row['setting']['cores']} | {_rate(row):.0f} | {share:.1%} | {told:.2f} / {found:.2f} | {label} |")
+        rate, best = rates[row["key"]], rates[done[0]["key"]]
+        lines.append(f"| {row['name']} | {row['setting']['cores']} | {rate:.0f} | {rate / best:.1%} | {told:.2f} / {found:.2f} | {label} |")
     named = {label: row for row in done for label in row["label"].split(", ") if label}
     if "recommended" in named and "original" in named:
-        best, given = _usual_rate(named["recommended"], done), _usual_rate(named["original"], done)
-        lines += ["", f"The recommendation is {best / given:.2f} x as fast as the original setting."]
+        times = usual(named["recommended"]) / usual(named["original"])
+        lines += ["", f"The recommendation is {times:.2f} x as fast as the original setting."]
     for label, row in named.items():
         if found := re.fullmatch(WITH_LESS.replace("{:g}", "(.+)"), label):
             fitting = [other for other in done if _device_bytes(other) <= (1 - GPU_MARGIN) * float(found[1]) * 2**30]
-            fitting.sort(key=lambda other: other is not row)  # of equals, this one
-            fastest = max(fitting, key=lambda other: _usual_rate(other, done), default=row)
-            share = _usual_rate(row, done) / _usual_rate(fastest, done)
+            fastest = max(fitting, key=lambda other: (usual(other), other is row), default=row)  # of equals, this one
+            share = usual(row) / usual(fastest)
             lines += ["", f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}."]
     return "\n".join(lines)
 
@@ -309,15 +317,10 @@ def _rate(row: dict[str, Any]) -> float:
     return float(positions * found["workload"]["useful_share"] / found["figures"]["step_s"])
 
 
-def _usual_rate(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
-    """The median rate of this setting and of those that differ from it in nothing but a ratio that changes nothing."""
-    return median(_rate(other) for other in rows if _work(other) == _work(row))
-
-
-def _work(row: dict[str, Any]) -> dict[str, Any]:
+def _work(row: dict[str, Any]) -> str:
     """A setting without its ratio, which shows in the memory that is planned, if in anything."""
     planned = {name: size for name, size in row["predicted"].items() if name.endswith("_bytes")}
-    return row["setting"] | {"ratio": 0.0} | planned
+    return json.dumps(row["setting"] | {"ratio": 0.0} | planned, sort_keys=True)
 
 
 def _device_bytes(row: dict[str, Any]) -> float:

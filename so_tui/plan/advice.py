@@ -104,24 +104,27 @@ def _holds(spec: RunSpec, site: Site, ranks: int | None = None) -> str | None:
     return None if smaller is None else f" with train.micro_batch = {smaller.spec.train.micro_batch}"
 
 
-def _more_gpus(spec: RunSpec, site: Site) -> str:
+def _larger_sites(spec: RunSpec, site: Site) -> Iterator[Site]:
+    """Two, four, ... times as many GPUs of the machine."""
     ranks = 2 * site.ranks
     while ranks <= len(site.machine.gpus):
-        how = _holds(spec, other_site(site, ranks, spec.offload.cpu_adam_cores_fraction))
-        if how is not None:
-            return f"{ranks} GPUs of this machine hold it{how}"
+        yield other_site(site, ranks, spec.offload.cpu_adam_cores_fraction)
         ranks *= 2
+
+
+def _more_gpus(spec: RunSpec, site: Site) -> str:
+    for larger in _larger_sites(spec, site):
+        if (how := _holds(spec, larger)) is not None:
+            return f"{larger.ranks} GPUs of this machine hold it{how}"
     return ""
 
 
 def roomier(spec: RunSpec, site: Site) -> Iterator[str]:
     """The fewest GPUs of the machine on which what is tight here keeps the margin."""
-    ranks = 2 * site.ranks
-    while ranks <= len(site.machine.gpus):
-        if best(spec, other_site(site, ranks, spec.offload.cpu_adam_cores_fraction)).verdict == "fits":
-            yield f"{ranks} GPUs of this machine keep the margin"
+    for larger in _larger_sites(spec, site):
+        if best(spec, larger).verdict == "fits":
+            yield f"{larger.ranks} GPUs of this machine keep the margin"
             return
-        ranks *= 2
 
 
 def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:

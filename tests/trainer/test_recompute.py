@@ -76,7 +76,7 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
     causal = model_of("none", model_type)
     products: list[Tensor] = []
     for name, module in causal.named_modules():
-        if name.endswith(("q_proj", "k_proj", "qkv_proj")):
+        if name.endswith(("q_proj", "k_proj")):
             module.register_forward_hook(lambda module, inputs, result: products.append(result))
     kept: set[int] = set()
     with torch.autograd.graph.saved_tensors_hooks(
