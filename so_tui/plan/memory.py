@@ -165,10 +165,7 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
         return
     memory = constants().memory
     offloads = spec.offload.mode == "superoffload" and layout.cpu_numel > 0
-    # As measured on one, two and four GPUs: a context of each rank on the first. The engine should open none there any more (``attach``);
-    # until that is measured the plan has room for them.
-    contexts = memory.offload_context_bytes * min(layout.ranks, 2) + memory.second_context_bytes * max(0, layout.ranks - 2)
-    context = memory.cuda_context_bytes + (contexts if offloads else 0)
+    context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
     yield MemoryTerm("CUDA context", "gpu", context, "calibrated", "what the driver keeps, context, kernels, libraries")
     if layout.ranks > 1:
         yield MemoryTerm("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")

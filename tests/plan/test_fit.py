@@ -87,27 +87,28 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
             assert least < getattr(told, name) / measured < most, name
 
 
-def test_the_driver_keeps_more_of_each_of_two_gpus() -> None:
-    """With SuperOffload; NCCL included. The plan holds the most that was seen of each kind; some runs do not show it at their fullest."""
+def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
+    """NCCL included. The plan holds the most that was seen of each kind; some runs do not show it at their fullest."""
     told: dict[tuple[int, str], set[int]] = {}
     seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
         case = planner_fit.case_of(row)
         plan, figures, kind = planner_fit.predicted(case), case.measured.figures, (case.spec.gpus, case.spec.offload.mode)
+        outside = plan.gpu_device_bytes - plan.gpu_reserved_bytes
+        told[kind] = told.get(kind, set()) | {outside}
         if figures.gpu_device_bytes:
-            outside, beside = plan.gpu_device_bytes - plan.gpu_reserved_bytes, figures.gpu_device_bytes - figures.gpu_reserved_bytes
+            beside = figures.gpu_device_bytes - figures.gpu_reserved_bytes
             assert 0.97 < outside / beside < 1.12, row["name"]
-            told[kind] = told.get(kind, set()) | {outside}
             seen[kind] = max(seen.get(kind, 0), beside)
     most = {kind: max(found) for kind, found in told.items() if len(found) == 1}
-    assert most == {kind: pytest.approx(beside, rel=0.03) for kind, beside in seen.items()}
-    assert most[2, "superoffload"] > most[2, "zerooffload"] + 0.6e9
+    assert {kind: most[kind] for kind in seen} == {kind: pytest.approx(beside, rel=0.03) for kind, beside in seen.items()}
+    assert most[2, "superoffload"] == most[4, "superoffload"] > most[2, "zerooffload"]
 
 
 @pytest.mark.parametrize("row", CHECKED, ids=lambda row: f"{row['setting']['size']} {row['name']}")
 def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
     """Today's constants predict what was predicted before it was measured: only then is it still a check of them. Rows say which
-    figures are planned otherwise since, and these are nearer now.
+    figures are planned otherwise since, and these are nearer now, and which the program's own changes have made obsolete.
     """
     case = planner_fit.case_of(row)
     told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], planner_fit.Figures)
@@ -117,7 +118,7 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
         if name in otherwise:
             assert new != pytest.approx(old), name
             assert abs(new - measured) < abs(old - measured), name
-        else:
+        elif name not in row.get("since_changed", []):
             assert new == pytest.approx(old), name
 
 
