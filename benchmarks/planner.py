@@ -183,7 +183,12 @@ def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argp
         spec = spec_of(setting, arguments)
         plan = make_plan(spec, machine, probed=False)
         row = _identity(setting, spec, plan, machine)
-        yield row | (_run(spec, plan, machine, arguments) if plan.fits else {"error": "; ".join(plan.reasons)})
+        if not plan.fits:
+            yield row | {"error": "; ".join(plan.reasons)}
+            continue
+        before = host_rate(plan, machine)
+        row |= _run(spec, plan, machine, arguments)
+        yield row | {"host_rates": [before, host_rate(plan, machine)]}
 
 
 def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace) -> Rows:
@@ -210,6 +215,21 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "machine": _machine_tree(machine),
         "name": settings_of(plan),
     }
+
+
+def host_rate(plan: Plan, machine: Machine) -> float | None:
+    """What CPU Adam moves at this moment on the cores of each rank, all at once, as a share of what ``so-tui calibrate`` found here.
+
+    A host whose memory and cores others use too may have halved since, and a step with it. None where nothing is known of the machine.
+    """
+    from so_tui_trainer.tools.calibrate import adam_together
+
+    speed = speed_of(machine, machine.gpus[0].name, calibration_of(machine)) if machine.gpus else None
+    if speed is None:
+        return None
+    shares = [rank.cpus for rank in plan.binding]
+    on_one_node = len({rank.numa_node for rank in plan.binding}) == 1
+    return round(adam_together(shares) / speed.adam_bytes_per_s(len(shares[0]), len(shares) if on_one_node else 1), 2)
 
 
 def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from so_tui.plan.flops import flops_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader, read_state
-from so_tui.runs.records import FINAL_STATES, MetricRecord, Sample, StepRecord
+from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError
 
 WARMUP_STEPS = 2
@@ -97,7 +97,9 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     used = {rank.gpu for rank in plan.binding}
     device = [gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
-    before = [sample for sample in samples if sample.time < steps[0].time - steps[0].step_s]
+    # Not by the first step's own record, which comes late: memory of gigabytes is summed up for it.
+    training = next(record.time for record in records if isinstance(record, PhaseRecord) and record.phase == "training")
+    before = [sample for sample in samples if sample.time < training]
     return Measured(
         figures=Figures(
             step_s=median(step.step_s for step in counted),

@@ -44,6 +44,7 @@ class Sampler:
         spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
         if now >= self._memory_due:
             self._read_memory(now)
+        peak = self._high_water.read(self._tree.alive)  # before the GPUs are asked, who may take long while they start
         return Sample(
             attempt=self._attempt,
             time=time.time(),
@@ -52,7 +53,7 @@ class Sampler:
             gpus=self._gpus.sample(),
             run_cpu_s=round(self._tree.cpu_s(), 3),
             run_memory_bytes=self._memory_bytes,
-            run_memory_peak_bytes=self._high_water.read(self._tree.alive),
+            run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
         )
 

@@ -9,12 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import compared, predicted_of, probe_spec, settings_of, workload_of
+from so_tui.launch.probe import compared, measured_of, predicted_of, probe_spec, settings_of, workload_of
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe
 from so_tui.plan.flops import flops_of, model_flops
 from so_tui.plan.types import Workload
+from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
+from so_tui.runs.records import PhaseRecord, Sample
 from so_tui.spec import find_preset, with_values
 from tests.records import step_record
 
@@ -39,6 +41,21 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     found = workload_of([step], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
+
+
+def test_the_loads_peak_ends_where_training_begins(tmp_path: Path) -> None:
+    """However late the first step is written down: what that step takes is no part of the load."""
+    run, plan = RunDirectory(tmp_path), make_plan(SPEC, h200())
+    metrics, samples = MetricsWriter(run, 1), SampleWriter(run, "host")
+    metrics.append(PhaseRecord(attempt=1, time=1e9, phase="loading"))
+    metrics.append(PhaseRecord(attempt=1, time=1e9 + 10, phase="training"))
+    metrics.append(step_record(1, time=1e9 + 15, step_s=2.0))  # it ended three seconds before
+    metrics.close()
+    for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12)):
+        peak = peak_gb * 10**9
+        samples.append(Sample(attempt=1, time=1e9 + second, interval_s=1.0, nodes=(), gpus=(), run_cpu_s=0.0, run_memory_peak_bytes=peak))
+    samples.close()
+    assert measured_of(run, plan).figures.host_load_bytes == 7 * 10**9
 
 
 def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:

@@ -189,4 +189,4 @@ def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
         assert plan.verdict == "fits", (setting, plan.reasons)
         seconds[setting.gpus] = seconds.get(setting.gpus, 0.0) + needed_s
     assert max(seconds.values()) < 620
-    assert sum(seconds.values()) < 1100
+    assert sum(seconds.values()) < 25 * 60
