@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from so_tui.plan.constants import constants
-from so_tui.plan.layout import StateLayout
+from so_tui.plan.layout import StateLayout, state_layout
 from so_tui.plan.terms import count, own_engine, power_of_two
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec.types import RunSpec
@@ -15,6 +15,7 @@ STATE_BYTES = 12
 LOADING = "loading, beyond what comes later"
 SAVING = "saving, one array at a time"
 GRADIENT_PARTITION = "gradient partition"
+ROUNDING = "rounding of page-locked blocks"
 LIBRARIES = "libraries of the training processes"
 """Once a host: all its ranks map the same files."""
 NCCL_ON_HOST = "NCCL on the host"
@@ -35,13 +36,33 @@ def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
 def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     """The most host memory of a run of ``ranks`` on one host before its first step, with what starts it.
 
-    DeepSpeed's optimizers make their moments in that step, ours before. For a moment, theirs have their gradient partition twice: it is
-    made in ordinary memory and copied into page-locked memory. NCCL's memory comes with the first collectives.
+    DeepSpeed's optimizers make their moments in that step, ours before. NCCL's memory comes with the first collectives.
     """
     node = [entry for entry in terms if entry.place == "node"]
     partition = sum(entry.bytes for entry in node if entry.name == GRADIENT_PARTITION)
     later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
-    return partition * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
+    names = {entry.name for entry in node}
+    locks = partition and LIBRARIES in names  # without CUDA nothing is page-locked
+    beside = beside_gradients_bytes(state_layout(spec, ranks), partition, ROUNDING in names) if locks else 0
+    return beside * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
+
+
+def beside_gradients_bytes(layout: StateLayout, partition: int, pinned_rounded: bool) -> int:
+    """What DeepSpeed's optimizers need for a moment to make their gradients, beyond what these are.
+
+    Each block is made in ordinary memory and then copied into page-locked memory: sub-group by sub-group in fp32, beside a buffer as large
+    as the largest of them, and at last the gradient partition of ``partition`` bytes (``stage3.py`` of 0.19.8).
+    """
+
+    def locked(size: int) -> int:
+        return power_of_two(size) if pinned_rounded else size
+
+    kept = peak = 0
+    for group in layout.sub_groups:
+        size = 4 * group.numel
+        peak = max(peak, kept + locked(size) + size + 4 * layout.largest_sub_group)
+        kept += locked(size) if group.device == "cpu" else 0
+    return max(partition, peak - kept - locked(partition))
 
 
 def host_terms(
@@ -73,23 +94,24 @@ def host_terms(
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
         yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
-    yield from _loading(layout, later, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
+    beside = beside_gradients_bytes(layout, later[GRADIENT_PARTITION], pinned_rounded) if GRADIENT_PARTITION in later else 0
+    yield from _loading(layout, later, beside, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
 
 
-def _loading(layout: StateLayout, later: Mapping[str, int], process_later: int) -> Iterator[MemoryTerm]:
+def _loading(layout: StateLayout, later: Mapping[str, int], beside: int, process_later: int) -> Iterator[MemoryTerm]:
     """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
 
     That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files. Its process is not as
-    large as later by then, by ``process_later`` bytes. A gradient partition exists twice before there are moments.
+    large as later by then, by ``process_later`` bytes. What is ``beside`` gradients while they are made is there before the moments are.
     """
     weights = 2 * layout.numel + _READING_BYTES - sum(later.values()) - process_later
-    twice = later.get(GRADIENT_PARTITION, 0) - later.get("moments", 0)
-    if max(weights, twice) > 0:
+    gradients = beside - later.get("moments", 0)
+    if max(weights, gradients) > 0:
         less = ", less what its process has only later" if process_later else ""
         formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU{less}"
-        if twice > weights:
-            formula = "the gradient partition on its way into page-locked memory, less the moments that come after it"
-        yield MemoryTerm(LOADING, "node", max(weights, twice), "estimate", formula)
+        if gradients > weights:
+            formula = "gradients on their way into page-locked memory, less the moments that come after them"
+        yield MemoryTerm(LOADING, "node", max(weights, gradients), "estimate", formula)
 
 
 def shared_terms(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:

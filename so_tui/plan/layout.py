@@ -228,20 +228,21 @@ def compute_spans(spec: RunSpec, ranks: int) -> tuple[Span, ...]:
 
 @lru_cache(maxsize=256)
 def _compute_spans(blocks: tuple[ParameterBlock, ...], ranks: int, sub_group_size: int) -> tuple[Span, ...]:
-    begins: dict[str, float] = {}
-    ends: dict[str, float] = {}
+    spans = _tensor_spans(blocks)
+    # Names are in the model's order.
+    return tuple((spans[names[0]][0], spans[names[-1]][1]) for _, names, _ in _cut_table(blocks, ranks, sub_group_size))
+
+
+@lru_cache(maxsize=64)
+def _tensor_spans(blocks: tuple[ParameterBlock, ...]) -> dict[str, Span]:
+    ends: list[tuple[str, float, float]] = []
     done = 0.0
     for tensor in expand(blocks):
-        if tensor.tied:
-            continue
-        begins[tensor.name] = done
-        done += prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0
-        ends[tensor.name] = done
+        if not tensor.tied:
+            begin, done = done, done + (prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0)
+            ends.append((tensor.name, begin, done))
     whole = done or 1.0
-    return tuple(
-        (begins[names[0]] / whole, ends[names[-1]] / whole)  # names are in the model's order
-        for _, names, _ in _cut_table(blocks, ranks, sub_group_size)
-    )
+    return {name: (begin / whole, end / whole) for name, begin, end in ends}
 
 
 def device_rule(mode: str, engine: str) -> DeviceRule:

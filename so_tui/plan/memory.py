@@ -17,7 +17,7 @@ from so_tui.plan.activations import block_bytes, fused_kernels, kept_bytes, poli
 from so_tui.plan.architecture import Architecture
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
 from so_tui.plan.constants import constants
-from so_tui.plan.host_memory import GRADIENT_PARTITION, disk_terms, host_terms, shared_terms
+from so_tui.plan.host_memory import GRADIENT_PARTITION, ROUNDING, disk_terms, host_terms, shared_terms
 from so_tui.plan.layout import StateLayout
 from so_tui.plan.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.plan.terms import count, own_engine, power_of_two
@@ -103,7 +103,7 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool
         if pinned_rounded:
             pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [buffer * whole]
             lost = sum(power_of_two(piece) - piece for piece in pieces)
-            yield MemoryTerm("rounding of page-locked blocks", "node", lost, "exact", "each to the next power of two by torch before 2.13")
+            yield MemoryTerm(ROUNDING, "node", lost, "exact", "each to the next power of two by torch before 2.13")
 
 
 def _activations(spec: RunSpec, layout: StateLayout, shape: Architecture, gpu: Place) -> Iterator[MemoryTerm]:

@@ -23,7 +23,7 @@ def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.
     cores = [point[0] for point in rates["adam"]]
     assert cores == sorted(cores)
     assert all(1e8 < rate < 1e13 for _, rate in rates["adam"])
-    assert rates["node_bytes_per_s"]
+    assert all(rate >= max(adam for _, adam in rates["adam"]) for _, rate in rates["node_bytes_per_s"])
 
 
 def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
@@ -35,6 +35,9 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     assert all(rates[name] > 1e6 for name in names)
     assert len(rates["both_ways_bytes_per_s"]) == 2
     assert 1e-6 < rates["small_layer_s"] < 1
+    ranks, together_s = rates["small_layer_together_s"]
+    assert ranks == 2
+    assert 1e-6 < together_s < 1
     if len(nodes[0]["cpus"]) > 1:  # two ranks share the node
         ((ranks, each),) = rates["adam_together"]
         assert ranks == 2

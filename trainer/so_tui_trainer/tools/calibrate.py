@@ -145,8 +145,13 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         for rank, gpu in enumerate(gpus)
     ]
     answers = [_finish(child) for child in children]
-    slowest = min(answer["peer_bytes_per_s"] for answer in answers)
-    yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
+    peer = min(answer["peer_bytes_per_s"] for answer in answers)
+    small_s = max(answer["small_layer_s"] for answer in answers)
+    yield {
+        "message": f"between {len(gpus)} GPUs: {peer / 1e9:.0f} GB/s; a small layer: {1e6 * small_s:.0f} µs on all at once, "
+        f"{1e6 * rates['small_layer_s']:.0f} on one",
+        "rates": {"peer_bytes_per_s": peer, "small_layer_together_s": [len(gpus), small_s]},
+    }
 
 
 def _gpu_argv(request: dict[str, Any]) -> list[str]:
