@@ -101,7 +101,7 @@ def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
             assert 0.97 < outside / beside < 1.12, row["name"]
             seen[kind] = max(seen.get(kind, 0), beside)
     most = {kind: max(found) for kind, found in told.items() if len(found) == 1}
-    assert {kind: most[kind] for kind in seen} == {kind: pytest.approx(beside, rel=0.03) for kind, beside in seen.items()}
+    assert {kind: most[kind] for kind in seen} == {kind: pytest.approx(beside, rel=0.04) for kind, beside in seen.items()}
     assert most[2, "superoffload"] == most[4, "superoffload"] > most[2, "zerooffload"]
 
 
