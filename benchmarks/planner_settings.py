@@ -84,6 +84,10 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("1.7b", OFFLOAD, 4, micro_batch=8, ratio=1.0, kept="none"),
         Setting("4b", ZERO, 4, micro_batch=2, ratio=0.5, kept="selective"),
         Setting("8b", OFFLOAD, 4, micro_batch=2, ratio=0.9, kept="selective"),
+        Setting("4b", GPU, 4, micro_batch=2, kept="none"),
+        Setting("1.7b", ZERO, 4, micro_batch=2, ratio=1.0, kept="none"),
+        Setting("4b", OFFLOAD, 4, micro_batch=2, ratio=0.7, clipping=0.0),
+        Setting("8b", ZERO, 4, micro_batch=2, ratio=0.5),
     ),
 }
 """Small on the host where nothing else is asked of a setting: pages of states are what starting waits for."""
