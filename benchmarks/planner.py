@@ -8,7 +8,8 @@
     python benchmarks/planner.py --sweep --rows alpaca.json --out sweep.json                  # is the recommendation the best?
 
 Rows are appended as they come, and what is there is not measured again; ``--minutes`` ends early, between two settings. A row keeps what
-was predicted when it was measured, with the constants of that moment. A sweep on one GPU forks its settings off a process that
+was predicted when it was measured, with the constants of that moment, and in ``host_rates`` how fast CPU Adam was on the ranks' cores right
+before and after, as a share of what was calibrated. A sweep on one GPU forks its settings off a process that
 has imported everything (``planner_sweep.py``), since a start takes longer than the steps. ``--shape tiny`` runs the same code without a
 GPU, to try it.
 """
@@ -22,6 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -188,7 +190,7 @@ def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argp
             continue
         before = host_rate(plan, machine)
         row |= _run(spec, plan, machine, arguments)
-        yield row | {"host_rates": [before, host_rate(plan, machine)]}
+        yield row if "error" in row else row | {"host_rates": [before, host_rate(plan, machine)]}
 
 
 def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace) -> Rows:
@@ -220,16 +222,21 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
 def host_rate(plan: Plan, machine: Machine) -> float | None:
     """What CPU Adam moves at this moment on the cores of each rank, all at once, as a share of what ``so-tui calibrate`` found here.
 
-    A host whose memory and cores others use too may have halved since, and a step with it. None where nothing is known of the machine.
+    A host whose memory and cores others use too may have halved since, and a step with it. None where nothing is known of the machine, or
+    measuring failed.
     """
-    from so_tui_trainer.tools.calibrate import adam_together
+    from so_tui_trainer.tools.calibrate import slowest_together
 
     speed = speed_of(machine, machine.gpus[0].name, calibration_of(machine)) if machine.gpus else None
     if speed is None:
         return None
     shares = [rank.cpus for rank in plan.binding]
-    on_one_node = len({rank.numa_node for rank in plan.binding}) == 1
-    return round(adam_together(shares) / speed.adam_bytes_per_s(len(shares[0]), len(shares) if on_one_node else 1), 2)
+    ranks_per_node = max(Counter(rank.numa_node for rank in plan.binding).values())
+    try:
+        return round(slowest_together(shares) / speed.adam_bytes_per_s(len(shares[0]), ranks_per_node), 2)
+    except SoTuiError as error:
+        print(f"the host's rate was not measured: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:

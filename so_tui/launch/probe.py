@@ -97,8 +97,9 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     used = {rank.gpu for rank in plan.binding}
     device = [gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
-    # Not by the first step's own record, which comes late: memory of gigabytes is summed up for it.
-    training = next(record.time for record in records if isinstance(record, PhaseRecord) and record.phase == "training")
+    # The first step's own record is no measure: it is written late, after the memory of all processes was looked through.
+    began = (record.time for record in records if isinstance(record, PhaseRecord) and record.phase == "training")
+    training = next(began, steps[0].time - steps[0].step_s)
     before = [sample for sample in samples if sample.time < training]
     return Measured(
         figures=Figures(

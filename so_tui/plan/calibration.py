@@ -44,14 +44,12 @@ class Rates(Struct, frozen=True, kw_only=True):
     peer_bytes_per_s: float | None = None
     small_layer_s: float | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
-    small_layer_together_s: tuple[int, float] | None = None
-    """(ranks, the same while so many do it at once)."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, bytes of host memory traffic per second of each) with so many Adam workers at once on the first GPU's node."""
     node_bytes_per_s: tuple[tuple[int, float], ...] = ()
-    """(NUMA node, host memory bandwidth with all its cores)."""
+    """(NUMA node, the most of its memory's bandwidth that any number of its cores reached)."""
 
 
 class Figures(Struct, frozen=True, kw_only=True):
@@ -164,13 +162,12 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "up_bytes_per_s": rates.up_bytes_per_s,
         "peer_bytes_per_s": rates.peer_bytes_per_s,
         "small_layer_s": rates.small_layer_s,
-        "small_layer_together_s": rates.small_layer_together_s,
         "adam": rates.adam or None,
         "adam_together": rates.adam_together,
         "node_bytes_per_s": slowest,
     }
     own = {name: value for name, value in measured.items() if value is not None}
-    missing = measured.keys() - own.keys() - {"small_layer_together_s"} - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
+    missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
     where = "here" if known.hostname == machine.hostname else f"on {known.hostname}, a machine like this one"
     source = f"{CALIBRATED} {where} on {rates.measured[:10]}"
     if missing:

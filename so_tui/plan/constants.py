@@ -112,25 +112,15 @@ class Speed(Struct, frozen=True, kw_only=True):
     peer_bytes_per_s: float
     """One GPU to the others, each way."""
     small_layer_s: float
-    """Host time of a small layer's forward and backward: how fast Python, hooks and launches are, of one rank alone."""
+    """Host time of a small layer's forward and backward: how fast Python, hooks and launches are."""
     adam: tuple[tuple[int, float], ...]
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
     node_bytes_per_s: float
-    """The most that a NUMA node's memory gives all its cores."""
+    """The most that a NUMA node's memory gives, with however many cores."""
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, what Adam of each moves) where so many share a node, its cores and its memory; ascending."""
-    small_layer_together_s: tuple[int, float] | None = None
-    """(ranks, ``small_layer_s`` while so many work on one host); None where it was not measured."""
     source: str
     """Where the figures come from, for people."""
-
-    def small_layer_of(self, ranks: int) -> float:
-        """Seconds of a small layer where so many ranks work on one host: in a straight line from one to what was measured together."""
-        if self.small_layer_together_s is None:
-            return self.small_layer_s
-        most, together_s = self.small_layer_together_s
-        beside = min(ranks - 1, most - 1) / (most - 1)
-        return self.small_layer_s + beside * max(0.0, together_s - self.small_layer_s)
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
         """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node.

@@ -42,27 +42,33 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     partition = sum(entry.bytes for entry in node if entry.name == GRADIENT_PARTITION)
     later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
     names = {entry.name for entry in node}
-    locks = partition and LIBRARIES in names  # without CUDA nothing is page-locked
+    locks = partition and LIBRARIES in names  # without CUDA nothing is copied into page-locked memory
     beside = beside_gradients_bytes(state_layout(spec, ranks), partition, ROUNDING in names) if locks else 0
     return beside * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
 
 
-def beside_gradients_bytes(layout: StateLayout, partition: int, pinned_rounded: bool) -> int:
-    """What DeepSpeed's optimizers need for a moment to make their gradients, beyond what these are.
+def beside_gradients_bytes(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> int:
+    """What DeepSpeed's optimizers need for a moment to make their gradients, beyond what stays of these and of the gradient partition.
 
     Each block is made in ordinary memory and then copied into page-locked memory: sub-group by sub-group in fp32, beside a buffer as large
-    as the largest of them, and at last the gradient partition of ``partition`` bytes (``stage3.py`` of 0.19.8).
+    as the largest of them, and at last the partition (``stage3.py`` of 0.19.8). Where a sub-group's gradients go on to the GPU, torch
+    keeps the block for the next one of its size.
     """
-
-    def locked(size: int) -> int:
-        return power_of_two(size) if pinned_rounded else size
-
-    kept = peak = 0
-    for group in layout.sub_groups:
-        size = 4 * group.numel
-        peak = max(peak, kept + locked(size) + size + 4 * layout.largest_sub_group)
-        kept += locked(size) if group.device == "cpu" else 0
-    return max(partition, peak - kept - locked(partition))
+    peak = stay = locked = 0
+    free: list[int] = []
+    sizes = [(4 * group.numel, 4 * layout.largest_sub_group, group.device == "gpu") for group in layout.sub_groups]
+    for size, buffer, given_back in [*sizes, (partition_bytes, 0, False)]:
+        block = power_of_two(size) if pinned_rounded else size
+        if block in free:
+            free.remove(block)
+        else:
+            locked += block
+        peak = max(peak, locked + size + buffer)
+        if given_back:
+            free.append(block)
+        else:
+            stay += block
+    return peak - stay
 
 
 def host_terms(

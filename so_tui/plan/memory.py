@@ -170,8 +170,8 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
     if layout.ranks > 1:
         yield MemoryTerm("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
     if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
-        formula = "its page-locked memory opens a second CUDA context"
-        yield MemoryTerm("context of the Adam worker", "gpu", memory.second_context_bytes, "calibrated", formula)
+        formula = "page-locked memory of each rank's worker opens a context on the first GPU"
+        yield MemoryTerm("context of the Adam worker", "gpu", memory.second_context_bytes * layout.ranks, "calibrated", formula)
     changing = max(phase_bytes([term for term in moving if term.name not in KEPT], "gpu").values(), default=0)
     formula = f"{memory.slack_share:.1%} of what comes and goes within a layer"
     yield MemoryTerm("allocator slack", "gpu", int(memory.slack_share * changing), "calibrated", formula)

@@ -90,7 +90,7 @@ def compute_pass(
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     policy = policy_of(spec.model)
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy]
-    small_layers_s = shape.layers * speed.small_layer_of(spec.ranks)
+    small_layers_s = shape.layers * speed.small_layer_s
     gathering = use.gather_small_layers if gather_s else 0.0  # one rank gathers nothing
     once = products + elementwise
     # Selective recomputing goes through all of a layer's Python too, and skips its products.

@@ -11,6 +11,7 @@ from so_tui.cli import main
 from so_tui.commands.calibrate import request_of
 from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
+from so_tui_trainer.tools import calibrate
 from so_tui_trainer.tools.calibrate import rank_counts
 
 
@@ -23,7 +24,17 @@ def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.
     cores = [point[0] for point in rates["adam"]]
     assert cores == sorted(cores)
     assert all(1e8 < rate < 1e13 for _, rate in rates["adam"])
-    assert all(rate >= max(adam for _, adam in rates["adam"]) for _, rate in rates["node_bytes_per_s"])
+    assert rates["node_bytes_per_s"]
+
+
+def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host whose cores others use too all of them may move less than half of them, which no test can bring about."""
+    monkeypatch.setattr(
+        calibrate, "_adam", lambda cpus, _scale: {"step_bytes_per_s": 150e9 - 1e9 * len(cpus), "accumulate_bytes_per_s": 1e9}
+    )
+    nodes = [{"id": node, "cpus": list(range(64 * node, 64 * node + 64))} for node in (0, 1)]
+    *_, last = calibrate.work({"nodes": nodes, "gpus": []})
+    assert last["rates"]["node_bytes_per_s"] == [(0, 149e9), (1, 118e9)]
 
 
 def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
@@ -35,9 +46,6 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     assert all(rates[name] > 1e6 for name in names)
     assert len(rates["both_ways_bytes_per_s"]) == 2
     assert 1e-6 < rates["small_layer_s"] < 1
-    ranks, together_s = rates["small_layer_together_s"]
-    assert ranks == 2
-    assert 1e-6 < together_s < 1
     if len(nodes[0]["cpus"]) > 1:  # two ranks share the node
         ((ranks, each),) = rates["adam_together"]
         assert ranks == 2

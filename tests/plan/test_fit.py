@@ -88,7 +88,7 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
 
 
 def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
-    """NCCL included. The plan holds the most that was seen of each kind; some runs do not show it at their fullest."""
+    """NCCL included. The plan holds the most that was seen of each kind, or a little more; some runs do not show it at their fullest."""
     told: dict[tuple[int, str], set[int]] = {}
     seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
@@ -118,6 +118,7 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
         if name in otherwise:
             assert new != pytest.approx(old), name
             assert abs(new - measured) < abs(old - measured), name
+            assert new == pytest.approx(measured, rel=0.15 if name.endswith("_s") else 0.05), name
         elif name not in row.get("since_changed", []):
             assert new == pytest.approx(old), name
 

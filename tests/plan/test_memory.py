@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from so_tui.plan import make_plan
 from so_tui.plan.activations import block_bytes, expert_kept_bytes, expert_peak_bytes, kept_bytes
 from so_tui.plan.architecture import architecture
-from so_tui.plan.host_memory import LOADING
-from so_tui.plan.layout import state_layout
+from so_tui.plan.host_memory import LOADING, beside_gradients_bytes
+from so_tui.plan.layout import Parameter, layout_of, state_layout
 from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec import RunSpec, load_catalog, with_values
@@ -214,6 +214,33 @@ def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: i
     assert expert_kept_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=False)
     # Backward of a layer holds what the layer keeps, and more.
     assert block_bytes(shape, fused=True) > kept_bytes(shape, "none", fused=True)
+
+
+GRADIENTS = 1_000_000
+"""Of a sub-group: 4 MB, which is no power of two."""
+
+
+def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True) -> float:
+    parameters = [Parameter(f"{index}", numel, True) for index, numel in enumerate(numels)]
+    layout = layout_of(parameters, 1, GRADIENTS, 1.0, "so-tui")
+    groups = tuple(replace(group, device="gpu" if group.index < on_gpu else "cpu") for group in layout.sub_groups)
+    return beside_gradients_bytes(replace(layout, sub_groups=groups), partition, rounded) / 1e6
+
+
+def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partition_twice() -> None:
+    """In MB: sub-groups of 4, in page-locked blocks of 4.19."""
+    assert beside_mb([GRADIENTS], 0, 2_000_000, rounded=False) == pytest.approx(4 + 4 - 2)  # the partition is not there yet
+    assert beside_mb([GRADIENTS] * 9, 0, 18_000_000, rounded=False) == pytest.approx(18)
+    assert beside_mb([GRADIENTS], 0, 2_000_000) == pytest.approx(4 + 4 - 2**21 / 1e6)
+    # What goes on to the GPU leaves its block to the next of its size, the partition at last.
+    assert beside_mb([GRADIENTS] * 2, 2, 4_000_000) == pytest.approx(4 + 4)
+    assert beside_mb([GRADIENTS, GRADIENTS, GRADIENTS // 4], 2, 4_000_000) == pytest.approx(4 + 4 - 2**20 / 1e6)
+
+
+def test_every_rank_of_deepspeeds_engine_has_a_worker_with_a_context() -> None:
+    spec = spec_of("qwen3-4b-random", mode="superoffload", engine="deepspeed")
+    sizes = [sum(term.bytes for term in terms_of(spec, ranks) if term.name == "context of the Adam worker") for ranks in (1, 4)]
+    assert sizes[1] == 4 * sizes[0] > 0
 
 
 def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() -> None:

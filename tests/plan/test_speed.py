@@ -154,13 +154,6 @@ def test_what_is_computed_anew_is_launched_anew() -> None:
     assert backward["full"] == backward["selective"] == pytest.approx(backward["none"] + forward_s)
 
 
-def test_python_is_as_slow_as_it_was_with_so_many_ranks_at_once() -> None:
-    small = replace(ONE, small_layer_s=2.0, small_layer_together_s=(4, 3.5))
-    assert [small.small_layer_of(ranks) for ranks in (1, 2, 4, 8)] == [2.0, 2.5, 3.5, 3.5]
-    assert replace(small, small_layer_together_s=(4, 1.0)).small_layer_of(4) == 2.0
-    assert ONE.small_layer_of(4) == 1.0
-
-
 def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python() -> None:
     use = constants().step
 

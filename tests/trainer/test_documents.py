@@ -411,6 +411,18 @@ def test_what_cannot_be_used_is_named_with_its_row_and_column(
         assert words in told
 
 
+def test_of_a_folder_the_file_and_the_row_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text('{\n "description": "what is in it"\n}')
+    (folder / "a.jsonl").write_text(GOOD)
+    (folder / "b.jsonl").write_text(f'{GOOD}\n{{"instruction": "a"')
+    assert f"{folder}/b.jsonl, row 2: is no JSON" in problem(folder, tmp_path)
+    (folder / "b.jsonl").unlink()
+    (folder / "a.jsonl").unlink()
+    assert "cannot be read" in problem(folder, tmp_path)
+
+
 def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path) -> None:
     place = tmp_path / "hub" / "models--owner--tokenizer"
     (place / "refs").mkdir(parents=True)

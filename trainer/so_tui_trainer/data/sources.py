@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _BATCH_ROWS = 1000
+_SAVED = ("state.json", "dataset_dict.json")
+"""What ``save_to_disk`` leaves beside the data, of one split or of several."""
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
 _ENCODE = "Save the file as UTF-8."
 _SPLIT_TROUBLE = re.compile(r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data")
@@ -91,7 +93,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             raise FileNotFoundError(2, "no such file or folder")
         return _as_written(source, name, source.subset or None), ()
     except (OSError, ValueError, EOFError, ImportError, HTTPError, datasets.exceptions.DatasetsError) as error:
-        if path.is_file() and not isinstance(error, OSError):
+        if not isinstance(error, OSError):
             _raise_for_bad_json(path, source)
         raise InputError([_unreadable(source, error)]) from error
 
@@ -128,7 +130,7 @@ def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     """A folder of files, of subsets, or one that ``save_to_disk`` wrote."""
     import datasets
 
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if any((path / name).is_file() for name in _SAVED):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
             return saved, ()
@@ -150,9 +152,7 @@ def _cache_of(files: Iterable[Path]) -> str:
 
 def _left_out(folder: Path) -> tuple[str, ...]:
     """``datasets`` reads the files of one kind, and where names speak of splits those only: what that leaves aside is told."""
-    import datasets
-
-    used = {Path(file).resolve() for files in datasets.load_dataset_builder(str(folder)).config.data_files.values() for file in files}
+    used = _files_read(folder)
     there = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.resolve() not in used)
     hidden = re.compile(r"(^|/)\.")
     missing = [str(path) for path in there if _kind(path) in _READERS and path.name not in _ABOUT_DATA and not hidden.search(str(path))]
@@ -160,6 +160,14 @@ def _left_out(folder: Path) -> tuple[str, ...]:
         return ()
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     return (f"{folder}: {', '.join(missing[:3])}{more} are no part of it (one kind of file is read, and those of named splits alone)",)
+
+
+def _files_read(folder: Path, subset: str = "") -> set[Path]:
+    """What ``datasets`` reads of a folder. Raises as it does where it finds nothing to read."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(str(folder), subset or None)
+    return {Path(file).resolve() for files in (builder.config.data_files or {}).values() for file in files}
 
 
 def _whatever_changes(source: DataSource, *what: str | None, **options: Any) -> Dataset:
@@ -287,7 +295,23 @@ def _reason(error: BaseException) -> str:
 
 
 def _raise_for_bad_json(path: Path, source: DataSource) -> None:
-    """Raises InputError naming the first row that is no JSON object; returns where that is not what is wrong."""
+    """Raises InputError naming the first row, of a file or of a folder's files, that is no JSON object; returns where that is not the
+    trouble.
+    """
+    import datasets
+
+    if path.is_file():
+        _raise_for_bad_rows(path, source.source)
+    elif path.is_dir() and not any((path / name).is_file() for name in _SAVED):
+        try:
+            files = sorted(_files_read(path, source.subset))
+        except (OSError, ValueError, datasets.exceptions.DatasetsError):
+            return  # that its files cannot even be listed is the trouble
+        for file in files:
+            _raise_for_bad_rows(file, str(Path(source.source) / file.relative_to(path.resolve())))
+
+
+def _raise_for_bad_rows(path: Path, name: str) -> None:
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -298,9 +322,9 @@ def _raise_for_bad_json(path: Path, source: DataSource) -> None:
             try:
                 row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
-                raise bad_row(source.source, number, f"is no JSON ({error.msg.removesuffix(' at')} at character {error.colno})") from error
+                raise bad_row(name, number, f"is no JSON ({error.msg.removesuffix(' at')} at character {error.colno})") from error
             if not isinstance(row, dict):
-                raise bad_row(source.source, number, "is no object with columns")
+                raise bad_row(name, number, "is no object with columns")
 
 
 def _empty(source: DataSource) -> Problem:

@@ -1,9 +1,8 @@
 """Rates of one GPU, or between several, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
 Request (JSON): ``device`` ("cuda:0"), ``cpus`` (beside the GPU; pinned memory lies where this process runs), ``seconds`` per measurement,
-``scale`` (1 for real sizes). With ``rank``, ``ranks`` and ``port`` it measures, together with the other ranks, an all-gather instead, and
-how fast Python is while theirs runs too. Prints one JSON object. Without a GPU (device "cpu") the same code runs on small sizes, to be
-tried out.
+``scale`` (1 for real sizes). With ``rank``, ``ranks`` and ``port`` it measures an all-gather together with the other ranks instead. Prints
+one JSON object. Without a GPU (device "cpu") the same code runs on small sizes, to be tried out.
 """
 
 from __future__ import annotations
@@ -70,18 +69,19 @@ def _alone(request: dict[str, Any]) -> dict[str, Any]:
             other.copy_(host_too, non_blocking=True)
 
     together = _seconds(both, device, limit_s)
+    small = _small_layers(device)
     return {
         "matrix_flops": flops / products,
         "hbm_bytes_per_s": 2 * size / within,
         "down_bytes_per_s": size / down,
         "up_bytes_per_s": size / up,
         "both_ways_bytes_per_s": [size / together, size / together],
-        "small_layer_s": _small_layer_s(device, limit_s),
+        "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
     }
 
 
-def _small_layer_s(device: Any, limit_s: float) -> float:
-    """Of a chain of hooked modules, as ZeRO-3 hangs its hooks on every module: forward and backward of one."""
+def _small_layers(device: Any) -> Callable[[], object]:
+    """Forward and backward of a chain of hooked modules, as ZeRO-3 hangs its hooks on every module."""
     import torch
 
     modules = [torch.nn.Linear(SMALL_WIDTH, SMALL_WIDTH, device=device, dtype=torch.bfloat16) for _ in range(SMALL_LAYERS)]
@@ -96,7 +96,7 @@ def _small_layer_s(device: Any, limit_s: float) -> float:
             hidden = torch.nn.functional.silu(module(hidden)) * hidden
         hidden.sum().backward()  # type: ignore[no-untyped-call]
 
-    return _seconds(pass_through, device, limit_s) / SMALL_LAYERS
+    return pass_through
 
 
 def _peers(request: dict[str, Any]) -> dict[str, Any]:
@@ -115,8 +115,7 @@ def _peers(request: dict[str, Any]) -> dict[str, Any]:
         distributed.barrier()
         times.append(_once(lambda: distributed.all_gather_into_tensor(whole, share), device))
     seconds = sorted(times)[len(times) // 2]
-    distributed.barrier()
-    return {"peer_bytes_per_s": (ranks - 1) * share.numel() / seconds, "small_layer_s": _small_layer_s(device, request["seconds"])}
+    return {"peer_bytes_per_s": (ranks - 1) * share.numel() / seconds}
 
 
 def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
