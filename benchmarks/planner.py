@@ -23,7 +23,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,8 +36,8 @@ from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_s
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.calibration import calibration_of, speed_of
 from so_tui.plan.constants import digest
+from so_tui.plan.site import Site, site_of
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values
@@ -213,10 +212,14 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "setting": asdict(setting),
         "spec": _spec_tree(spec),
         "constants": digest(),
-        "speed": msgspec.to_builtins(speed_of(machine, machine.gpus[0].name, calibration_of(machine))) if machine.gpus else None,
+        "speed": msgspec.to_builtins(_site(spec, machine).speed),
         "machine": _machine_tree(machine),
         "name": settings_of(plan),
     }
+
+
+def _site(spec: RunSpec, machine: Machine) -> Site:
+    return site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
 
 
 def host_rate(plan: Plan, machine: Machine) -> float | None:
@@ -227,13 +230,12 @@ def host_rate(plan: Plan, machine: Machine) -> float | None:
     """
     from so_tui_trainer.tools.calibrate import slowest_together
 
-    speed = speed_of(machine, machine.gpus[0].name, calibration_of(machine)) if machine.gpus else None
-    if speed is None:
+    site = _site(plan.spec, machine)
+    if site.speed is None:
         return None
-    shares = [rank.cpus for rank in plan.binding]
-    ranks_per_node = max(Counter(rank.numa_node for rank in plan.binding).values())
+    known = site.speed.adam_bytes_per_s(site.cores, site.ranks_per_node)
     try:
-        return round(slowest_together(shares) / speed.adam_bytes_per_s(len(shares[0]), ranks_per_node), 2)
+        return round(slowest_together([rank.cpus for rank in plan.binding]) / known, 2)
     except SoTuiError as error:
         print(f"the host's rate was not measured: {error}", file=sys.stderr, flush=True)
         return None

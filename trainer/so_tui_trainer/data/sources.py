@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _BATCH_ROWS = 1000
-_SAVED = ("state.json", "dataset_dict.json")
-"""What ``save_to_disk`` leaves beside the data, of one split or of several."""
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
 _ENCODE = "Save the file as UTF-8."
 _SPLIT_TROUBLE = re.compile(r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data")
@@ -130,7 +128,7 @@ def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     """A folder of files, of subsets, or one that ``save_to_disk`` wrote."""
     import datasets
 
-    if any((path / name).is_file() for name in _SAVED):
+    if _saved(path):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
             return saved, ()
@@ -140,6 +138,11 @@ def _load_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
     rows = _whatever_changes(source, str(path), source.subset or None, cache_dir=_cache_of(files))
     return rows, () if source.subset else _left_out(path)
+
+
+def _saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote it: one split, or several."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _cache_of(files: Iterable[Path]) -> str:
@@ -302,7 +305,7 @@ def _raise_for_bad_json(path: Path, source: DataSource) -> None:
 
     if path.is_file():
         _raise_for_bad_rows(path, source.source)
-    elif path.is_dir() and not any((path / name).is_file() for name in _SAVED):
+    elif path.is_dir() and not _saved(path):
         try:
             files = sorted(_files_read(path, source.subset))
         except (OSError, ValueError, datasets.exceptions.DatasetsError):
