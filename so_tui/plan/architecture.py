@@ -15,6 +15,8 @@ from so_tui.spec.errors import InputError, Problem
 
 # What transformers assumes where a config.json is silent; elsewhere it is hidden_size / num_attention_heads.
 _DEFAULT_HEAD_DIM = {"qwen3": 128, "gpt_oss": 64, "seed_oss": 128}
+_WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+"""Model types of transformers that use ``sliding_window``, where it is set, in all layers."""
 
 
 class Architecture(Struct, frozen=True, kw_only=True):
@@ -132,7 +134,7 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
     elif model_type == "gpt_oss":
         windowed = (layers + 1) // 2
     else:
-        windowed = layers if model_type == "phi3" else 0
+        windowed = layers if model_type in _WINDOW_IN_EVERY_LAYER else 0
     return (window, windowed) if windowed else (None, 0)
 
 

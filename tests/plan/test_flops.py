@@ -115,3 +115,9 @@ def test_peaks_by_product_name(name: str, tflops: float) -> None:
 def test_an_unknown_gpu_has_no_peak() -> None:
     assert peak_flops("Voodoo 3dfx") is None
     assert peak_flops("") is None
+
+
+@pytest.mark.parametrize(("model_type", "windowed"), [("mistral", 4), ("starcoder2", 4), ("llama", 0)])
+def test_some_models_have_their_window_in_every_layer(model_type: str, windowed: int) -> None:
+    config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 100}
+    assert architecture(config | {"intermediate_size": 128, "sliding_window": 512}).windowed_layers == windowed
