@@ -146,13 +146,13 @@ def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None =
 
 
 def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Speed | None:
-    """The machine's own rates, filled up with those published for its GPU; None when nothing is known of either.
+    """The machine's own rates, filled up with those published for its GPU; None where that leaves any of them unknown.
 
     A machine without GPUs has no prediction: how fast its cores train is not calibrated.
     """
     published = published_speed(gpu_name)
     rates = known.rates if known else None
-    if published is None or known is None or rates is None:
+    if known is None or rates is None:
         return published
     slowest = min((rate for _, rate in rates.node_bytes_per_s), default=None)
     measured: dict[str, Any] = {
@@ -170,6 +170,9 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
     where = "here" if known.hostname == machine.hostname else f"on {known.hostname}, a machine like this one"
     source = f"{CALIBRATED} {where} on {rates.measured[:10]}"
+    if published is None:
+        # One GPU has no peer: whatever stands there, no plan asks for it.
+        return None if missing else Speed(**{"peer_bytes_per_s": own["up_bytes_per_s"]} | own, source=source)
     if missing:
         source += f", the rest {published.source}"
     return replace(Speed(**{name: getattr(published, name) for name in Speed.__struct_fields__}), **own, source=source)

@@ -51,6 +51,16 @@ def test_what_was_not_measured_stays_as_published() -> None:
     assert plan.step is not None
 
 
+def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
+    machine = x86("NVIDIA L40S", gpu_mib=46_068)
+    assert published_speed("NVIDIA L40S") is None
+    assert make_plan(SPEC, machine).step is None
+    store(machine, rates=replace(RATES, small_layer_s=2e-4))
+    assert make_plan(SPEC, machine).step is not None
+    store(machine, rates=replace(RATES, small_layer_s=2e-4, adam=()))
+    assert make_plan(SPEC, machine).step is None, "how fast its CPU Adam is, nobody knows"
+
+
 def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_not() -> None:
     store(H200, rates=RATES)
     twin = replace(H200, hostname="node7")
