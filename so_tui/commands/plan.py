@@ -14,7 +14,7 @@ from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
 
 def plan(arguments: argparse.Namespace) -> int:
     """The models x GPU counts table of a machine, or one plan with its arithmetic."""
-    from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of
+    from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
     from so_tui.plan.show import render_plan, render_table
 
     machine = chosen_machine(arguments)
@@ -34,8 +34,9 @@ def plan(arguments: argparse.Namespace) -> int:
             print_rich(render_plan(chosen, machine))
             if chosen.recommended:
                 # In one line, to be copied.
-                others = "".join(f" --set {shlex.quote(change)}" for change in arguments.set)
-                print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset)}{others}")
+                changes = [change for change in arguments.set if change.partition("=")[0].strip() != "gpus"]
+                others = "".join(f" --set {shlex.quote(change)}" for change in changes)
+                print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset, spec.gpus)}{others}")
             elif fixed:
                 print(
                     "\nThis is the plan as given. Without its --as-given, or --set of what a plan chooses, better settings are looked for."
@@ -47,8 +48,8 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([cell for row in rows for cell in row.cells.values()]))
     else:
-        untold = [name for name, preset in catalog.presets.items() if not preset.spec.model.parameters]
-        left_out = [f"{name} is left out: `so-tui plan {name}` says what is missing" for name in untold]
+        untold = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
+        left_out = [f"{name} is left out: {why}" for name, why in untold.items() if why]
         print_rich(render_table(rows, machine), *left_out, *(str(problem) for problem in catalog.problems))
     return 0
 

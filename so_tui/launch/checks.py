@@ -143,10 +143,8 @@ def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     reasons = []
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
     folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
-    # The newest checkpoint is written before the oldest that is kept goes; a resumed run has its old ones already.
-    settings = plan.spec.checkpoint
-    repeated = settings.every_steps or settings.every_minutes
-    copies = (1 if resuming else settings.keep + 1) if repeated else int(settings.at_end or settings.export)
+    # A resumed run has its old checkpoints already.
+    copies = min(1, plan.spec.checkpoint.most_at_once) if resuming else plan.spec.checkpoint.most_at_once
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         reasons.append(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan.assess import Assessment, assess, best
-from so_tui.plan.site import Site, other_site
+from so_tui.plan.site import Site, other_site, rank_counts
 from so_tui.plan.verdict import EACH_GPU, gib, usable
 from so_tui.spec.types import RunSpec
 
@@ -105,11 +105,11 @@ def _holds(spec: RunSpec, site: Site, ranks: int | None = None) -> str | None:
 
 
 def _larger_sites(spec: RunSpec, site: Site) -> Iterator[Site]:
-    """Two, four, ... times as many GPUs of the machine."""
-    ranks = 2 * site.ranks
-    while ranks <= len(site.machine.gpus):
-        yield other_site(site, ranks, spec.offload.cpu_adam_cores_fraction)
-        ranks *= 2
+    """More GPUs of the machine, up to all of them."""
+    if site.has_gpu:
+        for ranks in rank_counts(site.machine):
+            if ranks > site.ranks:
+                yield other_site(site, ranks, spec.offload.cpu_adam_cores_fraction)
 
 
 def _more_gpus(spec: RunSpec, site: Site) -> str:
@@ -128,7 +128,7 @@ def roomier(spec: RunSpec, site: Site) -> Iterator[str]:
 
 
 def _other_machines(spec: RunSpec, site: Site) -> Iterator[str]:
-    whole = other_site(site, len(site.machine.gpus), spec.offload.cpu_adam_cores_fraction)
+    whole = other_site(site, max(rank_counts(site.machine)), spec.offload.cpu_adam_cores_fraction)
     if "GH200" in site.gpu_name and min(whole.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
         yield from _larger_parts(spec, whole)
     counts = range(2, MOST_HOSTS + 1)

@@ -17,8 +17,8 @@ from so_tui.plan.memory import memory_terms
 from so_tui.plan.refine import refined_step, refined_terms
 from so_tui.plan.site import Site
 from so_tui.plan.speed import step_time
-from so_tui.plan.types import MemoryTerm, Mode, StepTime, Verdict, Workload
-from so_tui.plan.verdict import GPU_MARGIN, TIGHT_MARGIN, Demand, Shortage, demand_of, judge
+from so_tui.plan.types import MemoryTerm, Mode, Shortage, StepTime, Verdict, Workload
+from so_tui.plan.verdict import GPU_MARGIN, TIGHT_MARGIN, Demand, demand_of, judge
 from so_tui.spec.types import RunSpec
 
 RATIOS = tuple(step / 20 for step in range(21))

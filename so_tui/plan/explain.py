@@ -11,6 +11,7 @@ from so_tui.plan.assess import Assessment, assess, in_mode
 from so_tui.plan.search import fastest, rate, runner_up, with_micro_batch, with_policy
 from so_tui.plan.site import Site
 from so_tui.plan.types import Mode
+from so_tui.plan.verdict import in_words
 from so_tui.spec.types import RunSpec
 
 REPEATS: dict[Policy, str] = {
@@ -104,7 +105,7 @@ def _place(given: RunSpec, site: Site, chosen: Assessment) -> str:
         return text
     as_given = assess(in_mode(chosen.spec, "superoffload", given.offload.ratio), site)
     if as_given.verdict == "does not fit":
-        return f"{text}; the given {given.offload.ratio:.2f} would not fit: {as_given.shortages[0]}"
+        return f"{text}; the given {given.offload.ratio:.2f} would not fit: {in_words(as_given.shortages[0])}"
     if as_given.step and chosen.step and as_given.step.total_s >= chosen.step.total_s:
         seconds = f"{as_given.step.total_s:.2f} s a step instead of {chosen.step.total_s:.2f} s"
         return f"{text}; the given {given.offload.ratio:.2f} would take {seconds}"
@@ -126,7 +127,7 @@ def _batch(given: RunSpec, site: Site, chosen: Assessment) -> str:
     before = assess(in_mode(with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio), site)
     text = f"micro-batch {train.micro_batch} with accumulation {chosen.spec.micro_steps} keeps the tokens of a step"
     if before.shortages:
-        return f"{text}; with micro-batch {given.train.micro_batch} {before.shortages[0]}"
+        return f"{text}; with micro-batch {given.train.micro_batch} {in_words(before.shortages[0])}"
     return f"{text}; micro-batch {given.train.micro_batch} would be {slower(chosen, before)}" if rate(before) else text
 
 

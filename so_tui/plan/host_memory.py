@@ -96,7 +96,7 @@ def host_terms(
         if pinned_rounded:
             lost = power_of_two(scratch) - scratch
             yield MemoryTerm("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
-    if spec.checkpoint.at_end or spec.checkpoint.every_steps:
+    if spec.checkpoint.saves:
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
         yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)

@@ -20,12 +20,14 @@ from so_tui.plan.assess import Assessment, assess, in_mode, mode_without_gpu
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.explain import REPEATS, explained, larger_steps
 from so_tui.plan.flops import flops_of, idle_parameters, model_flops
+from so_tui.plan.layout import state_layout
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.search import ALIKE, fastest, fastest_policy, rate, with_fitting_cores, with_policy
-from so_tui.plan.site import Site, bindings, other_site, site_of
+from so_tui.plan.site import Gpus, Site, bindings, other_site, rank_counts, site_of
 from so_tui.plan.types import Mode, Plan, PlanRow, Workload
-from so_tui.plan.verdict import alike, gib
+from so_tui.plan.verdict import alike, gib, in_words
 from so_tui.plan.workload import seen
+from so_tui.spec.errors import InputError
 from so_tui.spec.types import Preset, RunSpec
 
 
@@ -97,17 +99,20 @@ def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence
     """The recommended plan of every preset on every GPU count, by default ``rank_counts``. In each row the count with the most tokens/s
     per GPU is marked, or the smallest of those that are alike.
 
-    Presets without a parameter table are left out: nothing can be said about them.
+    Presets of which nothing can be said (``unplannable``) are left out.
     """
     counts = gpu_counts or rank_counts(machine)
-    return tuple(_row(preset.spec, machine, counts) for preset in presets if preset.spec.model.parameters)
+    return tuple(_row(preset.spec, machine, counts) for preset in presets if not unplannable(preset.spec))
 
 
-def rank_counts(machine: Machine) -> tuple[int, ...]:
-    """GPU counts worth a column: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
-    most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, len(machine.allowed_cpus)))
-    doubled = tuple(2**power for power in range(most.bit_length()))
-    return doubled if doubled[-1] == most else (*doubled, most)
+def unplannable(spec: RunSpec) -> str:
+    """Why nothing can be said of a model: its shape or its parameters are not known. Empty where they are."""
+    try:
+        state_layout(spec, 1)
+        architecture(spec.model.config)
+    except InputError as error:
+        return str(error.problems[0])
+    return ""
 
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
@@ -133,15 +138,19 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
     }
 
 
-def command_of(plan: Plan, given: RunSpec, preset: str) -> str:
-    """The command that runs a plan whose settings are not all those of ``given``, the preset that was named."""
+def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus) -> str:
+    """The command that runs a plan whose settings are not all those of ``given``, the preset that was named.
+
+    ``gpus``: those that were planned for, in the words of who asked for them; a count of them may be others by the time it runs.
+    """
     before, after = settings_of(given), settings_of(plan.spec)
-    if given.train.tokens_per_step:
+    if plan.spec.train.tokens_per_step:
         del after["train.gradient_accumulation"]  # follows from the target
     if plan.mode == "gpu":
         del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
-    gpus = "" if plan.gpus == given.ranks else f" --gpus {plan.gpus}"
-    return f"so-tui run {preset}{gpus}" + "".join(f" --set {key}={value}" for key, value in after.items() if before[key] != value)
+    wanted = str(gpus) if isinstance(gpus, int) else ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
+    chosen = "" if gpus == given.gpus else f" --gpus {wanted}"
+    return f"so-tui run {preset}{chosen}" + "".join(f" --set {key}={value}" for key, value in after.items() if before[key] != value)
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
@@ -188,6 +197,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str], 
         reasons=(*blocked, *_verdict_reasons(site, found, bool(blocked)), *mends, *((*choices, *_accumulation(spec)) if fits else ())),
         remedies=mends,
         warnings=tuple(warnings(spec, site, found, searched=searched)),
+        shortage=found.shortages[0] if found.shortages else None,
         gpu_bytes=found.demand.gpu_bytes,
         gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.place == "gpu" and term.name not in OUTSIDE_ALLOCATOR),
         gpu_capacity_bytes=site.supply.gpu_bytes,
@@ -195,7 +205,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str], 
         host_capacity_bytes_per_node=site.supply.node_bytes,
         shm_bytes=found.demand.shm_bytes,
         disk_bytes=disk,
-        disk_peak_bytes=_checkpoints_at_once(spec) * disk,
+        disk_peak_bytes=spec.checkpoint.most_at_once * disk,
         breakdown=found.terms,
         step=step,
         step_s=step.total_s if step else None,
@@ -228,11 +238,6 @@ def _data(workload: Workload) -> str:
     return f"for documents of {workload.attended_tokens:.0f} tokens, {workload.trained_share:.0%} of all trained, as seen of the data"
 
 
-def _checkpoints_at_once(spec: RunSpec) -> int:
-    """The newest is written before the oldest that is kept goes."""
-    return spec.checkpoint.keep + 1 if spec.checkpoint.every_steps else int(spec.checkpoint.at_end)
-
-
 def _resolved(spec: RunSpec, site: Site) -> RunSpec:
     """The spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
     spec = with_policy(spec, policy_of(spec.model))
@@ -247,7 +252,7 @@ def _tflops(spec: RunSpec, sequences: int, step_s: float, ranks: int) -> float:
 
 
 def _verdict_reasons(site: Site, found: Assessment, blocked: bool) -> tuple[str, ...]:
-    short = tuple(str(shortage) for shortage in found.shortages)
+    short = tuple(in_words(shortage) for shortage in found.shortages)
     if found.verdict == "does not fit":
         return short
     if blocked:
@@ -271,4 +276,4 @@ def _recomputing(spec: RunSpec, site: Site, found: Assessment) -> tuple[str, ...
 
 
 def _first_shortage(found: Assessment) -> str:
-    return str(found.shortages[0]) if found.shortages else "it fits"
+    return in_words(found.shortages[0]) if found.shortages else "it fits"

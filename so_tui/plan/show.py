@@ -13,7 +13,7 @@ from rich.text import Text
 from so_tui.machine.types import Machine
 from so_tui.plan.binding import cpu_ranges
 from so_tui.plan.types import Confidence, MemoryTerm, Place, Plan, PlanRow, Verdict
-from so_tui.plan.verdict import gib
+from so_tui.plan.verdict import DEV_SHM, EACH_GPU, WITHIN_LIMIT, gib
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
@@ -188,7 +188,7 @@ def _machine_line(machine: Machine) -> Text:
 def _legend(rows: Sequence[PlanRow]) -> Text:
     text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
     text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
-    text.append("\n243 > 106: GiB needed > GiB there, on each host node or GPU")
+    text.append("\n243 > 106: GiB needed > GiB there, on a GPU, on a host node, within a memory limit or in /dev/shm")
     return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
 
 
@@ -218,10 +218,11 @@ def _shortfall(plan: Plan, narrow: bool) -> str:
     """The worst shortage in few words."""
     if not plan.possible:
         return "not here" if narrow else "cannot run here"
-    places = [("GPU", plan.gpu_bytes, plan.gpu_capacity_bytes or 0)]
-    places += [("host", needs, plan.host_capacity_bytes_per_node.get(node, 0)) for node, needs in plan.host_bytes_per_node.items()]
-    place, needs, has = max(places, key=lambda found: found[1] / max(1, found[2]) if found[2] or found[0] == "host" else 0.0)
-    figures = f"{needs / 2**30:.0f} > {has / 2**30:.0f}"
+    if (short := plan.shortage) is None:
+        return ""
+    needs, has = round(short.needs / 2**30), round(short.has / 2**30)
+    figures = f"{needs} {'>' if needs > has else 'of'} {has}"
+    place = {EACH_GPU: "GPU", WITHIN_LIMIT: "limit", DEV_SHM: "shm"}.get(short.place, "host")
     return figures if narrow else f"{place} {figures}"
 
 

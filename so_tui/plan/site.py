@@ -59,6 +59,13 @@ class Site(Struct, frozen=True, kw_only=True):
         return max((self.nodes.count(node) for node in set(self.nodes)), default=1)
 
 
+def rank_counts(machine: Machine) -> tuple[int, ...]:
+    """GPU counts worth planning for: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
+    most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, len(machine.allowed_cpus)))
+    doubled = tuple(2**power for power in range(most.bit_length()))
+    return doubled if doubled[-1] == most else (*doubled, most)
+
+
 @lru_cache(maxsize=256)
 def bindings(machine: Machine, gpus: Gpus, mode: str, cpu_adam_cores_fraction: float) -> tuple[RankBinding, ...]:
     """``bind_ranks``, remembered: the planner asks for the same binding at many ratios."""

@@ -101,6 +101,16 @@ class StepTime(Struct, frozen=True, kw_only=True):
         return self.forward_s + self.backward_s + self.exposed_optimizer_s + self.data_s
 
 
+class Shortage(Struct, frozen=True):
+    """One place where the margin is not kept; ``fatal`` when the memory itself is not enough."""
+
+    place: str
+    needs: int
+    """Bytes, as ``has``."""
+    has: int
+    fatal: bool
+
+
 class Plan(Struct, frozen=True, kw_only=True):
     """A RunSpec on a Machine."""
 
@@ -118,6 +128,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     remedies: tuple[str, ...] = ()
     """Those of the reasons that say what would make it fit, the least painful first."""
     warnings: tuple[str, ...]
+    shortage: Shortage | None = None
+    """The worst, where the margin is not kept."""
     gpu_bytes: int
     """Peak per GPU (0 on a machine without GPUs)."""
     gpu_reserved_bytes: int = 0

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from so_tui.machine.numa import distance
 from so_tui.machine.types import Gpu, Machine, NumaNode
-from so_tui.plan.types import MemoryTerm, Verdict
+from so_tui.plan.types import MemoryTerm, Shortage, Verdict
 
 GPU_MARGIN = 0.08
 """Share of a GPU's memory that stays free in a plan that ``fits``."""
@@ -19,6 +19,9 @@ TIGHT_MARGIN = 0.015
 
 EACH_GPU = "each GPU"
 """What a shortage of GPU memory says of its place."""
+WITHIN_LIMIT = "the host, within its memory limit,"
+"""The same where a cgroup limits what all ranks may take."""
+DEV_SHM = "/dev/shm"
 
 _RESERVE_SHARE = 0.03
 _RESERVE_BYTES = 1_000_000_000
@@ -42,18 +45,11 @@ class Demand(Struct, frozen=True):
     shm_bytes: int
 
 
-class Shortage(Struct, frozen=True):
-    """One place where the margin is not kept; ``fatal`` when the memory itself is not enough."""
-
-    place: str
-    needs: int
-    has: int
-    fatal: bool
-
-    def __str__(self) -> str:
-        if self.fatal:
-            return f"{self.place} needs {gib(self.needs)}, has {gib(self.has)}"
-        return f"{self.place} needs {gib(self.needs)} of {gib(self.has)}: little is left for what is not predicted exactly"
+def in_words(short: Shortage) -> str:
+    """For people."""
+    if short.fatal:
+        return f"{short.place} needs {gib(short.needs)}, has {gib(short.has)}"
+    return f"{short.place} needs {gib(short.needs)} of {gib(short.has)}: little is left for what is not predicted exactly"
 
 
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
@@ -106,8 +102,8 @@ def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]
     found = [
         _short(EACH_GPU, demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
         *(_short(nodes, needs, has, HOST_MARGIN) for nodes, needs, has in (alike(demand, supply) if any_short else ())),
-        _short("the host, within its memory limit,", sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
-        _short("/dev/shm", demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
+        _short(WITHIN_LIMIT, sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
+        _short(DEV_SHM, demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
     ]
     shortages = sorted((short for short in found if short), key=lambda short: short.needs / max(1, short.has), reverse=True)
     if any(short.fatal for short in shortages):

@@ -261,6 +261,21 @@ class CheckpointSpec(Spec, frozen=True):
     folder: Annotated[str, Meta(description="Where checkpoints go; empty means `checkpoints/` in the run directory.")] = ""
     export: Annotated[bool, Meta(description="Also write a Hugging Face folder at the end.")] = False
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it saves before the end."""
+        return bool(self.every_steps or self.every_minutes)
+
+    @property
+    def saves(self) -> bool:
+        """Whether it saves at all without being asked to; an export rests on a checkpoint of the end."""
+        return self.repeats or self.at_end or self.export
+
+    @property
+    def most_at_once(self) -> int:
+        """Checkpoints that lie on the disk at the same time: the newest is written before the oldest that is kept goes."""
+        return self.keep + 1 if self.repeats else int(self.saves)
+
 
 class TrackingSpec(Spec, frozen=True):
     tensorboard: Annotated[bool, Meta(description="Also write TensorBoard event files, into `tensorboard/` in the run directory.")] = False

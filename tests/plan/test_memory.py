@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from so_tui.plan import make_plan
 from so_tui.plan.activations import block_bytes, expert_kept_bytes, expert_peak_bytes, kept_bytes
 from so_tui.plan.architecture import architecture
-from so_tui.plan.host_memory import LOADING, beside_gradients_bytes
+from so_tui.plan.host_memory import LOADING, SAVING, beside_gradients_bytes
 from so_tui.plan.layout import Parameter, layout_of, state_layout
 from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.types import MemoryTerm
@@ -131,6 +131,20 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
         with_values(spec, {"checkpoint.export": "true", "checkpoint.every_steps": "10", "checkpoint.keep": "2"}), superchips(4)
     )
     assert (kept.disk_bytes, kept.disk_peak_bytes) == (14 * 14_768_307_200, 3 * 14 * 14_768_307_200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({"checkpoint.at_end": "false"}, 0),
+        ({"checkpoint.at_end": "false", "checkpoint.export": "true"}, 1),
+        ({"checkpoint.at_end": "false", "checkpoint.every_minutes": "5", "checkpoint.keep": "2"}, 3),
+    ],
+)
+def test_whatever_makes_a_run_save_takes_disk_and_host_memory(changes: dict[str, str], copies: int) -> None:
+    plan = make_plan(with_values(spec_of("qwen3-14b", mode="superoffload", ratio=0.5), changes), superchips(4))
+    assert plan.disk_peak_bytes == copies * plan.disk_bytes
+    assert any(term.name == SAVING for term in plan.breakdown) == bool(copies)
 
 
 MEASURED = {"gpus": "1", "model.activation_checkpointing": "full", "model.kernels": "plain", "offload.ratio": "0.9"}

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from so_tui.machine.types import Machine
-from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend
+from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
 from so_tui.plan.assess import assess, in_mode
 from so_tui.plan.explain import explained
-from so_tui.plan.show import render_plan, render_table
+from so_tui.plan.show import cell, render_plan, render_table
 from so_tui.plan.site import other_site, site_of
 from so_tui.plan.types import Plan, Workload
-from so_tui.plan.verdict import Demand, Supply, judge
+from so_tui.plan.verdict import Demand, Supply, in_words, judge
 from so_tui.plan.workload import Seen, path_of, remember
 from so_tui.spec import InputError, RunSpec, load_catalog, with_values
 
@@ -193,12 +193,56 @@ def test_what_is_recommended_is_as_fast_as_the_preset_as_published(name: str, gp
 def test_the_command_of_a_recommendation_runs_just_that() -> None:
     given = spec_of("phi-4")
     plan = recommend(given, QUAD, 4)
-    words = command_of(plan, given, "phi-4").split()
+    words = command_of(plan, given, "phi-4", 4).split()
     assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
     changes = dict(word.split("=") for word in words if "=" in word)
     as_run = make_plan(with_values(replace(given, gpus=4), changes), QUAD)
     assert (as_run.gpu_bytes, as_run.step_s, as_run.tokens_per_step) == (plan.gpu_bytes, plan.step_s, plan.tokens_per_step)
     assert plans_json([plan])["plans"][0]["settings"]["train.micro_batch"] == plan.spec.train.micro_batch
+
+
+@pytest.mark.parametrize(("gpus", "words"), [((2, 3), "2,3"), ((2,), "2,"), (2, "2")])
+def test_the_command_names_the_gpus_that_were_planned_for(gpus: int | tuple[int, ...], words: str) -> None:
+    """Other people may train on those that a mere count would take."""
+    given = spec_of("llama-3.1-8b")
+    plan = recommend(replace(given, gpus=gpus), QUAD)
+    assert f"llama-3.1-8b --gpus {words} --set" in command_of(plan, given, "llama-3.1-8b", gpus)
+
+
+def test_a_target_of_tokens_decides_the_accumulation_of_the_command_too() -> None:
+    given = spec_of("llama-3.1-8b")
+    plan = recommend(with_values(given, {"train.tokens_per_step": "100000"}), QUAD)
+    assert plan.spec.micro_steps > 1
+    assert "gradient_accumulation" not in command_of(plan, given, "llama-3.1-8b", given.gpus)
+
+
+def test_a_model_of_which_too_little_is_known_leaves_the_others_in_the_table() -> None:
+    tiny = CATALOG.presets["tiny"]
+    config = {key: value for key, value in tiny.spec.model.config.items() if key != "num_attention_heads"}
+    unknown = replace(tiny, spec=replace(tiny.spec, name="unknown", model=replace(tiny.spec.model, config=config)))
+    assert [row.preset for row in plan_table([unknown, tiny], QUAD)] == ["tiny"]
+    assert "num_attention_heads" in unplannable(unknown.spec)
+    assert not unplannable(tiny.spec)
+
+
+def test_a_cell_tells_what_is_short_most() -> None:
+    """Within a memory limit nothing of a GPU's or a node's is short."""
+    limited = replace(x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024), memory_limit_bytes=150 * 2**30)
+    plan = recommend(spec_of("gpt-oss-20b"), limited, 1)
+    assert "limit" in plan.reasons[0]
+    shown = cell(plan).plain
+    needs, has = shown.partition("limit ")[2].split(" > ")
+    assert int(needs) > int(has) == 150
+    assert plan.shortage is not None
+    near = cell(replace(plan, shortage=replace(plan.shortage, needs=int(149.7 * 2**30)))).plain
+    assert "limit 150 of 150" in near
+
+
+def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
+    three = x86("NVIDIA A100", gpu_count=3, cores=48, memory_mib=384 * 1024, gpu_mib=18 * 1024)
+    spec = spec_of("llama-3.1-8b", gpus="1")
+    assert [recommend(spec, three, gpus).fits for gpus in (2, 3)] == [False, True]
+    assert "3 GPUs of this machine" in " ".join(recommend(spec, three).remedies)
 
 
 def test_a_needless_ratio_is_priced() -> None:
@@ -321,7 +365,7 @@ def test_nodes_that_read_the_same_are_told_in_one_line() -> None:
     gib = 2**30
     demand = Demand(gpu_bytes=0, node_bytes={0: 200 * gib + gib // 3} | dict.fromkeys((1, 2, 3), 200 * gib), shm_bytes=0)
     supply = Supply(gpu_bytes=None, node_bytes={node: 111 * gib + node for node in range(4)}, shm_bytes=None, limit_bytes=None)
-    assert [str(shortage) for shortage in judge(demand, supply)[1]] == ["each of host nodes 0, 1, 2, 3 needs 200 GiB, has 111 GiB"]
+    assert [in_words(shortage) for shortage in judge(demand, supply)[1]] == ["each of host nodes 0, 1, 2, 3 needs 200 GiB, has 111 GiB"]
 
 
 def shown(renderable: object, width: int) -> str:

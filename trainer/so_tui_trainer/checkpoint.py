@@ -38,17 +38,10 @@ __all__ = [
     "read_manifest",
     "save",
     "set_aside",
-    "wanted",
 ]
 
 _STATE_BYTES = 12
 """Of one parameter: fp32 master and two moments."""
-
-
-def wanted(spec: RunSpec) -> bool:
-    """Whether the run saves without being asked to."""
-    settings = spec.checkpoint
-    return bool(settings.every_steps or settings.every_minutes or settings.at_end or settings.export)
 
 
 def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:

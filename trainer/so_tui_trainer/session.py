@@ -148,7 +148,7 @@ class Session:
         control.stop_early()
         loop = self._loop(ranks, data, control, found)
         control.stop_early()
-        if checkpoint.wanted(self.spec):
+        if self.spec.checkpoint.saves:
             checkpoint.make_room(self.engine, checkpoint.folder_of(self.run, self.spec), self.spec, ranks)
         if found:
             self._resume(loop, found, data, ranks)

@@ -49,7 +49,7 @@ def disk(look: Look) -> Iterator[Finding]:
         free = shutil.disk_usage(folder).free
     except OSError:
         return
-    needed = max(look.plan.disk_peak_bytes, look.plan.disk_bytes if look.plan.spec.checkpoint.at_end else 0) if look.plan else 0
+    needed = look.plan.disk_peak_bytes if look.plan else 0
     if needed > free:
         yield Finding(
             severity="blocks",
