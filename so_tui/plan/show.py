@@ -188,7 +188,7 @@ def _machine_line(machine: Machine) -> Text:
 def _legend(rows: Sequence[PlanRow]) -> Text:
     text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
     text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
-    text.append("\n243 > 106: GiB needed > GiB there, on a GPU, on a host node, within a memory limit or in /dev/shm")
+    text.append("\n243 > 106: GiB needed > GiB there (GPU, host node, memory limit or /dev/shm)")
     return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
 
 
