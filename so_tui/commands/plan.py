@@ -75,9 +75,8 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.plan import make_plan, plans_json
     from so_tui.plan.calibration import store
     from so_tui.plan.show import render_comparison, render_plan
-    from so_tui.runs import delete_run
+    from so_tui.runs import delete_run, probes_dir
     from so_tui.runs.records import PhaseRecord, StepRecord
-    from so_tui.spec.folders import state_home
 
     if not chosen.fits:
         raise Refused(chosen.reasons)
@@ -89,7 +88,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
             print(record.detail or record.phase, file=sys.stderr, flush=True)
 
     spec = probe_spec(chosen.spec, arguments.probe)
-    run = run_to_end(spec, machine, state_home() / "probes", tell)
+    run = run_to_end(spec, machine, probes_dir(), tell)
     probe = probe_of(run, make_plan(spec, machine), machine)
     path = store(machine, probe=probe)
     delete_run(run)

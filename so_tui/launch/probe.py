@@ -41,18 +41,19 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEPS) -> RunSpec:
-    """The same settings as a short run that keeps nothing: no checkpoints, no evaluation, a record of every step."""
-    model, source = spec.model, replace(spec.data, evaluation="")
+    """The same settings as a short run that keeps nothing and reports nowhere: no checkpoints, no evaluation, a record of every step."""
+    model, source = spec.model, replace(spec.data, held_out=0.0, evaluation="", evaluation_split="")
     if data == "random":
         model = replace(model, weights="random", tokenizer="builtin:tiny")
-        source = replace(source, source="builtin:tiny/rows.jsonl", split="train", format="alpaca", packing=True)
+        source = replace(source, source="builtin:tiny/rows.jsonl", subset="", split="train", format="alpaca", packing=True)
     return replace(
         spec,
         name="probe",
         model=model,
         data=source,
         train=replace(spec.train, log_interval=1, evaluate_every_steps=0, warmup_ratio=0.0),
-        checkpoint=replace(spec.checkpoint, every_steps=0, at_end=False, export=False),
+        checkpoint=replace(spec.checkpoint, every_steps=0, every_minutes=0.0, at_end=False, export=False),
+        tracking=replace(spec.tracking, tensorboard=False, wandb=False),
         benchmark=replace(spec.benchmark, warmup_steps=WARMUP_STEPS, measured_steps=measured_steps),
     )
 

@@ -4,7 +4,7 @@ Rank 0 alone writes metrics, the supervisor alone writes state, samples and the 
 """
 
 from so_tui.runs.directory import RunDirectory, new_attempt
-from so_tui.runs.listing import create_run, default_runs_dir, delete_run, find_run, list_runs
+from so_tui.runs.listing import create_run, default_runs_dir, delete_run, find_run, list_runs, probes_dir
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers, redact
 from so_tui.runs.pyramid import Column, Overview
@@ -32,6 +32,7 @@ __all__ = [
     "list_runs",
     "log_readers",
     "new_attempt",
+    "probes_dir",
     "read_spec",
     "read_state",
     "redact",

@@ -28,6 +28,11 @@ def default_runs_dir() -> Path:
     return Path(override).expanduser().absolute() if override else state_home() / "runs"
 
 
+def probes_dir() -> Path:
+    """Where ``plan --probe`` trains: such runs are nobody's latest and in no list, and one that failed is found by its path."""
+    return state_home() / "probes"
+
+
 def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = None) -> RunDirectory:
     """Makes a new run directory with ``spec.json`` and the state ``created``; two creators never get the same one.
 
@@ -52,7 +57,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
             _remove(run.path)
         remedy = "Free some space there, or choose another folder with --runs-dir."
         raise _unusable(folder, f"cannot write the run: {error.strerror}", remedy) from error
-    if folder != default_runs_dir():
+    if folder not in (default_runs_dir(), probes_dir()):
         _remember(folder)
     return run
 
@@ -110,8 +115,8 @@ def known_folders() -> tuple[Path, ...]:
         remembered = _remembered_path().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # nothing remembered, or not ours to read: the default folder is always there to look at
         remembered = []
-    folders = (default_runs_dir(), *(Path(line) for line in remembered if line.startswith("/")))
-    return tuple(dict.fromkeys(folders))
+    others = (Path(line) for line in remembered if line.startswith("/"))
+    return tuple(dict.fromkeys((default_runs_dir(), *(folder for folder in others if folder != probes_dir()))))
 
 
 def _remembered_path() -> Path:

@@ -59,8 +59,12 @@ def test_the_loads_peak_ends_where_training_begins(tmp_path: Path) -> None:
 
 
 def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
-    plan = make_plan(with_values(SPEC, {"checkpoint.every_steps": "5", "checkpoint.export": "true"}), h200())
+    wishes = {"checkpoint.every_steps": "5", "checkpoint.every_minutes": "0.01", "checkpoint.export": "true", "tracking.wandb": "true"}
+    evaluated = {"data.evaluation_split": "test", "data.subset": "main", "tracking.tensorboard": "true"}
+    plan = make_plan(with_values(SPEC, wishes | evaluated), h200())
     short = probe_spec(plan.spec, "random")
+    assert (short.checkpoint.every_minutes, short.tracking.wandb, short.tracking.tensorboard) == (0, False, False)
+    assert (short.data.subset, short.data.evaluation_split, short.data.held_out) == ("", "", 0)
     assert (short.offload, short.train.micro_batch, short.data.sequence_length) == (plan.spec.offload, 4, 4096)
     assert (short.checkpoint.every_steps, short.checkpoint.at_end, short.checkpoint.export) == (0, False, False)
     assert (short.model.weights, short.data.source) == ("random", "builtin:tiny/rows.jsonl")
@@ -97,7 +101,7 @@ def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json"]) == 0
+    assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", "data.held_out=400"]) == 0  # more than the embedded rows
     answer = json.loads(capsys.readouterr().out)
     actual = answer["probe"]["actual"]
     parts = actual["forward_s"] + actual["backward_s"] + actual["exposed_optimizer_s"]

@@ -21,6 +21,7 @@ from so_tui.runs import (
     find_run,
     list_runs,
     new_attempt,
+    probes_dir,
     read_spec,
     read_state,
     write_state,
@@ -75,6 +76,13 @@ def test_runs_are_listed_newest_first_wherever_they_were_made(spec: RunSpec, tmp
     assert find_run("latest") == runs[4]
     assert find_run(runs[1].name) == runs[1]
     assert find_run(str(runs[3].path)) == runs[3]
+
+
+def test_a_probe_is_nobodys_latest_run_and_found_by_its_path(spec: RunSpec) -> None:
+    mine, probe = create_run(spec), create_run(spec, probes_dir())
+    assert list_runs() == (mine,)
+    assert find_run("latest") == mine
+    assert find_run(str(probe.path)) == probe
 
 
 def test_folders_that_are_gone_are_passed_over(spec: RunSpec, tmp_path: Path) -> None:
