@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from so_tui import __version__
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 EPILOG = """\
 exit codes: 0 done, 1 the run failed, 2 usage or input wrong, 3 refused (does not fit or cannot run here),
@@ -42,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     machine_file.add_argument("--machine", metavar="FILE", default=argparse.SUPPRESS, help="plan for the machine described in FILE")
     runs_folder = argparse.ArgumentParser(add_help=False)
     runs_folder.add_argument(
-        "--runs-dir", type=Path, metavar="DIR", help="folder of the runs (default: so-tui/runs in the XDG state folder)"
+        "--runs-dir", type=_folder, metavar="DIR", help="folder of the runs (default: so-tui/runs in the XDG state folder)"
     )
     changes = argparse.ArgumentParser(add_help=False)
     changes.add_argument(
@@ -129,12 +132,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _folder(text: str) -> Path:
+    from so_tui.spec.files import path_fault
+
+    if fault := path_fault(text):
+        raise argparse.ArgumentTypeError(fault)
+    return Path(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a pipe without Unicode gets a question mark instead of a traceback
     arguments = build_parser().parse_args(argv)
+    from so_tui.spec.check import shown
     from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
 
     module, _, function = arguments.handler.partition(":")
@@ -143,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.machine and not arguments.takes_machine:
             remedy = "Leave it out; `inspect --json` shows what FILE says of that machine"
             raise InputError([Problem(field="--machine", value=arguments.machine, message="is nothing to this command", remedy=remedy)])
-        return int(handler(arguments))
+        code = int(handler(arguments))
+        sys.stdout.flush()  # a disk that is full is told below, not by Python when it ends
+        return code
     except InputError as error:
         for problem in error.problems:
             print(f"so-tui: {problem}", file=sys.stderr)
@@ -160,9 +174,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, say) has gone. Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader (head, say) has gone
         return 0
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name, message, remedy = "path", "is too long for a file name", "Give a shorter one"
+        elif error.errno in _UNWRITABLE and error.filename is None:  # what fails below a file's name is not the output
+            name, message, remedy = "output", f"cannot be written ({error.strerror})", "Free space where it goes, or send it elsewhere"
+            _drop_output()
+        else:
+            raise
+        value = shown(str(error.filename)) if error.filename else ""
+        print(f"so-tui: {Problem(field=name, value=value, message=message, remedy=remedy)}", file=sys.stderr)
+        return InputError.exit_code
+
+
+def _drop_output() -> None:
+    """Python would complain again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from so_tui.machine.types import Machine
-from so_tui.spec import InputError, Problem, RunSpec, find_preset, with_values
+from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, parse_value, problems_in, with_values
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
 def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
@@ -26,8 +32,25 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
         raise InputError([Problem(field="--set", value=change, message="has no `=`", remedy=remedy) for change in bad])
     changes = {key.strip(): value.strip() for key, _, value in (change.partition("=") for change in arguments.set)}
     if arguments.gpus is not None:
-        changes["gpus"] = f"[{arguments.gpus}]" if "," in arguments.gpus else arguments.gpus
+        given = given_gpus(arguments.gpus)
+        if "gpus" in changes and parse_value(changes["gpus"], field_index()["gpus"]) != given:
+            message, remedy = f"and --set gpus={changes['gpus']} say different things", "Keep one of the two"
+            raise InputError([Problem(field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
+        changes["gpus"] = str(given)
     return changes
+
+
+def given_gpus(text: str) -> int | list[int]:
+    """What ``--gpus`` says: how many, or which ones. Raises InputError."""
+    words = text.replace(" ", "")
+    if not _GPUS.fullmatch(words):
+        remedy = "Give a number, or indices with commas between them: --gpus 0,2"
+        raise InputError([Problem(field="--gpus", value=text, message="is neither a number of GPUs nor a list of them", remedy=remedy)])
+    given = [int(index) for index in words.rstrip(",").split(",")] if "," in words else int(words)
+    wrong = [problem for problem in problems_in({"gpus": given}) if problem.field == "gpus"]
+    if wrong:
+        raise InputError(wrong)
+    return given
 
 
 def chosen_machine(arguments: argparse.Namespace) -> Machine:
@@ -55,9 +78,20 @@ def print_json(value: bytes | dict[str, Any]) -> None:
 
 def print_rich(*renderables: Any) -> None:
     """Print for people, with colour where the terminal has it (NO_COLOR is respected)."""
+    out = console()
+    for renderable in renderables:
+        out.print(renderable)
+
+
+def console() -> Console:
+    """Where commands print. What they print often comes from elsewhere (an exception, a path): its brackets are no markup, its colons no
+    emoji.
+    """
     from rich.console import Console
 
-    # What is printed often comes from elsewhere (an exception, a path): its brackets are no markup, its colons no emoji.
-    console = Console(highlight=False, markup=False, emoji=False)
-    for renderable in renderables:
-        console.print(renderable)
+    class OwnConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Rich would exit with 1; a reader that has seen enough is no failure."""
+            raise BrokenPipeError
+
+    return OwnConsole(highlight=False, markup=False, emoji=False)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import chosen_spec, print_json
+from so_tui.commands.common import chosen_spec, console, print_json
 from so_tui.spec import spec_tree
 from so_tui.spec.units import thousands
 
@@ -22,8 +22,6 @@ _SHADES = "█▒"
 
 def data(arguments: argparse.Namespace) -> int:
     """Counts of the data set and a few rows as the model sees them, trained tokens marked."""
-    from rich.console import Console
-
     from so_tui.launch.data_preview import Progress, look_at
 
     spec = chosen_spec(arguments)
@@ -39,12 +37,11 @@ def data(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(answer)
         else:
-            # What is printed comes from elsewhere: its brackets are no markup, its colons no emoji.
-            _print(Console(highlight=False, markup=False, emoji=False), preview)
+            _print(console(), preview)
     return 0
 
 
-def _print(console: Console, preview: DataPreview) -> None:
+def _print(out: Console, preview: DataPreview) -> None:
     from rich.text import Text
 
     for part in (
@@ -55,17 +52,17 @@ def _print(console: Console, preview: DataPreview) -> None:
         "",
         Text("documents by length in tokens", style="bold"),
         _histogram(preview),
-        *(("", *_sequence(preview, console.width)) if preview.packing else ()),
+        *(("", *_sequence(preview, out.width)) if preview.packing else ()),
         *(Text(f"! {warning}", style="yellow") for warning in preview.warnings),
     ):
-        console.print(part)
-    plain = console.no_color or not console.is_terminal
+        out.print(part)
+    plain = out.no_color or not out.is_terminal
     if preview.samples:
         trained = Text("«trained tokens»" if plain else "trained tokens", style="bold green")
-        console.print("", Text.assemble(("rows as the model sees them: ", "bold"), trained, " and ", ("context", "dim")), sep="\n")
+        out.print("", Text.assemble(("rows as the model sees them: ", "bold"), trained, " and ", ("context", "dim")), sep="\n")
     for sample in preview.samples:
-        console.rule(Text(_heading(sample, len(preview.sources) > 1), style="dim"), align="left", style="dim")
-        console.print(_coloured(sample, plain))
+        out.rule(Text(_heading(sample, len(preview.sources) > 1), style="dim"), align="left", style="dim")
+        out.print(_coloured(sample, plain))
 
 
 def _facts(preview: DataPreview) -> RenderableType:

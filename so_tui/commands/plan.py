@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 
-from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, print_json, print_rich
+from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
@@ -61,10 +61,11 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
         raise InputError([Problem(field=given, value="", message="needs a preset", remedy=f"Name one: so-tui plan PRESET {given} ...")])
     if arguments.gpus is None:
         return ()
-    if not arguments.gpus.isdigit() or not int(arguments.gpus):
+    count = given_gpus(arguments.gpus)
+    if not isinstance(count, int):
         message, remedy = "is no number of GPUs", "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2"
         raise InputError([Problem(field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
-    return (int(arguments.gpus),)
+    return (count,)
 
 
 def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:

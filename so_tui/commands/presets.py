@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from so_tui.commands.common import chosen_changes, chosen_spec, print_json, print_rich
-from so_tui.spec import InputError, Problem, load_catalog, spec_tree
+from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
+from so_tui.spec.check import shown
+from so_tui.spec.files import path_fault
 
 
 def presets(arguments: argparse.Namespace) -> int:
@@ -54,6 +56,11 @@ def _add(arguments: argparse.Namespace) -> int:
     if not arguments.model:
         remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL"
         raise InputError([Problem(field="MODEL", value="", message="is missing", remedy=remedy)])
+    if fault := path_fault(arguments.model):
+        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder"
+        raise InputError([Problem(field="MODEL", value=shown(arguments.model), message=fault, remedy=remedy)])
+    if arguments.name:
+        check_user_name(arguments.name, load_catalog().presets)
     described = describe_model(
         arguments.model,
         name=arguments.name,

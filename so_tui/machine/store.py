@@ -25,6 +25,8 @@ def load_machine(path: Path | str) -> Machine:
         raise _problem(path, f"cannot be read ({error.strerror or error})") from error
     except msgspec.ValidationError as error:
         raise _problem(path, f"is not a machine file ({error})") from error
+    except UnicodeDecodeError as error:
+        raise _problem(path, "is not UTF-8 text") from error
     except msgspec.DecodeError as error:
         raise _problem(path, f"is not JSON ({error})") from error
     if machine.schema != SCHEMA:

@@ -5,14 +5,16 @@ Sizes are bytes, cores are logical CPU numbers of the kernel. ``None`` means unk
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 SCHEMA = 1
 UNKNOWN = "unknown"
 """The hostname of a tree that does not tell it."""
 
+Size = Annotated[int, Meta(ge=0)]
+"""Of memory, in bytes: a file that says less than nothing is refused when it is read."""
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
 
 
@@ -20,9 +22,9 @@ class NumaNode(Struct, frozen=True, kw_only=True):
     id: int
     kind: NodeKind
     cpus: tuple[int, ...]
-    memory_total_bytes: int
-    memory_free_bytes: int | None = None
-    file_cache_bytes: int | None = None
+    memory_total_bytes: Size
+    memory_free_bytes: Size | None = None
+    file_cache_bytes: Size | None = None
     distances: tuple[int, ...] = ()
 
 
@@ -36,8 +38,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     memory_node: int | None = None
     """The NUMA node of the GPU's own memory, where the driver exposes one."""
     cpus: tuple[int, ...] = ()
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
+    memory_total_bytes: Size | None = None
+    memory_used_bytes: Size | None = None
     compute_mode: str | None = None
     uuid: str | None = None
     c2c: bool | None = None
@@ -81,18 +83,18 @@ class Machine(Struct, frozen=True, kw_only=True):
     hostname: str
     cpu_name: str
     architecture: str
-    page_size_bytes: int | None
+    page_size_bytes: Size | None
     online_cpus: tuple[int, ...]
     allowed_cpus: tuple[int, ...]
-    host_memory_bytes: int
+    host_memory_bytes: Size
     """Sum over the cpu nodes (MemTotal would include GPU memory on Grace)."""
-    shm_total_bytes: int | None
-    shm_free_bytes: int | None = None
+    shm_total_bytes: Size | None
+    shm_free_bytes: Size | None = None
     mpam: Mpam
     software: Software
     numa_nodes: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...]
-    memory_limit_bytes: int | None = None
+    memory_limit_bytes: Size | None = None
     """The cgroup's limit where it is below the host's memory."""
     smt_siblings: tuple[tuple[int, ...], ...] = ()
     """Physical cores of several threads; empty where each has one, or where the kernel does not say."""

@@ -16,6 +16,7 @@ from so_tui.runs.liveness import state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem, Refused
+from so_tui.spec.files import path_fault
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
 
@@ -72,6 +73,8 @@ def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
 def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     """The run with this name or path, or the newest for ``latest``. Raises InputError, naming the nearest ones."""
     if "/" in run or run in (".", ".."):
+        if fault := path_fault(run):
+            raise _not_found(run, fault, "Give the folder of a run, or a name from `so-tui runs`.")
         directory = RunDirectory(Path(run).expanduser().absolute())
         if directory.spec_path.is_file():
             return directory

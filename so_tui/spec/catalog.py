@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from so_tui.spec.check import check_tree, nearest, shown
 from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.files import path_fault
 from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.types import Preset, RunSpec
@@ -90,10 +91,14 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
 
     Raises InputError: unknown name (with the nearest one), file missing, malformed or no preset, or what is wrong with that preset.
     """
+    fault = path_fault(name_or_path)
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
         remedy = f"To train on your own rows name a preset too: tiny --set data.source={name_or_path}"
         raise InputError([Problem(field="preset", value=shown(name_or_path), message="names data, not a preset", remedy=remedy)])
     if "/" in name_or_path or name_or_path.endswith(".toml"):
+        if fault:
+            remedy = "`so-tui presets` lists the presets by name."
+            raise InputError([Problem(field="preset", value=shown(name_or_path), message=fault, remedy=remedy)])
         source = _read(Path(name_or_path).expanduser(), "file")
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
         return _preset(
@@ -105,7 +110,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
     if broken:
         raise InputError(broken)
-    if Path(name_or_path).exists():
+    if not fault and Path(name_or_path).exists():
         raise InputError([_no_preset(Path(name_or_path), f"is a {'folder' if Path(name_or_path).is_dir() else 'file'}, not a preset")])
     raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, source_index
+from so_tui.spec.files import path_fault
 from so_tui.spec.types import DataSource, RunSpec
 
 LENGTHS = ("steps", "epochs", "tokens")
@@ -27,6 +28,9 @@ _MISSING_REMEDIES = {
     "model.id": 'Give a hub id such as "Qwen/Qwen3-14B", or a folder.',
     "data.source": 'Give a hub id such as "tatsu-lab/alpaca", a file or a folder.',
 }
+
+_PLACES = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "checkpoint.folder")
+"""Keys that may hold a path."""
 
 _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 """Where the path of a key of a mixture's source begins."""
@@ -117,6 +121,10 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
     info = source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
     if isinstance(value, float) and not math.isfinite(value):
         yield Problem(field=path, value=shown(value), message="is not finite", remedy=_remedy(info, value))
+        return
+    if isinstance(value, str) and _SOURCE.sub("data.", path) in _PLACES and (fault := path_fault(value)):
+        what = "a folder" if path == "checkpoint.folder" else "a name on the hub, a file or a folder"
+        yield Problem(field=path, value=shown(value), message=fault, remedy=f"Give {what}.")
         return
     try:
         msgspec.convert(value, kind)

@@ -6,6 +6,23 @@ import contextlib
 import os
 from pathlib import Path
 
+_LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
+"""Of Linux and its file systems."""
+
+
+def path_fault(text: str) -> str:
+    """Why this text can be no path, empty where it can: of such a one even the question what lies there is an error."""
+    path = os.fsencode(text)
+    if len(path) > _LONGEST_PATH_BYTES or max(map(len, path.split(b"/"))) > _LONGEST_NAME_BYTES:
+        return "is too long for a name"
+    if b"\0" in path:
+        return "holds a NUL, which no name may"
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        return "begins with `~` and a user who is not known here"
+    return ""
+
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replaces the file as a whole. Raises OSError and leaves the old file and no other when that fails."""

@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -31,10 +32,9 @@ def ended_run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "so_tui", *argv], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+def command(*argv: str, stdout: IO[str] | int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+    called = [sys.executable, "-m", "so_tui", *argv]
+    return subprocess.run(called, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
 def test_texts_of_others_are_printed_as_they_are(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,3 +199,64 @@ def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(capsys: 
     out = capsys.readouterr().out
     assert "recommended" not in out
     assert "the plan as given" in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("plan", "{}"),
+        ("presets", "add", "{}"),
+        ("plan", "tiny", "--set", "data.source={}"),
+        ("plan", "tiny", "--set", "model.tokenizer={}"),
+        ("logs", "./{}"),
+        ("inspect", "--sysroot", "{}"),
+        ("plan", "~nobody-of-this-name/x.toml"),
+        ("plan", "tiny", "--set", "data.source=~nobody-of-this-name/rows"),
+    ],
+)
+def test_what_can_be_no_path_is_told(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word.format(300 * "x") for word in argv]) == 2
+    assert capsys.readouterr().err.startswith("so-tui: ")
+
+
+@pytest.mark.parametrize("preset", [(), ("tiny",)])
+@pytest.mark.parametrize("gpus", ["9" * 30, "²", ",", "0,a", "1000", "0", "-1"])
+def test_a_number_of_gpus_that_is_none_is_told(gpus: str, preset: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *preset, f"--gpus={gpus}"]) == 2
+    told = capsys.readouterr().err
+    assert f"gpus = {gpus}: " in told
+    assert "$" not in told, "no path in a structure of ours"
+
+
+def test_two_ways_to_say_how_many_gpus_must_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny", "--dry-run", "--gpus", "2", "--set", "gpus=1"]) == 2
+    assert "--gpus = 2: and --set gpus=1 say different things" in capsys.readouterr().err
+    assert main(["run", "tiny", "--dry-run", "--gpus", "1", "--set", "gpus=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [(b'"hostname":"', b'"hostname":"\xff', "is not UTF-8"), (b'"memory_total_bytes":', b'"memory_total_bytes":-', "memory_total_bytes")],
+)
+def test_a_machine_file_that_is_none_is_told(old: bytes, new: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(msgspec.json.encode(inspect_machine()).replace(old, new))
+    assert main(["plan", "--machine", str(file)]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_a_full_disk_does_not_take_is_told(unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = command("runs", stdout=full, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "output: cannot be written (No space left on device)" in done.stderr
+
+
+@pytest.mark.parametrize("argv", [("presets",), ("presets", "tiny")])
+def test_a_reader_that_has_gone_is_no_failure(argv: tuple[str, ...]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as gone:  # noqa: PTH123 - a descriptor
+        done = command(*argv, stdout=gone)
+    assert (done.returncode, done.stderr) == (0, "")
