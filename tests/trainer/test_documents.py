@@ -439,6 +439,17 @@ def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path)
     assert asked.stdout == "<|eos|>\n", asked.stderr
 
 
+def test_a_cache_that_cannot_be_written_is_no_fault_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/datasets")
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):
+        monkeypatch.delenv("HF_HOME", raising=False)
+        monkeypatch.setenv(variable, "/proc/none")
+        told = problem(lines(tmp_path, [ROWS["alpaca"]]), tmp_path)
+        assert told.startswith(f"{named} = /proc/none/datasets: cannot be written (")
+        assert f"set {named} to a folder" in told
+
+
 def test_what_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
     told = problem(tmp_path / "absent.jsonl", tmp_path)
     assert "no such file" in told

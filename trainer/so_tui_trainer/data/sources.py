@@ -5,10 +5,12 @@ Imports ``datasets`` only when a source is opened.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,6 +93,8 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             raise FileNotFoundError(2, "no such file or folder")
         return _as_written(source, name, source.subset or None), ()
     except (OSError, ValueError, EOFError, ImportError, HTTPError, datasets.exceptions.DatasetsError) as error:
+        if problem := _cache_problem(error):
+            raise InputError([problem]) from error
         if not isinstance(error, OSError):
             _raise_for_bad_json(path, source)
         raise InputError([_unreadable(source, error)]) from error
@@ -265,6 +269,38 @@ def _kind(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
+def _cache_problem(error: BaseException) -> Problem | None:
+    """What is wrong with the folders that ``datasets`` and the hub's client keep rows in, where that is what the error comes of."""
+    import datasets
+    from huggingface_hub import constants
+
+    error = _cause(error)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, OSError) or not (full or error.filename):
+        return None
+    rules = {
+        Path(datasets.config.HF_DATASETS_CACHE): ("HF_DATASETS_CACHE", "HF_HOME"),
+        Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
+    }
+    for folder, variables in rules.items():
+        reason = error.strerror if full else _why_unwritable(folder)
+        if reason:
+            variable = next((name for name in variables if name in os.environ), "XDG_CACHE_HOME")
+            remedy = f"Free space there, or set {variable} to a folder you may write to."
+            return Problem(field=variable, value=str(folder), message=f"cannot be written ({reason})", remedy=remedy)
+    return None
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Found by trying: what permissions say is not all of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or type(error).__name__
+
+
 def _unreadable(source: DataSource, error: Exception) -> Problem:
     reason = _reason(error)
     said = reason.lower()
@@ -289,12 +325,18 @@ def _unreadable(source: DataSource, error: Exception) -> Problem:
 
 
 def _reason(error: BaseException) -> str:
-    """What really went wrong, in one line: ``datasets`` wraps it in an error that says only that there was one."""
-    while type(error).__name__ == "DatasetGenerationError" and (error.__cause__ or error.__context__) is not None:
-        error = error.__cause__ or error.__context__ or error
+    """What really went wrong, in one line."""
+    error = _cause(error)
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return " ".join(lines)[:300] if lines else type(error).__name__
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What really went wrong: ``datasets`` wraps it in an error that says only that there was one."""
+    while type(error).__name__ == "DatasetGenerationError" and (error.__cause__ or error.__context__) is not None:
+        error = error.__cause__ or error.__context__ or error
+    return error
 
 
 def _raise_for_bad_json(path: Path, source: DataSource) -> None:
