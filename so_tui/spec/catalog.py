@@ -86,10 +86,11 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     return Catalog(presets=dict(sorted(presets.items(), key=lambda item: _order(item[1]))), problems=tuple(problems))
 
 
-def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
+def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
     """A preset by name, or a file by path (anything with a ``/`` or ending in ``.toml``; a file that is there is no name).
 
-    Raises InputError: unknown name (with the nearest one), file missing, malformed or no preset, or what is wrong with that preset.
+    ``table=False`` leaves out a file's own parameter table, for whoever makes it anew. Raises InputError: unknown name (with the nearest
+    one), file missing, malformed or no preset, or what is wrong with that preset.
     """
     fault = path_fault(name_or_path)
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
@@ -100,6 +101,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None) -> Preset:
             remedy = "`so-tui presets` lists the presets by name."
             raise InputError([Problem(field="preset", value=shown(name_or_path), message=fault, remedy=remedy)])
         source = _read(Path(name_or_path).expanduser(), "file")
+        if not table and isinstance(source.tree.get("model"), dict):
+            source.tree["model"].pop("parameters", None)
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
         return _preset(
             source, {name: _Source(name, preset.path, preset.origin, complete_tree(preset.spec)) for name, preset in known.items()}

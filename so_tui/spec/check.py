@@ -14,7 +14,7 @@ from msgspec import Struct
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, source_index
 from so_tui.spec.files import path_fault
-from so_tui.spec.types import DataSource, RunSpec
+from so_tui.spec.types import DataSource, ParameterBlock, RunSpec
 
 LENGTHS = ("steps", "epochs", "tokens")
 """The keys of ``[train]`` of which one gives the length of the run."""
@@ -31,6 +31,8 @@ _MISSING_REMEDIES = {
 
 _PLACES = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "checkpoint.folder")
 """Keys that may hold a path."""
+
+_REGENERATE = "Generate the table again: python -m so_tui_trainer.tools.presets FILE."
 
 _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 """Where the path of a key of a mixture's source begins."""
@@ -156,7 +158,7 @@ def _message(info: FieldInfo | None, value: Any, error: str) -> str:
 
 def _remedy(info: FieldInfo | None, value: Any) -> str:
     if info is None:
-        return "Generate the table again: python -m so_tui_trainer.tools.presets FILE."
+        return _REGENERATE
     if info.path in _MISSING_REMEDIES and info.path != "data.source":
         return _MISSING_REMEDIES[info.path]
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
@@ -191,6 +193,7 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             message="the model has no experts",
             remedy="Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
         )
+    yield from _table_problems(model)
     if offload.get("parameters") == "cpu":
         yield Problem(
             field="offload.parameters",
@@ -223,6 +226,31 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(field="gpus", value=shown(gpus), message="names a GPU twice", remedy="Give each index once.")
     if _section(tree, "data").get("source") in ([], ()):
         yield Problem(field="data.source", value="[]", message="names no data", remedy=_MISSING_REMEDIES["data.source"])
+
+
+def _table_problems(model: dict[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a parameter table that is one by its types."""
+    try:
+        blocks = msgspec.convert(model.get("parameters", ()), tuple[ParameterBlock, ...])
+    except msgspec.ValidationError:  # told with the key itself
+        return
+    for number, block in enumerate(blocks, 1):
+        if not block.tensors:
+            yield _table_problem("", f"has no tensors in block {number}")
+    tensors = [(block, tensor) for block in blocks for tensor in block.tensors]
+    for _, tensor in tensors:
+        if any(size < 1 for size in tensor.shape):
+            yield _table_problem(tensor.name, f"has a dimension below 1 ({', '.join(map(str, tensor.shape))})")
+    if any(tensor.tied for _, tensor in tensors):
+        repeats = ((tensor, index) for block, tensor in tensors for index in range(block.first, block.first + block.repeat))
+        own = {tensor.name.replace("{i}", str(index)) for tensor, index in repeats if not tensor.tied}
+        for _, tensor in tensors:
+            if tensor.tied and tensor.tied not in own:
+                yield _table_problem(tensor.name, f"is tied to {tensor.tied}, which is no tensor with storage of its own")
+
+
+def _table_problem(name: str, message: str) -> Problem:
+    return Problem(field="model.parameters", value=shown(name) if name else "", message=message, remedy=_REGENERATE)
 
 
 def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:

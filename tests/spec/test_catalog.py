@@ -132,6 +132,25 @@ def test_what_is_there_but_no_preset_is_told(
     assert "so-tui presets" in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ("", "has no tensors in block 1"),
+        ('["a", [4, 0], true, "linear"]', "a dimension below 1 (4, 0)"),
+        ('["a", [-4], true, "linear"]', "a dimension below 1 (-4)"),
+        ('["a", [4], true, "linear", "b"]', "tied to b, which is no tensor"),
+    ],
+)
+def test_a_table_that_can_be_no_models_is_a_problem_of_its_preset(tmp_path: Path, tensors: str, told: str) -> None:
+    (tmp_path / "trial.toml").write_text(f"{GOOD}\n[[model.parameters]]\ntensors = [{tensors}]\n")
+    catalog = load_catalog(tmp_path)
+    (problem,) = catalog.problems
+    assert told in problem.message
+    assert "so_tui_trainer.tools.presets" in problem.remedy
+    assert problem.file.endswith("trial.toml")
+    assert "tiny" in catalog.presets
+
+
 def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
     spec = with_values(
         find_preset("qwen3-14b").spec, {"offload.ratio": "0.35", "train.steps": "100", "gpus": "0,1", "model.attention": "sdpa"}

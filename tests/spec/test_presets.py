@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.spec import RunSpec, load_catalog, resolve_source
+from so_tui.spec import RunSpec, find_preset, load_catalog, resolve_source
 
 PRESETS = {name: preset for name, preset in load_catalog(Path("/nowhere")).presets.items() if preset.origin == "built-in"}
 
@@ -115,6 +115,33 @@ def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
     assert "repeat = 2" in text
     assert parameters < spec_of("tiny").model.parameter_count
     assert rewritten(path)[0] == text
+
+
+def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None:
+    """Of a shape that leaves half of itself to the model's defaults; what a person wrote stays as it is."""
+    pytest.importorskip("transformers")
+    from so_tui.plan.flops import flops_of
+    from so_tui_trainer.tools.presets import rewritten
+
+    path = tmp_path / "mini.toml"
+    shape = '[model.config]  # mine\nmodel_type = "llama"\nhidden_size = 256 # narrow\nnum_hidden_layers = 4\n'
+    own = f'[model]\nid = "own/mini"\nweights = "random"\n{shape}[data]\nsource = "x"\n[train]\nsteps = 1\n'
+    path.write_text(own)
+    path.write_text(rewritten(path)[0])
+    assert all(line in path.read_text().splitlines() for line in own.splitlines())
+    model = find_preset(str(path)).spec.model
+    assert (model.config["num_attention_heads"], model.config["vocab_size"]) == (32, 32000)
+    assert flops_of(model).full_layers == 4
+    assert rewritten(path)[0] == path.read_text()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import rewritten
+
+    path = Path(PRESETS[name].path)
+    assert rewritten(path)[0] == path.read_text(encoding="utf-8")
 
 
 def test_tiny_needs_no_network_and_has_varied_rows() -> None:

@@ -91,10 +91,15 @@ def describe(request: Answer) -> Iterator[Answer]:
 def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
     """``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as TOML."""
     shape: dict[str, Any] = _plain({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
+    return shape | planned_shape(config, causal)
+
+
+def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
+    """What the planner reads of a model, by the names that it reads."""
     named = {key: getattr(config, key, None) for key in _SHAPE}
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
-    return shape | {key: value for key, value in named.items() if isinstance(value, int | float)}
+    return {key: value for key, value in named.items() if isinstance(value, int | float)}
 
 
 def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
     python -m so_tui_trainer.tools.presets [--check] FILE...
 
-Rewrites ``[[model.parameters]]`` at the end of each preset file; ``--check`` only says whether it is current (exit code 1 when not).
+Rewrites ``[[model.parameters]]`` at the end of each preset file, and writes out what ``[model.config]`` leaves to the model's defaults and
+the planner reads; ``--check`` only says whether that is current (exit code 1 when not).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from math import prod
 from pathlib import Path
+from typing import Any
 
+import tomli_w
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -23,9 +26,15 @@ from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, 
 from so_tui.spec.table import MARKER, table_text
 from so_tui.spec.types import TensorKind
 from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.tools.describe_model import planned_shape
 
 _LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
 """A layer's number in a parameter's name, by the names that models give their list of layers."""
+
+
+_EXPERTS = {"num_experts", "num_local_experts"}
+"""Two names of the same; of a config either is read."""
+_SHAPE_HEADER = re.compile(r"^\s*\[\s*model\s*\.\s*config\s*\].*$", re.MULTILINE)
 
 
 def model_config(model: ModelSpec) -> PretrainedConfig:
@@ -77,15 +86,36 @@ def parameter_table(model: ModelSpec) -> tuple[ParameterBlock, ...]:
 
 
 def rewritten(path: Path) -> tuple[str, int]:
-    """The text of a preset file with its table made anew, and the number of parameters. Raises InputError as ``find_preset`` does."""
-    model = find_preset(str(path.resolve())).spec.model
-    if not model.config and model.weights == "random":
-        raise InputError(
-            [Problem(field="model.config", value="", message="is empty", remedy="Write the shape of the model.", file=str(path))]
-        )
-    blocks = parameter_table(model)
+    """The text of a preset file with its shape complete and its table made anew, and the number of parameters.
+
+    Raises InputError as ``find_preset`` does, though not for the table that is replaced.
+    """
+    model = find_preset(str(path.resolve()), table=False).spec.model
     own = path.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
-    return f"{own}\n\n{table_text(blocks)}", sum(block.repeat * sum(prod(t.shape) for t in block.tensors if not t.tied) for block in blocks)
+    if re.search(r"^\s*\[\[\s*model\s*\.\s*parameters", own, re.MULTILINE):
+        raise _refusal("model.parameters", "stands above the generated table", "Delete it; the generated one takes its place.", path)
+    config = model_config(model)
+    causal = meta_model(config)
+    known = model.config.keys() | (_EXPERTS if _EXPERTS & model.config.keys() else set())
+    missing = {key: value for key, value in planned_shape(config, causal).items() if key not in known}
+    text = f"{_with_keys(own, missing, path)}\n\n{table_text(blocks_of(ordered_tensors(causal)))}"
+    return text, sum(parameter.numel() for parameter in causal.parameters())
+
+
+def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
+    """The text of a preset with more keys in its ``[model.config]``; all else, comments too, as it stands there."""
+    keys = tomli_w.dumps(missing).rstrip("\n")
+    if not keys:
+        return own
+    if header := _SHAPE_HEADER.search(own):
+        return f"{own[: header.end()]}\n{keys}{own[header.end() :]}"
+    if "config" in tomllib.loads(own).get("model", {}):
+        raise _refusal("model.config", f"lacks {', '.join(missing)}", "Write it as a section: [model.config] and its keys below.", path)
+    return f"{own}\n\n[model.config]\n{keys}"
+
+
+def _refusal(field: str, message: str, remedy: str, path: Path) -> InputError:
+    return InputError([Problem(field=field, value="", message=message, remedy=remedy, file=str(path))])
 
 
 def main() -> int:
