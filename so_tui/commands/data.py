@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from so_tui.commands.common import chosen_spec, console, print_json
-from so_tui.spec import spec_tree
+from so_tui.spec import InputError, Problem, spec_tree
 from so_tui.spec.units import thousands
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ def data(arguments: argparse.Namespace) -> int:
     """Counts of the data set and a few rows as the model sees them, trained tokens marked."""
     from so_tui.launch.data_preview import Progress, look_at
 
+    if arguments.rows < 0:
+        remedy = "Give how many rows to show; 0 shows the counts alone"
+        raise InputError([Problem(field="--rows", value=str(arguments.rows), message="is less than none", remedy=remedy)])
     spec = chosen_spec(arguments)
     tells = sys.stderr.isatty() and not arguments.json
     for event in look_at(spec, arguments.rows):

@@ -16,6 +16,7 @@ def presets(arguments: argparse.Namespace) -> int:
 
     if arguments.preset == "add":
         return _add(arguments)
+    _refuse_unused(arguments)
     if arguments.preset:
         tree = spec_tree(chosen_spec(arguments))
         if arguments.json:
@@ -47,6 +48,27 @@ def presets(arguments: argparse.Namespace) -> int:
             table.add_row(name, preset.spec.label, str(preset.spec.ranks), str(preset.spec.data.sequence_length), preset.origin)
         print_rich(table, *(f"problem: {problem}" for problem in catalog.problems))
     return 2 if catalog.problems else 0
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Raises InputError for what only ``add`` heeds, and for changes of no preset."""
+    of_add = "means something to `add` only", "Write so-tui presets add MODEL"
+    of_one = "needs a preset", "Name one: so-tui presets PRESET"
+    given = [
+        ("MODEL", arguments.model, of_add),
+        ("--name", arguments.name, of_add),
+        ("--revision", "" if arguments.revision == "main" else arguments.revision, of_add),
+        ("--trust-remote-code", arguments.trust_remote_code, of_add),
+        ("--set", "" if arguments.preset else " ".join(arguments.set), of_one),
+        ("--gpus", "" if arguments.preset else arguments.gpus, of_one),
+    ]
+    problems = [
+        Problem(field=field, value="" if value is True else shown(value), message=message, remedy=remedy)
+        for field, value, (message, remedy) in given
+        if value
+    ]
+    if problems:
+        raise InputError(problems)
 
 
 def _add(arguments: argparse.Namespace) -> int:

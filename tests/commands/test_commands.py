@@ -245,6 +245,22 @@ def test_a_machine_file_that_is_none_is_told(old: bytes, new: bytes, told: str, 
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("presets", "tiny", "extra"), 'MODEL = "extra": means something to `add` only'),
+        (("presets", "tiny", "--name", "foo"), '--name = "foo": means'),
+        (("presets", "--name", "foo"), '--name = "foo": means'),
+        (("presets", "--trust-remote-code"), "--trust-remote-code: means"),
+        (("presets", "--gpus", "2"), '--gpus = "2": needs a preset'),
+        (("data", "tiny", "--rows", "-3"), "--rows = -3: is less than none"),
+    ],
+)
+def test_what_a_command_would_make_nothing_of_is_refused(argv: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_a_full_disk_does_not_take_is_told(unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
