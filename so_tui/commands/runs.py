@@ -6,12 +6,17 @@ import argparse
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from so_tui.commands.common import print_json, print_rich
+from so_tui.commands.common import console, print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Problem
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_HEADINGS = ("name", "state", "step", "loss", "started")
 _ROOM_FOR_REASONS = 110
 """Cells of a terminal in which a reason stands beside its run; in a narrower one it comes below the table, not a word a line."""
 
@@ -30,22 +35,39 @@ def runs(arguments: argparse.Namespace) -> int:
     if not listed:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
         return 0
-    from rich.console import Console
+    width = console().width
+    beside = width >= _ROOM_FOR_REASONS
+    below = [] if beside else [f"\n{run.name}: {state.reason}" for run, state in listed if state.reason]
+    print_rich(_table(listed, width, beside), *below)
+    return 0
+
+
+def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool) -> Table:
+    """The runs with their reasons ``beside`` them or not. Where room is short the start goes, then a name takes several lines; what must
+    be cut even so ends in an ellipsis.
+    """
     from rich.table import Table
 
-    beside = Console().width >= _ROOM_FOR_REASONS
-    table = Table(box=None, pad_edge=False)
-    for heading, side in (("name", "left"), ("state", "left"), ("step", "right"), ("loss", "right"), ("started", "left")):
-        table.add_column(heading, justify=side, header_style="bold", no_wrap=True, overflow="fold")  # type: ignore[arg-type]
+    rows = [_row(run, state) for run, state in listed]
+    needed = sum(max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)) + 2 * (len(_HEADINGS) - 1)
+    shown = len(_HEADINGS) if beside or needed <= width else _HEADINGS.index("started")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in _HEADINGS[:shown]:
+        if heading == "name":
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="right" if heading in ("step", "loss") else "left", no_wrap=True, overflow="ellipsis")
     if beside:
-        table.add_column("reason", header_style="bold", overflow="fold")
-    for run, state in listed:
-        started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
-        loss = "" if state.loss is None else f"{state.loss:.4f}"
-        row = (run.name, state.state, f"{state.step}/{state.total_steps}", loss, started)
-        table.add_row(*row, *((state.reason,) if beside else ()))
-    print_rich(table, *([] if beside else [f"\n{run.name}: {state.reason}" for run, state in listed if state.reason]))
-    return 0
+        table.add_column("reason", overflow="fold")
+    for row, (_, state) in zip(rows, listed, strict=True):
+        table.add_row(*row[:shown], *((state.reason,) if beside else ()))
+    return table
+
+
+def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
+    started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
+    loss = "" if state.loss is None else f"{state.loss:.4f}"
+    return run.name, state.state, f"{state.step}/{state.total_steps}", loss, started
 
 
 def _state(run: RunDirectory) -> RunState:

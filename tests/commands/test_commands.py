@@ -55,6 +55,20 @@ def test_in_a_narrow_terminal_reasons_come_below_the_table(
     assert "closed [bold] by :x: peer" in printed
 
 
+@pytest.mark.parametrize(("width", "name"), [("50", "tiny-0412-a3"), ("80", 64 * "n"), ("40", 64 * "n"), ("110", 64 * "n")])
+def test_in_a_narrow_terminal_no_number_of_a_run_is_cut(
+    width: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(find_preset("tiny").spec, tmp_path / "runs", name)
+    state = read_state(run)
+    write_state(run, msgspec.structs.replace(state, state="finished", reason="", step=30, total_steps=30, loss=5.5737))
+    monkeypatch.setenv("COLUMNS", width)
+    assert main(["runs", "--runs-dir", str(run.path.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert {"finished", "30/30", "5.5737"} <= set(printed.split())
+    assert "".join(line[: int(width) - 25].partition(" ")[0] for line in printed.splitlines()[1:]) == name
+
+
 def test_a_problem_of_a_preset_names_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "so-tui" / "presets"
     folder.mkdir(parents=True)
