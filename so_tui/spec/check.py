@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cache
+from math import prod
 from typing import Any, get_type_hints
 
 import msgspec
@@ -33,6 +34,17 @@ _PLACES = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "che
 """Keys that may hold a path."""
 
 _REGENERATE = "Generate the table again: python -m so_tui_trainer.tools.presets FILE."
+
+_PLAIN_KINDS = frozenset(("gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss"))
+"""Kinds of models whose tensors have the sizes that the config names, whatever else it says."""
+_TABLE_SIZES: dict[tuple[str, ...], tuple[str, int]] = {
+    ("vocab_size",): ("model.embed_tokens.weight", 0),
+    ("hidden_size",): ("model.embed_tokens.weight", 1),
+    ("intermediate_size",): ("mlp.down_proj.weight", 1),
+    ("num_attention_heads", "head_dim"): ("self_attn.q_proj.weight", 0),
+    ("num_key_value_heads", "head_dim"): ("self_attn.k_proj.weight", 0),
+}
+"""Keys of the shape, and the dimension of a tensor that is their product."""
 
 _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 """Where the path of a key of a mixture's source begins."""
@@ -247,6 +259,30 @@ def _table_problems(model: dict[str, Any]) -> Iterator[Problem]:
         for _, tensor in tensors:
             if tensor.tied and tensor.tied not in own:
                 yield _table_problem(tensor.name, f"is tied to {tensor.tied}, which is no tensor with storage of its own")
+
+    if not model.get("trust_remote_code"):
+        yield from _other_shape_problems(_section(model, "config"), blocks)
+
+
+def _other_shape_problems(shape: dict[str, Any], blocks: tuple[ParameterBlock, ...]) -> Iterator[Problem]:
+    """Keys of ``[model.config]`` that were changed after the table was made, where the kind of model leaves no doubt about it."""
+    if shape.get("model_type") not in _PLAIN_KINDS:
+        return
+    sizes = {tensor.name.removeprefix("model.layers.{i}."): tensor.shape for block in blocks for tensor in block.tensors}
+    layered = [block for block in blocks if any(tensor.name.startswith("model.layers.{i}.") for tensor in block.tensors)]
+    made_for: dict[tuple[str, ...], int] = {("num_hidden_layers",): sum(block.repeat for block in layered)}
+    for keys, (name, dimension) in _TABLE_SIZES.items():
+        if len(sizes.get(name, ())) == 2:
+            made_for[keys] = sizes[name][dimension]
+    for keys, size in made_for.items():
+        values = [value for key in keys if type(value := shape.get(key)) is int]
+        if size and len(values) == len(keys) and prod(values) != size:
+            yield Problem(
+                field=f"model.config.{keys[0]}",
+                value=shown(values[0]),
+                message=f"[[model.parameters]] was made for another shape ({' x '.join(keys)} = {size})",
+                remedy=_REGENERATE,
+            )
 
 
 def _table_problem(name: str, message: str) -> Problem:

@@ -135,6 +135,29 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
     assert rewritten(path)[0] == path.read_text()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("num_hidden_layers = 6", "num_hidden_layers = 2"),
+        ("vocab_size = 2048", "vocab_size = 4096"),
+        ("hidden_size = 192", "hidden_size = 256"),
+        ("intermediate_size = 512", "intermediate_size = 1024"),
+        ("num_key_value_heads = 2", "num_key_value_heads = 3"),
+    ],
+)
+def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_generator(tmp_path: Path, old: str, new: str) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import rewritten
+
+    path = tmp_path / "mine.toml"
+    path.write_text(Path(PRESETS["tiny"].path).read_text().replace('name = "tiny"', 'name = "mine"').replace(old, new))
+    (problem,) = load_catalog(tmp_path).problems
+    assert problem.field == f"model.config.{old.partition(' ')[0]}"
+    assert "so_tui_trainer.tools.presets FILE" in problem.remedy
+    path.write_text(rewritten(path)[0])
+    assert load_catalog(tmp_path).problems == ()
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
     pytest.importorskip("transformers")
