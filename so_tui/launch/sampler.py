@@ -12,6 +12,7 @@ from pathlib import Path
 from so_tui.launch.gpu_sampler import GpuSampler
 from so_tui.launch.high_water import HighWater
 from so_tui.launch.processes import ProcessTree
+from so_tui.machine.memory import caught_up, sole_memory_node
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.runs.records import NodeSample, Sample
 
@@ -26,6 +27,7 @@ class Sampler:
 
     def __init__(self, machine: Machine, tree: ProcessTree, attempt: int, root: Path = Path("/")) -> None:
         self._nodes = tuple(node for node in machine.numa_nodes if node.kind != "empty")
+        self._sole_memory_node = sole_memory_node(machine.numa_nodes)
         self._tree = tree
         self._attempt = attempt
         self._root = root
@@ -67,7 +69,7 @@ class Sampler:
         self._memory_due = now + max(MEMORY_INTERVAL_S, cost_s / _MEMORY_COST_SHARE)
 
     def _node_sample(self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> NodeSample:
-        memory = read_node_memory(self._root, node.id)
+        memory = read_node_memory(self._root, node.id, sole=node.id == self._sole_memory_node)
         return NodeSample(
             id=node.id,
             cores=tuple(busy_percent(before.get(cpu), after.get(cpu)) for cpu in node.cpus),
@@ -98,13 +100,21 @@ def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) 
     return round(100 * min(1.0, max(0.0, 1 - idle)))
 
 
-def read_node_memory(root: Path, node: int) -> dict[str, int]:
-    """MemTotal, MemFree and FilePages of a node in bytes; the host's own figures where the kernel has no NUMA."""
-    sizes = {"MemTotal": 0, "MemFree": 0, "FilePages": 0}
+def read_node_memory(root: Path, node: int, *, sole: bool) -> dict[str, int]:
+    """MemTotal, MemFree and FilePages of a node in bytes; the host's own figures where the kernel has no NUMA.
+
+    ``sole``: no other node has memory, so that the host's figures correct a node's that lag behind.
+    """
     try:
-        text = (root / f"sys/devices/system/node/node{node}/meminfo").read_bytes()
+        own = _memory_sizes(root / f"sys/devices/system/node/node{node}/meminfo")
     except FileNotFoundError:
-        text = (root / "proc/meminfo").read_bytes().replace(b"\nCached:", b"\nFilePages:")
+        return _memory_sizes(root / "proc/meminfo")
+    return caught_up(own, _memory_sizes(root / "proc/meminfo")) if sole else own
+
+
+def _memory_sizes(path: Path) -> dict[str, int]:
+    sizes = {"MemTotal": 0, "MemFree": 0, "FilePages": 0}
+    text = path.read_bytes().replace(b"\nCached:", b"\nFilePages:")
     for name, kib in _MEMINFO_LINE.findall(text):
         sizes[name.decode()] = int(kib) * 1024
     return sizes

@@ -46,7 +46,7 @@ def page_size_bytes(tree: Tree) -> int | None:
 def host_memory(tree: Tree, nodes: tuple[NumaNode, ...]) -> HostMemory:
     """Memory of the CPU nodes, corrected where the kernel's node accounting lags behind memory that is still being added."""
     whole = meminfo(tree.text("/proc/meminfo"))
-    nodes = _caught_up(nodes, whole)
+    nodes = _caught_up_nodes(nodes, whole)
     total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
     limit = cgroup.memory_limit_bytes(tree) if tree.live else None
     notes = [*_gpu_memory_note(nodes, whole.get("MemTotal"), total)]
@@ -63,14 +63,29 @@ def available_bytes(tree: Tree) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def _caught_up(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
-    """Where all memory is one node's, /proc/meminfo is about that node too, and newer than the node's own file."""
+def sole_memory_node(nodes: tuple[NumaNode, ...]) -> int | None:
+    """The CPU node that has all of the host's memory, so that /proc/meminfo is about it too; None where memory is on several nodes."""
     with_memory = [node for node in nodes if node.memory_total_bytes > 0]
-    newer = whole.get("MemTotal", 0)
-    if len(with_memory) != 1 or with_memory[0].kind != "cpu" or newer <= with_memory[0].memory_total_bytes:
-        return nodes
-    corrected = msgspec.structs.replace(with_memory[0], memory_total_bytes=newer, memory_free_bytes=whole.get("MemFree"))
-    return tuple(corrected if node.id == corrected.id else node for node in nodes)
+    return with_memory[0].id if len(with_memory) == 1 and with_memory[0].kind == "cpu" else None
+
+
+def caught_up(sizes: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
+    """The meminfo sizes of the only node with memory, total and free by /proc/meminfo where that is newer: it knows of more."""
+    if whole.get("MemTotal", 0) <= sizes.get("MemTotal", 0):
+        return sizes
+    return sizes | {name: whole[name] for name in ("MemTotal", "MemFree") if name in whole}
+
+
+def _caught_up_nodes(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
+    sole = sole_memory_node(nodes)
+    return tuple(_caught_up_node(node, whole) if node.id == sole else node for node in nodes)
+
+
+def _caught_up_node(node: NumaNode, whole: dict[str, int]) -> NumaNode:
+    sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
+    return msgspec.structs.replace(
+        node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=sizes.get("MemFree", node.memory_free_bytes)
+    )
 
 
 def _gpu_memory_note(nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_bytes: int) -> list[str]:

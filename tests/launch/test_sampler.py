@@ -33,10 +33,27 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     folder = tmp_path / "sys/devices/system/node/node4"
     folder.mkdir(parents=True)
     (folder / "meminfo").write_text("Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n")
-    assert read_node_memory(tmp_path, 4) == {"MemTotal": 1024000, "MemFree": 409600, "FilePages": 102400}
+    assert read_node_memory(tmp_path, 4, sole=False) == {"MemTotal": 1024000, "MemFree": 409600, "FilePages": 102400}
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n")
-    assert read_node_memory(tmp_path, 0)["FilePages"] == 51200
+    assert read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
+
+
+def test_the_memory_of_the_only_node_is_the_one_that_inspection_finds(tmp_path: Path) -> None:
+    """A node's own file is late on a virtual machine whose memory grows."""
+    folder = tmp_path / "sys/devices/system/node/node0"
+    folder.mkdir(parents=True)
+    (folder / "cpulist").write_text("0\n")
+    (folder / "meminfo").write_text("Node 0 MemTotal:  1000 kB\nNode 0 MemFree:   400 kB\nNode 0 FilePages:  100 kB\n")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(STAT)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  3000 kB\nMemFree:  2300 kB\nCached:  50 kB\n")
+    node = inspect_machine(tmp_path).numa_nodes[0]
+    sampler = Sampler(inspect_machine(tmp_path), ProcessTree("MARK=none", supervisor_pid=os.getpid()), attempt=1, root=tmp_path)
+    (sample,) = sampler.sample().nodes
+    sampler.close()
+    assert (sample.memory_total_bytes, sample.file_cache_bytes) == (node.memory_total_bytes, 100 * 1024) == (3000 * 1024, 100 * 1024)
+    assert sample.memory_used_bytes == sample.memory_total_bytes - (node.memory_free_bytes or 0) == 700 * 1024
 
 
 def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
