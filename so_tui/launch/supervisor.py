@@ -29,7 +29,7 @@ from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
 from so_tui.launch.stopping import StopRequest, request_stop, stop_request
 from so_tui.launch.verdict import End, Evidence, Failure, conclude
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
-from so_tui.runs.directory import RunDirectory
+from so_tui.runs.directory import RunDirectory, deleted
 from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader, trim_log
 from so_tui.runs.metrics import MetricsReader
@@ -177,12 +177,8 @@ class Supervisor:
 
     def _notice_deletion(self) -> None:
         """Without its folder a run can neither be seen nor stopped, and what it saves would make a folder anew that is no run."""
-        try:
-            there = self._run.spec_path.exists()
-        except OSError:
-            there = True  # out of reach is not deleted
         now = time.monotonic()
-        if there:
+        if not deleted(self._run):
             self._there_at = now
         elif self._closing.broken_at is None and now - self._there_at > _DELETED_S:
             print(f"{self._run.path} has been deleted: ending its processes", file=sys.stderr)
@@ -246,8 +242,9 @@ class Supervisor:
             exit_code=end.exit_code,
             processes=(),
         )
-        with self._despite_trouble_with("state"):
-            write_last_state(self._run, self._state)
+        if not deleted(self._run):
+            with self._despite_trouble_with("state"):
+                write_last_state(self._run, self._state)
         self._job.release()
         return end.exit_code
 
@@ -286,8 +283,10 @@ class Supervisor:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
     def _write_state(self) -> None:
-        with self._despite_trouble_with("state"):
-            write_state(self._run, self._state)
+        """A folder without a run gets no state: it would look like one that can be resumed, or stand in the way of its deletion."""
+        if not deleted(self._run):
+            with self._despite_trouble_with("state"):
+                write_state(self._run, self._state)
 
     @contextlib.contextmanager
     def _despite_trouble_with(self, what: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 Rank 0 alone writes metrics, the supervisor alone writes state, samples and the cut of the log; everyone else reads, by polling.
 """
 
-from so_tui.runs.directory import RunDirectory, new_attempt
+from so_tui.runs.directory import RunDirectory, deleted, new_attempt
 from so_tui.runs.listing import create_run, default_runs_dir, delete_run, find_run, list_runs, probes_dir
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers, redact
@@ -28,6 +28,7 @@ __all__ = [
     "create_run",
     "default_runs_dir",
     "delete_run",
+    "deleted",
     "find_run",
     "list_runs",
     "log_readers",

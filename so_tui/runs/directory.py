@@ -103,6 +103,17 @@ def new_attempt(run: RunDirectory) -> int:
             attempt += 1
 
 
+def deleted(run: RunDirectory) -> bool:
+    """Whether there is no run in the folder any more. One that is only out of reach is not deleted."""
+    try:
+        run.spec_path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _names(folder: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in folder.iterdir())

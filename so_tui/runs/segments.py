@@ -51,7 +51,7 @@ class SegmentWriter:
     def __init__(
         self, folder: Path, stem: str = "", *, limit_bytes: int = 4 * MEBIBYTE, on_closed: Callable[[Path], None] | None = None
     ) -> None:
-        """Makes the folder. Raises OSError."""
+        """Makes the folder, but not the one it lies in: a run that was deleted stays deleted. Raises OSError."""
         self._folder = folder
         self._stem = stem
         self._limit_bytes = limit_bytes
@@ -60,7 +60,7 @@ class SegmentWriter:
         self._fd = -1
         self._size = 0
         self._torn = False
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
 
     def append(self, line: bytes) -> None:
         """Writes a line that ends in a newline. Raises OSError (disk full); the next line then starts on a fresh line."""

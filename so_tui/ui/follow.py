@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from so_tui.machine import load_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, read_spec
+from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, deleted, read_spec
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -80,10 +80,12 @@ class Snapshot:
     """How long the supervisor's heartbeat has not moved, by our own clock."""
     trouble: str = ""
     """Why this poll could not read; everything else is what was known before."""
+    deleted: bool = False
+    """The run's folder is gone; everything else is what was known before."""
 
     @property
     def live(self) -> bool:
-        return self.state is not None and self.state.state not in FINAL_STATES
+        return self.state is not None and self.state.state not in FINAL_STATES and not self.deleted
 
     @property
     def hosts(self) -> int:
@@ -237,6 +239,7 @@ class RunFollower:
             log_partial=reader.log_partial,
             silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
             trouble=trouble,
+            deleted=deleted(self.run),
         )
 
     def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:

@@ -225,6 +225,7 @@ def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     assert watching.stdout is not None
     assert run.name in watching.stdout.readline()
     run.path.rename(run.path.with_name("elsewhere"))
+    run.path.mkdir()  # as one who deletes file by file leaves it, or one who writes makes it anew
     _, complaint = watching.communicate(timeout=WITHIN_S)
     assert (watching.returncode, "has been deleted" in complaint) == (1, True)
     assert before.supervisor is not None
@@ -232,7 +233,7 @@ def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     while any(alive(process) for process in (before.supervisor, *before.processes)):
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert not run.path.exists()
+    assert not list(run.path.iterdir())
 
 
 @pytest.mark.trains

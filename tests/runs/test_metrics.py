@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter
 from so_tui.runs.index import BUCKET, index_path
 from so_tui.runs.records import (
     CheckpointRecord,
@@ -282,6 +283,15 @@ def test_a_poll_is_bounded(run: RunDirectory, step: Step) -> None:
     update = reader.poll(limit_records=100, limit_s=10)
     assert (len(update.records), update.more) == (100, True)
     assert len(reader.poll(limit_records=1000, limit_s=10).records) == 200
+
+
+def test_writing_does_not_bring_a_deleted_run_back(run: RunDirectory) -> None:
+    shutil.rmtree(run.path)
+    with pytest.raises(FileNotFoundError):
+        MetricsWriter(run, 1)
+    with pytest.raises(FileNotFoundError):
+        SampleWriter(run, "host")
+    assert not run.path.exists()
 
 
 def test_a_million_records_open_in_under_a_second(run: RunDirectory, step: Step) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,7 @@ from textual.widgets import Button, DataTable, Input, Static
 from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.control import pending
-from so_tui.runs.records import EvaluationRecord
+from so_tui.runs.records import EvaluationRecord, State
 from so_tui.spec import RunSpec, load_catalog
 from so_tui.ui import messages
 from so_tui.ui.app import SoTuiApp
@@ -395,6 +396,20 @@ async def test_an_ended_run_says_why_and_what_next(runs_dir: Path) -> None:
         assert "micro-batch 4 -> 2" in text
         assert "r Resume" in text
         assert "s Stop" not in text
+
+
+@pytest.mark.parametrize("state", ["training", "failed"])
+async def test_a_run_whose_folder_is_deleted_offers_nothing(runs_dir: Path, state: State) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=2, state=state)
+    async with opened(runs_dir, (80, 24), open_run=run) as pilot:
+        await until(pilot, lambda: state in shown(pilot, "#title"))
+        shutil.rmtree(run.path)
+        await until(pilot, lambda: "✗ deleted" in shown(pilot, "#title"))
+        await until(pilot, lambda: not {"r Resume", "s Stop", "c Save now"} & set(screen_text(pilot).splitlines()[-1].split("  ")))
+        text = screen_text(pilot)
+        assert "its folder has been deleted" in text
+        assert state not in text.split("its folder")[0]
+        assert "so-tui resume" not in text
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -51,7 +51,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
     with _together(ranks, "no checkpoint can be written"):
         if ranks.first:
-            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
+            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field, elsewhere=bool(spec.checkpoint.folder))
 
 
 def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:

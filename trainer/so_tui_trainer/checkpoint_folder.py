@@ -123,9 +123,12 @@ def set_aside(damaged: Path) -> Path:
     return damaged.rename(next(path for path in map(damaged.with_name, names) if not path.exists()))
 
 
-def make_room(folder: Path, needed_bytes: int, field: str) -> None:
-    """Remove what a killed process left, and raise TrainingError when a checkpoint does not fit beside those that are there."""
-    folder.mkdir(parents=True, exist_ok=True)
+def make_room(folder: Path, needed_bytes: int, field: str, *, elsewhere: bool = False) -> None:
+    """Remove what a killed process left, and raise TrainingError when a checkpoint does not fit beside those that are there.
+
+    ``elsewhere``: the folder does not lie in the run's own, which was made before and is not made anew when somebody deletes it.
+    """
+    folder.mkdir(parents=elsewhere, exist_ok=True)
     for left in folder.glob(f"*{_PARTIAL}"):
         shutil.rmtree(left)
     free_bytes = shutil.disk_usage(folder).free
@@ -139,7 +142,8 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
 def begin(folder: Path, step: int) -> Path:
     """The folder to write a checkpoint into, which is none yet."""
     partial = folder / f"step-{step:06d}{_PARTIAL}"
-    optimizer_folder(partial).mkdir(parents=True)
+    partial.mkdir()
+    optimizer_folder(partial).mkdir()
     return partial
 
 

@@ -21,7 +21,7 @@ class EventFile:
 
     def __init__(self, folder: Path, *, purge_after: int | None = None) -> None:
         """``purge_after``: a resume from that step, which takes back what earlier files hold of later ones."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
         self._write(time.time(), 0, _bytes(3, b"brain.Event:2"))

@@ -17,7 +17,6 @@ from textual.widgets import Static
 from textual.worker import Worker
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import RunFollower, Snapshot
 from so_tui.ui.screens.dashboard_axis import AxisKeys
 from so_tui.ui.screens.dashboard_log import LogSearch
@@ -170,15 +169,15 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
     def _take(self, snapshot: Snapshot) -> None:
         before, self.snapshot = self.snapshot, snapshot
         self._show(snapshot)
-        if before is None or before.live != snapshot.live:
+        if before is None or (before.live, before.deleted) != (snapshot.live, snapshot.deleted):
             self.refresh_bindings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "checkpoint", "resume"):
-            state = self.snapshot.state if self.snapshot is not None else None
-            if state is None:
+            snapshot = self.snapshot
+            if snapshot is None or snapshot.state is None or snapshot.deleted:
                 return False
-            return state.state in RESUMABLE if action == "resume" else state.state not in FINAL_STATES
+            return snapshot.state.state in RESUMABLE if action == "resume" else snapshot.live
         return True
 
     # Drawing.

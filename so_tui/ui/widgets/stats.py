@@ -6,6 +6,7 @@ import math
 
 from textual.content import Content
 
+from so_tui.runs.records import FINAL_STATES
 from so_tui.spec.units import thousands
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
@@ -42,7 +43,7 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     pieces = [Content.styled(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
         return Content("  ").join([*pieces, Content.styled("its state cannot be read yet", "$warning")])
-    pieces.append(state_content(state.state))
+    pieces.append(Content.styled("✗ deleted", "bold $error") if snapshot.deleted else state_content(state.state))
     if snapshot.live and (snapshot.silent_s > STALE_S or snapshot.trouble):
         pieces.append(Content.styled(f"stale: no news for {age(snapshot.silent_s)}", "bold $warning"))
     latest, total = snapshot.latest, state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
@@ -69,9 +70,9 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
     step_s = snapshot.recent_mean("step_s")
     if snapshot.live and steps_left > 0 and math.isfinite(step_s):
         pieces.append(Content.assemble(("left ", "$faint"), duration(steps_left * step_s)))
-    elif not snapshot.live and state.took_s is not None:
+    elif not snapshot.live and not snapshot.deleted and state.took_s is not None:
         pieces.append(Content.assemble(("took ", "$faint"), duration(state.took_s)))
-    if snapshot.checkpoints:
+    if snapshot.checkpoints and not snapshot.deleted:
         last = snapshot.checkpoints[-1]
         pieces.append(Content.assemble(("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"))
     return pieces
@@ -80,6 +81,10 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
 def news_line(snapshot: Snapshot) -> Content | None:
     """What a reader must know: why it ended and what to do, what it is doing before the first step, a warning; None when all is plain."""
     state, end = snapshot.state, snapshot.end
+    if snapshot.deleted:
+        ended = state is not None and state.state in FINAL_STATES
+        rest = "" if ended else "what of the run still lives is ended; "
+        return Content.assemble(("its folder has been deleted: ", "$error"), f"{rest}what is shown was read before ({snapshot.run.path})")
     if state is not None and not snapshot.live:
         reason = state.reason or (end.reason if end else "")
         suggestion = state.suggestion or (end.suggestion if end else "")
