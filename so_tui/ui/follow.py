@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from so_tui.machine import load_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, deleted, read_spec
+from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, control, deleted, read_spec
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -82,10 +82,16 @@ class Snapshot:
     """Why this poll could not read; everything else is what was known before."""
     deleted: bool = False
     """The run's folder is gone; everything else is what was known before."""
+    stop_asked: bool = False
 
     @property
     def live(self) -> bool:
         return self.state is not None and self.state.state not in FINAL_STATES and not self.deleted
+
+    @property
+    def training(self) -> bool:
+        """Steps are being made: the newest figures are those of now."""
+        return self.live and self.state is not None and self.state.state == "training"
 
     @property
     def hosts(self) -> int:
@@ -240,6 +246,7 @@ class RunFollower:
             silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
             trouble=trouble,
             deleted=deleted(self.run),
+            stop_asked="stop" in control.pending(self.run),
         )
 
     def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:

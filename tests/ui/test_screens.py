@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from make_run import quad_machine, write_run
 from textual import events
@@ -19,8 +20,8 @@ from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine, machine_json
-from so_tui.runs import MetricsWriter, RunDirectory, create_run
-from so_tui.runs.control import pending
+from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state, write_state
+from so_tui.runs.control import pending, request
 from so_tui.runs.records import EvaluationRecord, State
 from so_tui.spec import RunSpec, load_catalog
 from so_tui.ui import messages
@@ -348,6 +349,25 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
         await until(pilot, lambda: re.search(r"now \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.25", heading()))
         await pilot.press("i", *["left"] * 8)
         await until(pilot, lambda: re.search(r"loss  \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.50(  at step \d+)? *$", heading()))
+
+
+async def test_what_is_left_and_now_is_said_only_while_it_trains(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+
+    def headings() -> str:
+        return "\n".join(pilot.app.screen.query_one(chart, Chart).render_line(0).text for chart in ("#loss", "#throughput"))
+
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "left " in shown(pilot, "#title") and "now " in headings() and "last " not in headings())
+        request(run, "stop")
+        await until(pilot, lambda: "asked to stop" in shown(pilot, "#title"))
+        assert "left " not in shown(pilot, "#title")
+        for state in ("saving", "loading", "finished"):
+            write_state(run, msgspec.structs.replace(read_state(run), state=state))
+            await until(pilot, lambda state=state: state in shown(pilot, "#title"))  # type: ignore[misc]
+            assert "left " not in shown(pilot, "#title")
+            assert re.search(r"loss +last \d", headings())
+            assert re.search(r"throughput +last \d", headings())
 
 
 async def test_log_follows_is_searched_and_lets_go(runs_dir: Path) -> None:

@@ -224,7 +224,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         loss, throughput, norm = (self.query_one(selector, Chart) for selector in ("#loss", "#throughput", "#norm"))
         loss.waiting = throughput.waiting = norm.waiting = stats.waiting_words(snapshot)
         lines = [snapshot.line("loss", "raw", axis), snapshot.line("ema", "main", axis)]
-        names = ["now" if cursor is None else ".", "mean"]
+        newest = "now" if snapshot.training else "last"
+        names = [newest if cursor is None else ".", "mean"]
         if snapshot.evaluations is not None:
             lines.append(snapshot.evaluations)
             names.append("evaluation" if loss.size.width >= 52 else "eval")
@@ -237,7 +238,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
             tokens = rate(latest.useful_tokens_per_s_total)
             mfu = f"   MFU {100 * latest.mfu:.1f} %" if latest.mfu is not None else ""
             speed = f"TFLOPS/GPU   {tokens} tokens/s{mfu}" if wide else f"TFLOPS  {tokens} tok/s"
-        throughput.show([snapshot.line("model_tflops_per_gpu", "main", axis)], ["."], step_axis, marks=marks, cursor=cursor, note=speed)
+        names = ["." if snapshot.training or cursor is not None else "last"]
+        throughput.show([snapshot.line("model_tflops_per_gpu", "main", axis)], names, step_axis, marks=marks, cursor=cursor, note=speed)
         if norm.display:
             rate_words = "" if latest is None or cursor is not None else f"learning rate {significant(latest.learning_rate)}"
             norm.show(

@@ -63,12 +63,14 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
 
 
 def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
-    """Time left (or how long it took), then the last checkpoint."""
+    """Time left (or that it stops, or how long it took), then the last checkpoint."""
     state = snapshot.state
     assert state is not None
     pieces: list[Content] = []
     step_s = snapshot.recent_mean("step_s")
-    if snapshot.live and steps_left > 0 and math.isfinite(step_s):
+    if snapshot.live and snapshot.stop_asked:
+        pieces.append(Content.styled("asked to stop", "$warning"))
+    elif snapshot.training and steps_left > 0 and math.isfinite(step_s):
         pieces.append(Content.assemble(("left ", "$faint"), duration(steps_left * step_s)))
     elif not snapshot.live and not snapshot.deleted and state.took_s is not None:
         pieces.append(Content.assemble(("took ", "$faint"), duration(state.took_s)))
