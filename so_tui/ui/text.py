@@ -92,15 +92,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
-def mark_duration(seconds: float) -> str:
-    """A place on a time axis, without parts that are zero: ``45 s``, ``15 m``, ``1 h 30 m``."""
+def mark_duration(seconds: float, parts: int = 2) -> str:
+    """A place on a time axis in so many parts at most, without those that are zero: ``45 s``, ``15 m``, ``1 h 30 m``."""
     left = round(seconds)
-    parts = []
+    found = []
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s")):
         amount, left = divmod(left, size)
         if amount:
-            parts.append(f"{amount} {unit}")
-    return " ".join(parts[:2]) or "0"
+            found.append(f"{amount} {unit}")
+    return " ".join(found[:parts]) or "0"
 
 
 def age(seconds: float) -> str:

@@ -104,7 +104,7 @@ def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None) -> Axis | 
     if extent is None:
         return None
     low, high = view.resolved(extent) if unit == view.unit else extent
-    origin = snapshot.start.time if snapshot.start is not None else extent[0] if unit == "time" else 0.0
+    origin = extent[0] if unit == "time" else 0.0
     if held is not None and snapshot.live and held.unit == unit and held.origin == origin and held.steps is snapshot.steps:
         grown, moved = high - held.high, abs(low - held.low)
         if 0 <= grown < HELD_SHARE * (high - low) and moved <= grown and bool(held.length) == bool(snapshot.length):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import time
 from array import array
 
@@ -159,6 +160,25 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     assert "500" not in marked
     assert x_text(Axis("time", 0, 10_000, 100.0), 100.0 + 5400) == "1 h 30 m"
     assert x_text(axis, 1240.4) == "1 240"
+
+
+@pytest.mark.parametrize("lasted_s", [8, 40, 90, 100, 610, 5400, 40_000, 90_000, 400_000, 3_000_000])
+@pytest.mark.parametrize("width", [29, 47, 110])
+def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -> None:
+    from rich.style import Style
+
+    from so_tui.ui.widgets.drawing import Mark
+
+    styles = {role: Style() for role in ("axis", "label", "mark")}
+    for deep_s in (0.0, 12 * 86_400.0 + 7000):
+        axis = Axis("time", 1e9 + deep_s, 1e9 + deep_s + lasted_s, 1e9)
+        for share in (0.5, 0.667, 0.9):
+            at = axis.low + share * lasted_s
+            row = "".join(segment.text for segment in axis_row(axis, width, [Mark(0.0, at, "◆", "mark")], styles))
+            assert len(row) == width
+            named = [words.strip() for words in re.split("[─◆]+", row) if re.search(r"\d [dhms]", words)]
+            assert len(set(named)) == len(named), row
+            assert len(named) >= 2 or deep_s, row
 
 
 def test_gutter_names_no_two_rows_that_touch() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.segment import Segment
@@ -59,10 +59,15 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
 
 
 def x_text(axis: Axis, x: float) -> str:
-    """A place on the axis in words: ``1 240`` steps or ``12 m 04 s``."""
+    """A place on the axis in words: ``1 240`` steps or ``12 m 4 s``."""
     if axis.unit == "step":
         return thousands(round(x))
     return mark_duration(max(0.0, x - axis.origin))
+
+
+def _tick_text(axis: Axis, x: float) -> str:
+    """As ``x_text``, with every part of a time: neighbours deep in a long run differ in the last."""
+    return x_text(axis, x) if axis.unit == "step" else mark_duration(max(0.0, x - axis.origin), parts=4)
 
 
 def plot_rows(
@@ -92,33 +97,54 @@ def plot_rows(
 def axis_row(axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]) -> list[Segment]:
     """The x axis: a thin rule with round values written into it and marks on it."""
     cells: list[tuple[str, str]] = [("─", "axis")] * width
+    marked = {_column(axis, x, width): mark for mark in marks if axis.low <= (x := mark.at(axis)) <= axis.high}
+    for start, label in _labels(axis, width, marked.keys()):
+        for offset, character in enumerate(label[: width - start]):
+            cells[start + offset] = (character, "label")
+    for place, mark in marked.items():
+        cells[place] = (mark.sign, mark.role)
+    return joined(cells, styles)
+
+
+def _column(axis: Axis, x: float, width: int) -> int:
     span = axis.high - axis.low
+    return min(width - 1, max(0, int((x - axis.low) / span * width))) if span > 0 else 0
 
-    def column(x: float) -> int:
-        return min(width - 1, max(0, int((x - axis.low) / span * width))) if span > 0 else 0
 
+def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, str]]:
+    """Round values with the cells they begin at: few, but where the axis allows it two besides 0, so that lengths can be read off it."""
     most = max(2, width // 11)
+    best: list[tuple[int, str]] = []
+    for number in range(most, max(most, width // 4) + 1):
+        labels = _placed(axis, width, _round_places(axis, number), taken)
+        if len(labels) > len(best):
+            best = labels
+        if sum(label.strip() != "0" for _, label in labels) >= 2:
+            return labels
+    return best
+
+
+def _round_places(axis: Axis, most: int) -> list[float]:
     if axis.unit == "step":
-        values = round_values(axis.low, axis.high, most, (1, 2, 5, 10))
-        values = [value for value in values if value == round(value)]
-    else:
-        values = [axis.origin + seconds for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)]
-    marked = {column(x): mark for mark in marks if axis.low <= (x := mark.at(axis)) <= axis.high}
+        return [value for value in round_values(axis.low, axis.high, most, (1, 2, 5, 10)) if value == round(value)]
+    return [axis.origin + seconds for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)]
+
+
+def _placed(axis: Axis, width: int, values: Sequence[float], taken: Collection[int]) -> list[tuple[int, str]]:
+    """The labels of ``values`` that touch neither each other nor a taken cell."""
+    labels: list[tuple[int, str]] = []
     free = 0
     for value in values:
-        label = x_text(axis, value)
-        start = min(max(0, column(value) - len(label) // 2), width - len(label) - 1)
-        if start < free or any(start <= place < start + len(label) for place in marked):
+        label = _tick_text(axis, value)
+        start = min(max(0, _column(axis, value, width) - len(label) // 2), width - len(label) - 1)
+        if start < free or any(start <= place < start + len(label) for place in taken):
             continue
         if start > 0:
             label = f" {label} "
             start -= 1
-        for offset, character in enumerate(label[: width - start]):
-            cells[start + offset] = (character, "label")
+        labels.append((start, label))
         free = start + len(label) + 1
-    for place, mark in marked.items():
-        cells[place] = (mark.sign, mark.role)
-    return joined(cells, styles)
+    return labels
 
 
 def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> list[Segment]:

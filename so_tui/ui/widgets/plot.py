@@ -142,7 +142,7 @@ def time_values(low: float, high: float, most: int) -> list[float]:
         first, last = math.ceil(low / step), math.floor(high / step)
         if last - first + 1 <= most:
             return [float(index * step) for index in range(first, last + 1)]
-    return round_values(low, high, most)
+    return [86_400 * days for days in round_values(low / 86_400, high / 86_400, most)]
 
 
 @cache
