@@ -351,6 +351,31 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
         await until(pilot, lambda: re.search(r"loss  \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.50(  at step \d+)? *$", heading()))
 
 
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+    async with opened(runs_dir, size, open_run=run) as pilot:
+        await until(pilot, lambda: "training" in shown(pilot, "#title"))
+        for number, panel in enumerate((Chart, Chart, NodePanel, LogView)):
+            await pilot.press(*["tab"] * min(number, 1), "m")
+            await until(pilot, lambda: "m Back" in screen_text(pilot).splitlines()[-1])
+            assert isinstance(pilot.app.screen.maximized, panel)
+            text = screen_text(pilot)
+            for word in ("so-tui", "● 1 run live", "● training", "^p"):
+                assert word in text, word
+            assert "╱" not in text, "the panel has the whole width"
+            assert pilot.app.screen.maximized.region.bottom == size[1] - 1
+            await pilot.press("escape" if number % 2 else "m")
+            await until(pilot, lambda: "m Maximise" in screen_text(pilot))
+        await pilot.press("m", "slash", *"step 42/")
+        await until(pilot, lambda: "step 42/" in screen_text(pilot).splitlines()[-2])
+        await pilot.press("enter")
+        state = msgspec.structs.replace(read_state(run), state="failed", reason="rank 2 was lost", suggestion="so-tui resume it")
+        write_state(run, state)
+        await until(pilot, lambda: "✗ failed" in shown(pilot, "#title"))
+        assert "rank 2 was lost" in screen_text(pilot).splitlines()[2]
+
+
 async def test_what_is_left_and_now_is_said_only_while_it_trains(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
 

@@ -46,6 +46,7 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
     PAGE = "dashboard"
     CSS_PATH = "dashboard.tcss"
     AUTO_FOCUS = "#loss"
+    ALLOW_IN_MAXIMIZED_VIEW = "TopLine, #title, #news, #search, KeyLine"
     HELP_TEXT = (
         "Everything shares one axis: steps, or time (x). Raw values are dim, their moving average is bright, evaluations have a colour of "
         "their own; ◆ is a checkpoint, ↻ a resume; gaps are values that are not numbers. A node's dim band reaches from its idlest to its "
@@ -65,6 +66,7 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         Binding("shift+left", "point(-10)", "Cursor far left", show=False),
         Binding("shift+right", "point(10)", "Cursor far right", show=False),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic loss"),
+        Binding("m", "restore", "Back", tooltip="All panels again"),
         Binding("m", "maximise", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
         Binding("slash", "find", "Search", key_display="/", id="find", tooltip="n and N go to the next and previous match"),
         Binding("f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"),
@@ -91,9 +93,9 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
     def body(self) -> Iterable[Widget]:
         glyphs = self.so.glyphs
         yield Static(Content.from_markup(EMPTY), id="empty")
+        yield Words(id="title")
+        yield Words(id="news")
         with VerticalScroll(id="panels", can_focus=False):
-            yield Words(id="title")
-            yield Words(id="news")
             with Horizontal(id="charts"):
                 yield Chart("loss", glyphs=glyphs, id="loss")
                 yield Chart("throughput", zero=True, glyphs=glyphs, id="throughput")
@@ -103,8 +105,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
             yield NodePanel(glyphs=glyphs, id="nodes")
             yield Words(id="gpus")
             yield Rule("log", id="log-rule")
-            yield Entry(placeholder="search the log: enter and n go back through the matches, esc ends", compact=True, id="search")
             yield LogView(id="log")
+        yield Entry(placeholder="search the log: enter and n go back through the matches, esc ends", compact=True, id="search")
 
     def on_mount(self) -> None:
         self.query_one("#panels").display = False
@@ -178,18 +180,25 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
             if snapshot is None or snapshot.state is None or snapshot.deleted:
                 return False
             return snapshot.state.state in RESUMABLE if action == "resume" else snapshot.live
+        if action in ("maximise", "restore"):
+            return (self.maximized is None) == (action == "maximise")
         return True
+
+    def watch_maximized(self) -> None:
+        self.refresh_bindings()
+        self._show_again()
 
     # Drawing.
 
     def _show(self, snapshot: Snapshot) -> None:
         now = time.time()
-        width = self.query_one("#panels").scrollable_content_region.width or self.size.width - 2
-        self._say("#title", stats.title_line(snapshot, now, width))
+        whole_width = self.size.width - 2
+        self._say("#title", stats.title_line(snapshot, now, whole_width))
         news = stats.news_line(snapshot)
-        news_lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
+        news_lines = [] if news is None else news.wrap(whole_width)[:MOST_NEWS_ROWS]
         self.query_one("#news").display = bool(news_lines)
         self._say("#news", Content("\n").join(news_lines))
+        width = self.query_one("#panels").scrollable_content_region.width or whole_width
         anatomy = stats.anatomy_lines(snapshot, width)
         self._say("#anatomy", anatomy)
         gpus = stats.gpu_lines(snapshot.gpus, width)
@@ -210,7 +219,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         self.query_one("#nodes-rule").display = not crowded
         rows = rows_for(height, len(snapshot.nodes), gpus, 1 + news + anatomy + (1 if crowded else 2))
         self.query_one("#charts").styles.height = rows.charts
-        self.query_one(LogView).styles.height = rows.log
+        log = self.query_one(LogView)
+        log.styles.height = None if log.is_maximized else rows.log
         self.query_one(NodePanel).set_plot_height(rows.plot)
 
     def _draw_charts(self, snapshot: Snapshot) -> None:
@@ -277,6 +287,9 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         return tuple(pictures)
 
     def on_resize(self) -> None:
+        self._show_again()
+
+    def _show_again(self) -> None:
         if self.snapshot is not None:
             self._show(replace(self.snapshot, log_lines=()))
 
@@ -293,11 +306,12 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         loss.redraw()
 
     def action_maximise(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        else:
-            focused = self.focused
-            self.maximize(focused if focused is not None and focused.allow_maximize else self.query_one("#loss"))
+        focused = self.focused
+        self.maximize(focused if focused is not None and focused.allow_maximize else self.query_one("#loss"))
+        self.call_after_refresh(self.watch_view)
+
+    def action_restore(self) -> None:
+        self.minimize()
         self.call_after_refresh(self.watch_view)
 
     def action_leave_field(self) -> None:
