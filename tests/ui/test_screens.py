@@ -413,6 +413,25 @@ async def test_log_follows_is_searched_and_lets_go(runs_dir: Path) -> None:
         assert log.scroll_y == log.max_scroll_y
 
 
+async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5)
+    with run.log_path(1, "quad-gh200").open("a") as file:
+        file.write(f"{'long ' * 40}end\n")
+    async with opened(runs_dir, (80, 24), open_run=run) as pilot:
+        log = pilot.app.screen.query_one(LogView)
+        await until(pilot, lambda: re.search("long long .*…", screen_text(pilot).splitlines()[-2]))
+        assert not log.show_horizontal_scrollbar
+        log.focus()
+        await pilot.press("m")
+        await until(pilot, lambda: log.show_horizontal_scrollbar)
+        log.scroll_to(x=log.max_scroll_x, animate=False)
+        await until(pilot, lambda: screen_text(pilot).splitlines()[-3].rstrip().endswith("long end"))
+        await pilot.press("m")
+        await until(pilot, lambda: not log.show_horizontal_scrollbar)
+        await until(pilot, lambda: re.match(" long long .*…", screen_text(pilot).splitlines()[-2]))
+        assert log.following
+
+
 async def test_stop_asks_and_no_is_the_default(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as pilot:

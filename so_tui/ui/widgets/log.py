@@ -24,7 +24,7 @@ def thumb_top(rows: int, lines: int) -> int:
 
 
 class LogView(ScrollView, can_focus=True):
-    """Lines of text, newest at the bottom. Keeps at most MOST_LINES."""
+    """Lines of text, newest at the bottom. Keeps at most MOST_LINES. Maximised, it scrolls through long lines; else it cuts them."""
 
     ALLOW_MAXIMIZE = True
     COMPONENT_CLASSES: ClassVar[set[str]] = {"log--line", "log--match", "log--found", "log--partial", "log--bad"}
@@ -82,7 +82,7 @@ class LogView(ScrollView, can_focus=True):
         self._resize_content()
 
     def _resize_content(self) -> None:
-        size = Size(self._widest, len(self.lines) + bool(self.partial))
+        size = Size(self._widest if self.is_maximized else 0, len(self.lines) + bool(self.partial))
         bars = size.height > self.size.height, size.width > self.size.width
         if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
             # More lines behind the same scrollbars: nothing else on the screen moves, so it need not be laid out again.
@@ -115,6 +115,13 @@ class LogView(ScrollView, can_focus=True):
             self.following = round(new_value) >= self.max_scroll_y
 
     def on_resize(self) -> None:
+        self._resize_content()
+        self._stay_at_end()
+
+    def watch_show_horizontal_scrollbar(self) -> None:
+        self._stay_at_end()  # a row less to show, or one more
+
+    def _stay_at_end(self) -> None:
         if self.following:
             self.call_after_refresh(self.scroll_end, animate=False, immediate=True, x_axis=False)
 
@@ -155,7 +162,7 @@ class LogView(ScrollView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         scroll_x, scroll_y = self.scroll_offset
         index = scroll_y + y
-        width = self.size.width
+        width = self.size.width - self.scrollbar_size_vertical
         if not self._styles:
             self._styles = {name: self.get_component_rich_style(name) for name in self.COMPONENT_CLASSES} | {"base": self.rich_style}
         base = self._styles["base"]
@@ -168,7 +175,11 @@ class LogView(ScrollView, can_focus=True):
             strip = Strip([Segment(self.partial, self._styles["log--partial"])])
         else:
             return Strip.blank(width, base)
-        return strip.crop(scroll_x, scroll_x + width).extend_cell_length(width, base)
+        if self.is_maximized:
+            return strip.crop(scroll_x, scroll_x + width).extend_cell_length(width, base)
+        if strip.cell_length > width:
+            strip = Strip([*strip.crop(0, width - 1), Segment("…", self._styles["log--partial"])])
+        return strip.adjust_cell_length(width, base)
 
     def _marked(self, text: str, low: str, index: int, style: Style) -> list[Segment]:
         """The line with every occurrence of the searched text marked."""
