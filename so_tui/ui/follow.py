@@ -94,6 +94,12 @@ class Snapshot:
         return self.live and self.state is not None and self.state.state == "training"
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks train on GPUs; taken for granted as long as nothing tells."""
+        ranks = self.binding.ranks if self.binding is not None else self.plan.binding if self.plan is not None else ()
+        return not ranks or any(rank.gpu is not None for rank in ranks)
+
+    @property
     def hosts(self) -> int:
         return len({node.host for node in self.nodes})
 

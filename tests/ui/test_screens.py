@@ -413,6 +413,14 @@ async def test_log_follows_is_searched_and_lets_go(runs_dir: Path) -> None:
         assert log.scroll_y == log.max_scroll_y
 
 
+async def test_the_speed_of_ranks_without_gpus_is_not_told_by_gpu(runs_dir: Path) -> None:
+    machine = msgspec.structs.replace(quad_machine(), gpus=())
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5, machine=machine, preset="tiny", gpus=2)
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "TFLOPS/rank" in screen_text(pilot))
+        assert "TFLOPS/GPU" not in screen_text(pilot)
+
+
 async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5)
     with run.log_path(1, "quad-gh200").open("a") as file:

@@ -243,11 +243,12 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         latest = snapshot.latest
         wide = throughput.size.width >= 52
         throughput.title = "throughput" if wide else "speed"
-        speed = "TFLOPS/GPU"
+        per = "GPU" if snapshot.on_gpus else "rank"
+        speed = f"TFLOPS/{per}"
         if latest is not None and cursor is None:
             tokens = rate(latest.useful_tokens_per_s_total)
             mfu = f"   MFU {100 * latest.mfu:.1f} %" if latest.mfu is not None else ""
-            speed = f"TFLOPS/GPU   {tokens} tokens/s{mfu}" if wide else f"TFLOPS  {tokens} tok/s"
+            speed = f"TFLOPS/{per}   {tokens} tokens/s{mfu}" if wide else f"TFLOPS  {tokens} tok/s"
         names = ["." if snapshot.training or cursor is not None else "last"]
         throughput.show([snapshot.line("model_tflops_per_gpu", "main", axis)], names, step_axis, marks=marks, cursor=cursor, note=speed)
         if norm.display:
