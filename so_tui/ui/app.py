@@ -16,7 +16,8 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import var
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Input
 from textual.worker import Worker, WorkerState
 
 from so_tui.ui import messages
@@ -96,6 +97,8 @@ class SoTuiApp(App[None]):
     doctor_line: var[str] = var("")
     findings: var[tuple[Any, ...] | None] = var(None)
     glyphs: var[GlyphName] = var[GlyphName]("braille")
+    starting: var[str] = var("")
+    """What is being started, for seconds; nothing else is meanwhile, since the thread of a start cannot be called off."""
 
     def __init__(
         self,
@@ -213,20 +216,31 @@ class SoTuiApp(App[None]):
         return self._lister.rows()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        self.tell_failed_worker(event)
+        self.worker_changed(event)
 
-    def tell_failed_worker(self, event: Worker.StateChanged) -> None:
+    def worker_changed(self, event: Worker.StateChanged) -> None:
         """A worker that failed in a way it did not foresee says so; nothing fails silently."""
+        if event.worker.group == "launch" and event.worker.is_finished:
+            self.starting = ""
         error = event.worker.error
         if event.state is WorkerState.ERROR and error is not None:
             self.notify(f"{event.worker.name}: {type(error).__name__}: {error}", title="This did not work", severity="error", markup=False)
 
     # Starting and opening runs.
 
+    def may_start(self, name: str) -> bool:
+        """Whether nothing else is being started; says what is."""
+        if self.starting:
+            words = f"{self.starting} is still being started: wait until it is, then start {name}."
+            self.notify(words, title="Not started", severity="warning", markup=False)
+        return not self.starting
+
     def ask_launch(self, spec: RunSpec, facts: Iterable[Content]) -> None:
         """Ask once, then start ``spec`` on this machine."""
         from so_tui.ui.screens.dialogs import Question
 
+        if not self.may_start(spec.label):
+            return
         if self.machine_file and self.machine is not None:
             there = f"What you see is planned for {self.machine.label} ({self.machine_file}), and a run starts where so-tui runs."
             back = "Start it on that machine, or press o and leave the field empty to plan for this one."
@@ -235,13 +249,18 @@ class SoTuiApp(App[None]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self.notify(f"Starting {spec.label} …", markup=False)
                 self.launch(spec)
 
         self.push_screen(Question(f"Launch {spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
 
-    @work(thread=True, exclusive=True, group="launch", name="launch", exit_on_error=False)
     def launch(self, spec: RunSpec, force: bool = False) -> None:
+        """Start ``spec`` unless something else is being started."""
+        if self.may_start(spec.label):
+            self.starting = spec.label
+            self._launch(spec, force)
+
+    @work(thread=True, group="launch", name="launch", exit_on_error=False)
+    def _launch(self, spec: RunSpec, force: bool) -> None:
         """Check everything, then hand the run to its supervisor. A refusal comes back with its reasons."""
         from so_tui.spec.errors import Refused, SoTuiError
 
@@ -264,7 +283,10 @@ class SoTuiApp(App[None]):
 
     def on_launched(self, message: messages.Launched) -> None:
         self.list_runs()
-        self.open_run(message.run)
+        if isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input):
+            self.notify(f"{message.run.name} was started: 4 lists it, enter opens it.", markup=False)
+        else:
+            self.open_run(message.run)
 
     def on_failed(self, message: messages.Failed) -> None:
         from so_tui.ui.screens.dialogs import Notice

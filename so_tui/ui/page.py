@@ -13,7 +13,7 @@ from textual.widget import Widget
 from textual.worker import Worker
 
 from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import plural
+from so_tui.ui.text import plural, shorten
 from so_tui.ui.widgets.keyline import KeyLine
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TopLine(Widget):
         super().__init__()
 
     def on_mount(self) -> None:
-        for name in ("machine", "machine_file", "doctor_line"):
+        for name in ("machine", "machine_file", "doctor_line", "starting"):
             self.watch(self.app, name, self._changed, init=False)
         self.watch(self.app, "runs", self._count)
 
@@ -64,6 +64,8 @@ class TopLine(Widget):
         app: SoTuiApp = self.app  # type: ignore[assignment]
         live = self._live
         right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no run live", "$faint")
+        if app.starting:
+            right = Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ") + right
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
@@ -136,7 +138,7 @@ class Page(Screen[None]):
         raise NotImplementedError
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        self.so.tell_failed_worker(event)
+        self.so.worker_changed(event)
 
     def action_leave_field(self) -> None:
         """Take the keyboard out of a text field, so that single keys are commands again."""

@@ -114,6 +114,33 @@ async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[in
         await until(pilot, lambda: pilot.app.screen.query_one("#loss", Chart).lines)
 
 
+@pytest.mark.parametrize("typing", [False, True])
+async def test_a_start_that_takes_long_is_told_is_the_only_one_and_takes_nobody_out_of_a_field(runs_dir: Path, typing: bool) -> None:
+    asked: list[RunSpec] = []
+    ready = threading.Event()
+
+    def start(spec: RunSpec, *_: object, **__: object) -> RunDirectory:
+        asked.append(spec)
+        ready.wait(15)
+        return write_run(runs_dir, steps=3, seconds_of_samples=2)
+
+    async with opened(runs_dir, start=start) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("l", "y")
+        await until(pilot, lambda: "starting Llama 3.1 8B …" in screen_text(pilot).split("\n")[0])
+        await pilot.press("4", "1", "l")
+        await until(pilot, lambda: any("still being started" in note.message for note in pilot.app._notifications))
+        assert "Launch Llama" not in screen_text(pilot)
+        if typing:
+            await pilot.press("slash", "q")
+        ready.set()
+        await until(pilot, lambda: not pilot.app.starting)  # type: ignore[attr-defined]
+        await until(pilot, lambda: typing or pilot.app.current_mode == "dashboard")
+        assert any("4 lists it" in note.message for note in pilot.app._notifications) == typing
+        assert pilot.app.current_mode == ("presets" if typing else "dashboard")
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("size", SIZES)
 async def test_a_wrong_field_is_marked_with_its_message_and_nothing_can_be_launched(runs_dir: Path, size: tuple[int, int]) -> None:
     async with opened(runs_dir, size) as pilot:

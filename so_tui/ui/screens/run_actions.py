@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from textual import work
 from textual.screen import Screen
 
@@ -11,6 +13,9 @@ from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.units import thousands
 from so_tui.ui import messages
 from so_tui.ui.text import plural
+
+if TYPE_CHECKING:
+    from so_tui.ui.app import SoTuiApp
 
 RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
@@ -82,9 +87,15 @@ class RunActions(Screen[None]):
             Question(f"Resume {run.name}?", [f"It goes on from {saved}, on this machine."], yes="Resume", default_yes=True), answered
         )
 
-    @work(thread=True, exclusive=True, group="launch", name="resume", exit_on_error=False)
     def resume_run(self, run: RunDirectory) -> None:
-        """Start another attempt."""
+        """Start another attempt unless something else is being started."""
+        app: SoTuiApp = self.app  # type: ignore[assignment]
+        if app.may_start(run.name):
+            app.starting = run.name
+            self._resume(run)
+
+    @work(thread=True, group="launch", name="resume", exit_on_error=False)
+    def _resume(self, run: RunDirectory) -> None:
         from so_tui.launch import resume
         from so_tui.machine import inspect_machine
 
