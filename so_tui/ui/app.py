@@ -23,6 +23,7 @@ from textual.worker import Worker, WorkerState
 from so_tui.ui import messages
 from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
 from so_tui.ui.page import PAGES, Page
+from so_tui.ui.text import plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
 from so_tui.ui.widgets.plot import GlyphName
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog, RunSpec
     from so_tui.ui.runlist import RunLister, RunRow
+    from so_tui.ui.screens.dialogs import Question
 
 RUNS_POLL_S = 2.0
 StartRun = Callable[..., "RunDirectory"]
@@ -118,6 +120,7 @@ class SoTuiApp(App[None]):
         self.opened = open_run
         self._start = start
         self._lister: RunLister | None = None
+        self._quit_question: Question | None = None
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         # Per instance, before Textual reads it: a run that is to be shown needs no other screen first.
@@ -193,7 +196,7 @@ class SoTuiApp(App[None]):
         self.catalog = load_catalog()
         screen = self.screen_stack[0]
         if then_edit and isinstance(screen, ConfigureScreen):
-            screen.edit(then_edit)
+            screen.go_on_with(then_edit)
 
     def list_runs(self) -> None:
         """Read the list of runs, after the reading that may be under way (a slow file system)."""
@@ -319,6 +322,23 @@ class SoTuiApp(App[None]):
         self.switch_mode(name)
 
     async def action_quit(self) -> None:
+        """Quit; asks first where that would lose what was typed into Configure."""
+        from so_tui.ui.screens.configure import ConfigureScreen
+        from so_tui.ui.screens.dialogs import Question
+
+        try:
+            bottom = self.get_screen_stack("configure")[:1]
+        except KeyError:  # never opened
+            bottom = []
+        unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
+        if not unsaved:
+            self._quit()
+        elif self.screen is not self._quit_question:
+            lines = [f"Configure: {plural(count, 'change')} to preset {preset}, not saved" for preset, count in unsaved.items()]
+            self._quit_question = Question("Quit and lose what you typed?", lines, yes="Quit", no="No, stay")
+            self.push_screen(self._quit_question, lambda yes: self._quit() if yes else None)
+
+    def _quit(self) -> None:
         live = [row.run.name for row in self.runs if row.live]
         self.exit(message=f"{', '.join(live)} goes on training. `so-tui watch {live[0]}` shows it again." if live else None)
 

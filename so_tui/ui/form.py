@@ -155,3 +155,8 @@ def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text
     if text != base.get(path, ""):
         changed[path] = text
     return changed
+
+
+def typed_over(edits: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, str]:
+    """The ``edits`` that a person typed: those that are not as they were taken over from a recommendation."""
+    return {path: text for path, text in edits.items() if taken.get(path) != text}

@@ -201,6 +201,41 @@ async def test_edits_survive_other_screens_and_other_presets_and_are_saved_as_a_
         assert "no changes" in shown(pilot, "#form-title")
 
 
+@pytest.mark.parametrize("key", ["q", "ctrl+q"])
+async def test_what_was_typed_is_not_lost_by_quitting_unasked(runs_dir: Path, key: str) -> None:
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("enter")  # takes a recommendation over
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "change" in shown(pilot, "#form-title"))
+        assert "no changes" not in shown(pilot, "#form-title")
+        screen = pilot.app.screen
+        pilot.app.screen.query_one("#field-train-learning_rate", FieldRow).focus_control()
+        await pilot.press("ctrl+u", *"2e-4", "escape", "1", key, "ctrl+q")
+        assert "1 change to preset llama-3.1-8b" in screen_text(pilot)
+        await pilot.press("enter")
+        assert isinstance(pilot.app.screen.query_one("#table"), DataTable), "no is the default, and the question came once"
+        await pilot.press("2", "u", "y")
+        await until(pilot, lambda: "no changes" in shown(pilot, "#form-title"))
+        await pilot.press("1", "enter")
+        await until(pilot, lambda: pilot.app.screen is screen and "no changes" not in shown(pilot, "#form-title"))
+        await pilot.press(key)
+        await until(pilot, lambda: not pilot.app.is_running)
+
+
+async def test_what_was_saved_is_not_asked_for_when_quitting(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
+        await pilot.press("tab", "ctrl+u", "1", "escape")
+        await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: pilot.app.screen.query("#said"))
+        await pilot.press("enter")
+        await until(pilot, lambda: "tiny-mine" in shown(pilot, "#form-title"))
+        await pilot.press("q")
+        await until(pilot, lambda: not pilot.app.is_running)
+
+
 async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)

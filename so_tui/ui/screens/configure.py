@@ -16,7 +16,7 @@ from textual.widgets import Button, Static
 
 from so_tui.spec import InputError, Refused, RunSpec, field_index, with_values
 from so_tui.ui.advice import advice, impossible_field
-from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, values_of, with_edit
+from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, typed_over, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.text import plural
@@ -49,6 +49,8 @@ class ConfigureScreen(Page):
         self._base: RunSpec | None = None
         self._base_values: dict[str, str] = {}
         self._drafts: dict[str, dict[str, str]] = {}
+        self._taken: dict[str, dict[str, str]] = {}
+        """What of each draft is a recommendation, which comes back by itself."""
         self._planned: Planned | None = None
         self._serial = 0
         self._timer: Timer | None = None
@@ -87,15 +89,28 @@ class ConfigureScreen(Page):
         return self._drafts.setdefault(self._base.name, {}) if self._base else {}
 
     def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
-        """Show a preset with what was typed over it before; ``wanted`` (a recommendation) is typed over it where nothing was."""
+        """Show a preset with what was typed over it before; ``wanted`` (a recommendation) replaces that, and an earlier one."""
         catalog = self.so.catalog
         if catalog is None or preset not in catalog.presets:
             return
         self._base = catalog.presets[preset].spec
         self._base_values = values_of(self._base)
         if wanted is not None:
-            self._drafts[preset] = {**self._drafts.get(preset, {}), **edits_between(self._base, wanted)}
+            typed = typed_over(self._drafts.get(preset, {}), self._taken.get(preset, {}))
+            self._taken[preset] = edits_between(self._base, wanted)
+            self._drafts[preset] = typed | self._taken[preset]
         self.call_after_refresh(self._show_form)
+
+    def go_on_with(self, preset: str) -> None:
+        """Show the preset that the draft was saved as."""
+        if self._base is not None:
+            self._drafts.pop(self._base.name, None)
+        self.edit(preset)
+
+    def unsaved(self) -> dict[str, int]:
+        """How many fields of each preset were typed over and are saved nowhere."""
+        counts = {preset: len(typed_over(edits, self._taken.get(preset, {}))) for preset, edits in self._drafts.items()}
+        return {preset: count for preset, count in counts.items() if count}
 
     async def _show_form(self) -> None:
         form = self.query_one("#form", VerticalScroll)
