@@ -627,6 +627,19 @@ async def test_keys_that_multiplexers_take_are_left_to_them(runs_dir: Path) -> N
             assert not {"ctrl+b", "ctrl+a", "ctrl+enter"} & set(pilot.app.screen._bindings.key_to_bindings)
 
 
+async def test_the_line_of_keys_uses_its_room_and_tells_the_way_out(runs_dir: Path) -> None:
+    async with opened(runs_dir, (80, 24)) as pilot:
+        for number in "12345":
+            await pilot.press(number)
+            await pilot.pause()
+            keys = screen_text(pilot).split("\n")[-1]
+            assert "q Quit" in keys
+            assert "^p commands" in keys
+        await pilot.press("1")
+        await presets_ready(pilot)
+        assert "/ Filter" in screen_text(pilot).split("\n")[-1]
+
+
 async def test_one_key_means_one_thing(runs_dir: Path) -> None:
     """A key may be absent from a screen, but never does something else there."""
     meaning: dict[str, set[str]] = {}

@@ -65,7 +65,7 @@ class PresetsScreen(FilteredPage):
             tooltip="Start this preset on this machine (asks once); F5 does the same",
         ),
         Binding("d", "look", "Data", id="look", tooltip="Look at its data as the model will see it"),
-        Binding("a", "add", "Add a model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
+        Binding("a", "add", "Add model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
         OTHER_MACHINE,
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from textual import events
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
+
+GAP = 2
 
 
 class KeyLine(Widget):
@@ -27,24 +31,28 @@ class KeyLine(Widget):
         self.refresh()
 
     def render(self) -> Content:
-        seen: set[str] = set()
-        places: list[tuple[int, int, str]] = []
         right = _item("^p", "commands")
+        bindings = list(self._bindings_to_tell())
+        items = [_item(self._shown(binding), binding.description) for binding in bindings]
+        room = self.size.width - right.cell_length - GAP
+        places: list[tuple[int, int, str]] = []
         line = Content("")
-        for active in self.screen.active_bindings.values():
-            binding = active.binding
-            if not binding.show or not active.enabled or binding.action in seen or not binding.description:
-                continue
-            seen.add(binding.action)
-            item = _item(self._shown(binding), binding.description)
-            if line.cell_length + item.cell_length + right.cell_length + 4 > self.size.width:
-                break
-            places.append((line.cell_length, line.cell_length + item.cell_length, binding.key))
-            line = line + item + "  "
-        gap = max(1, self.size.width - line.cell_length - right.cell_length)
+        for index in fitting([item.cell_length for item in items], [binding.action for binding in bindings], room):
+            places.append((line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key))
+            line = line + items[index] + " " * GAP
+        gap = max(0, self.size.width - line.cell_length - right.cell_length)
         start = line.cell_length + gap
         self._places = [*places, (start, start + right.cell_length, "ctrl+p")]
         return line + " " * gap + right
+
+    def _bindings_to_tell(self) -> Iterator[Binding]:
+        """Once per action."""
+        seen: set[str] = set()
+        for active in self.screen.active_bindings.values():
+            binding = active.binding
+            if binding.show and active.enabled and binding.description and binding.action not in seen:
+                seen.add(binding.action)
+                yield binding
 
     def _shown(self, binding: Binding) -> str:
         return "enter" if binding.key == "enter" else self.app.get_key_display(binding)
@@ -54,6 +62,16 @@ class KeyLine(Widget):
         for start, end, key in self._places:
             if at is not None and start <= at.x < end:
                 self.app.simulate_key(key)
+
+
+def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
+    """Which items fit into ``room`` cells, first come, first served; but the way out comes before any other."""
+    told = []
+    for index in sorted(range(len(widths)), key=lambda index: actions[index] != "quit"):
+        if widths[index] <= room:
+            told.append(index)
+            room -= widths[index] + GAP
+    return sorted(told)
 
 
 def _item(key: str, description: str) -> Content:
