@@ -640,6 +640,18 @@ async def test_the_line_of_keys_uses_its_room_and_tells_the_way_out(runs_dir: Pa
         assert "/ Filter" in screen_text(pilot).split("\n")[-1]
 
 
+async def test_a_text_field_is_told_no_keys_that_it_would_take_for_itself(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("slash")
+        assert screen_text(pilot).split("\n")[-1].split() == ["esc", "Leave", "the", "field", "F5", "Launch", "^p", "commands"]
+        await pilot.press("escape", "2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow))
+        await pilot.press("tab")
+        keys = screen_text(pilot).split("\n")[-1].split()
+        assert keys == ["esc", "Leave", "the", "field", "F5", "Launch", "^s", "Save", "^p", "commands"]
+
+
 async def test_one_key_means_one_thing(runs_dir: Path) -> None:
     """A key may be absent from a screen, but never does something else there."""
     meaning: dict[str, set[str]] = {}

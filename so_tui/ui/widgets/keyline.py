@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from textual import events
 from textual.binding import Binding
 from textual.content import Content
+from textual.keys import REPLACED_KEYS, key_to_character
 from textual.screen import Screen
 from textual.widget import Widget
+from textual.widgets import Input
 
 GAP = 2
 
@@ -45,23 +48,39 @@ class KeyLine(Widget):
         self._places = [*places, (start, start + right.cell_length, "ctrl+p")]
         return line + " " * gap + right
 
+    @property
+    def _typing(self) -> bool:
+        return isinstance(self.screen.focused, Input)
+
     def _bindings_to_tell(self) -> Iterator[Binding]:
-        """Once per action."""
+        """Once per action; in a text field those that type nothing, and the way out of it."""
         seen: set[str] = set()
         for active in self.screen.active_bindings.values():
             binding = active.binding
-            if binding.show and active.enabled and binding.description and binding.action not in seen:
+            of_use = (binding.show and not prints(binding.key)) or binding.key == "escape" if self._typing else binding.show
+            if of_use and active.enabled and binding.description and binding.action not in seen:
                 seen.add(binding.action)
                 yield binding
 
     def _shown(self, binding: Binding) -> str:
-        return "enter" if binding.key == "enter" else self.app.get_key_display(binding)
+        if binding.key == "enter":
+            return "enter"
+        if self._typing:  # what stands for several keys names some that are typed
+            shown = self.app.get_key_display(replace(binding, key_display=None))
+            return shown.upper() if shown[1:].isdecimal() else shown
+        return self.app.get_key_display(binding)
 
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
         for start, end, key in self._places:
             if at is not None and start <= at.x < end:
                 self.app.simulate_key(key)
+
+
+def prints(key: str) -> bool:
+    """Whether a key types a character."""
+    character = key_to_character(REPLACED_KEYS.get(key, key))
+    return character is not None and character.isprintable()
 
 
 def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
