@@ -121,6 +121,9 @@ class Page(Screen[None]):
         Binding("escape", "leave_field", "Leave the field", show=False),
     ]
 
+    _left: Widget | None = None
+    """The field that was left, from which tab goes on."""
+
     @property
     def so(self) -> SoTuiApp:
         """The app, typed."""
@@ -144,5 +147,18 @@ class Page(Screen[None]):
         """Take the keyboard out of a text field, so that single keys are commands again."""
         if self.maximized is not None:
             self.minimize()
-        else:
+        elif self.focused is not None:
+            self._left = self.focused
             self.set_focus(None)
+
+    def focus_next(self, selector: str | type[Widget] = "*") -> Widget | None:
+        self._back_to_the_left_field()
+        return super().focus_next(selector)
+
+    def focus_previous(self, selector: str | type[Widget] = "*") -> Widget | None:
+        self._back_to_the_left_field()
+        return super().focus_previous(selector)
+
+    def _back_to_the_left_field(self) -> None:
+        if self.focused is None and self._left in self.focus_chain:
+            self.set_focus(self._left)

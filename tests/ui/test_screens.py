@@ -747,6 +747,20 @@ async def test_a_burst_of_keys_is_taken_in_the_order_it_was_typed(runs_dir: Path
         assert field.value == "314"
 
 
+async def test_tab_goes_on_from_the_field_that_was_left(runs_dir: Path) -> None:
+    async with opened(runs_dir) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow))
+        await pilot.press("tab", "tab", "tab")
+        third = pilot.app.focused
+        await pilot.press("tab", "escape")
+        assert pilot.app.focused is None
+        await pilot.press("shift+tab")
+        assert pilot.app.focused is third
+        await pilot.press("escape", "tab", "escape", "shift+tab")
+        assert pilot.app.focused is third
+
+
 async def test_a_filter_keeps_the_chosen_model_and_says_when_there_is_none(runs_dir: Path) -> None:
     async with opened(runs_dir) as pilot:
         await presets_ready(pilot)
