@@ -179,7 +179,10 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
         return spec_tree(spec)
     if base not in presets:
         raise InputError([_unknown_preset("extends", base, tuple(presets))])
-    below = complete_tree(presets[base].spec)
+    above = presets[base].spec
+    if spec.title == above.title:
+        spec = msgspec.structs.replace(spec, title="")
+    below = complete_tree(msgspec.structs.replace(above, title=""))
     changes = differences(complete_tree(spec), below)
     if check_tree(merged(below, changes)) != spec:  # a key of the shape was taken away, which a difference cannot say
         return spec_tree(spec)
@@ -224,7 +227,10 @@ def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
 
 
 def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, ...]) -> Tree:
-    """The file's tree over that of the preset it extends, and so on down. Raises InputError for an unknown base or a circle."""
+    """The file's tree over that of the preset it extends, and so on down; name and title are its own, or the two could not be told apart.
+
+    Raises InputError for an unknown base or a circle.
+    """
     tree = {key: value for key, value in source.tree.items() if key != "extends"}
     if "extends" not in source.tree:
         return tree
@@ -237,7 +243,8 @@ def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, 
         raise InputError(
             [Problem(field="extends", value=shown(base), message=f"goes in a circle ({chain})", remedy=remedy, file=source.path)]
         )
-    return merged(_extended(sources[base], sources, (*seen, base)), tree)
+    below = _extended(sources[base], sources, (*seen, base))
+    return merged({key: value for key, value in below.items() if key != "title"}, tree)
 
 
 def _order(preset: Preset) -> tuple[object, ...]:

@@ -38,6 +38,7 @@ ratio = 0.4
 
 Rules that no single key shows:
 
+- `title` is not taken from the base: a preset without one is shown by its name.
 - The length of a run is one of `train.steps`, `train.epochs` and `train.tokens`; setting one clears the others of the base.
   Benchmark runs (`benchmark.measured_steps`) need none.
 - The micro-steps of an optimizer step are `train.gradient_accumulation`, or what comes nearest to `train.tokens_per_step` with the

@@ -161,7 +161,7 @@ def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
     assert "parameters" not in text
     assert "hidden_size" not in text
     loaded = load_catalog(tmp_path).presets["mine"]
-    assert with_values(loaded.spec, {"name": "qwen3-14b"}) == spec
+    assert with_values(loaded.spec, {"name": "qwen3-14b", "title": spec.title}) == spec
     assert [child.name for child in tmp_path.iterdir()] == ["mine.toml"]
 
 
@@ -172,6 +172,16 @@ def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
     assert 'extends = "tiny"' in path.read_text()
     again = load_catalog(tmp_path).presets["mine"].spec
     assert (again.offload.ratio, again.train.seed) == (0.5, 7)
+
+
+def test_a_preset_is_told_from_the_one_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "older.toml").write_text(GOOD)
+    (tmp_path / "titled.toml").write_text('title = "Mine"\n' + GOOD)
+    path = save_preset(with_values(find_preset("tiny").spec, {"train.seed": "7"}), "saved", base="tiny", user_dir=tmp_path)
+    save_preset(load_catalog(tmp_path).presets["saved"].spec, "saved", base="saved", user_dir=tmp_path)
+    presets = load_catalog(tmp_path).presets
+    assert [presets[name].spec.label for name in ("older", "titled", "saved", "tiny")] == ["older", "Mine", "saved", "tiny (embedded)"]
+    assert "title" not in path.read_text()
 
 
 def test_a_file_that_could_not_be_read_is_not_overwritten(tmp_path: Path) -> None:
