@@ -112,6 +112,15 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
         assert max(line.cell_length for line in lines) <= width
 
 
+def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
+    spec = find_preset("tiny").spec
+    lengths = {"train.steps": "1200", "train.epochs": "1", "train.tokens": "5000000"}
+    told = [plan_view.run_length(with_values(spec, {key: value})) for key, value in lengths.items()]
+    assert told == ["1 200 steps", "1 epoch", "5 000 000 tokens"]
+    facts = [line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))]
+    assert "100 steps on builtin:tiny/rows.jsonl" in facts
+
+
 def test_glyphs_follow_setting_locale_and_terminal() -> None:
     assert chosen_glyphs({}, "UTF-8") == "braille"
     assert chosen_glyphs({}, "ANSI_X3.4-1968") == "ascii"

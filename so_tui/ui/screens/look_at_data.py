@@ -20,6 +20,7 @@ from so_tui.spec import InputError, RunSpec
 from so_tui.ui.form import label
 from so_tui.ui.widgets import data_view
 from so_tui.ui.widgets.bars import fill
+from so_tui.ui.widgets.plan_view import data_name
 from so_tui.ui.widgets.rule import Rule
 
 if TYPE_CHECKING:
@@ -74,18 +75,15 @@ class LookAtData(ModalScreen[None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
+        what = f"   {self._spec.label}: {data_name(self._spec)}"
         with Vertical(id="look"):
-            yield Static(Content.assemble(("Look at the data", "bold"), (f"   {self._sources()}", "$faint")), id="look-title")
+            yield Static(Content.assemble(("Look at the data", "bold"), (what, "$faint")), id="look-title")
             yield Static(id="look-status")
             yield VerticalScroll(id="look-body")
             with Horizontal(id="look-buttons"):
                 yield Button("Back  esc", id="leave", compact=True)
                 yield Button("More rows  m", id="more", compact=True, disabled=True)
                 yield Button("Look again  r", id="again", compact=True, disabled=True)
-
-    def _sources(self) -> str:
-        sources = self._spec.data.sources
-        return f"{self._spec.label}: {sources[0].source if len(sources) == 1 else f'a mixture of {len(sources)} sources'}"
 
     def on_mount(self) -> None:
         self.query_one("#look-body").focus()

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from so_tui.spec.units import thousands
-from so_tui.ui.text import disk, duration, memory, memory_of, rate, significant
+from so_tui.ui.text import disk, duration, memory, memory_of, plural, rate, significant
 from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, verdict_style
 
 if TYPE_CHECKING:
     from so_tui.plan.types import MemoryTerm, Place, Plan
+    from so_tui.spec import RunSpec
 
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}
@@ -62,9 +63,26 @@ def launch_facts(plan: Plan) -> list[Content]:
     return [
         headline(plan),
         *memory_lines(plan, 70),
+        Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(length_text(plan, plan.spec.train.steps)),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
+
+
+def run_length(spec: RunSpec) -> str:
+    """``1 000 steps``, ``3 epochs`` or ``5 000 000 tokens``: as the length is set."""
+    train = spec.train
+    if spec.benchmark.measured_steps:
+        return plural(spec.benchmark.measured_steps, "measured step")
+    if train.epochs:
+        return f"{train.epochs:g} epoch{'' if train.epochs == 1 else 's'}"
+    return plural(train.tokens, "token") if train.tokens else plural(train.steps, "step")
+
+
+def data_name(spec: RunSpec) -> str:
+    """The source of its data; of a mixture how many there are."""
+    sources = spec.data.sources
+    return sources[0].source if len(sources) == 1 else f"a mixture of {len(sources)} sources"
 
 
 def mode_words(plan: Plan) -> str:
