@@ -63,6 +63,8 @@ def _read(path: Path, kind: type[T], hint: str) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
+        if not path.parent.exists():
+            hint = "the folder of the run is gone: it was deleted or moved"
         reason = error.strerror if isinstance(error, OSError) else str(error)
         problem = Problem(field="run", value=str(path.parent), message=f"{path.name} cannot be read: {reason}", remedy=hint)
         raise InputError([problem]) from error

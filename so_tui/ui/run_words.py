@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from textual.content import Content
 
@@ -11,6 +12,10 @@ from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.text import plural, shorten, shorten_path
 from so_tui.ui.widgets.stats import state_content
+
+NARROWEST = 12
+"""Cells of a column of two runs' settings."""
+MOST_FOLDS = 3
 
 
 def facts(row: RunRow, width: int) -> Content:
@@ -31,23 +36,50 @@ def facts(row: RunRow, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-class Comparison(NamedTuple):
-    title: str
-    table: str
+@dataclass(frozen=True)
+class Comparison:
+    """The settings of two runs, by path, as they are typed."""
+
+    names: tuple[str, str]
+    left: dict[str, str]
+    right: dict[str, str]
+
+    @property
+    def differing(self) -> list[str]:
+        return sorted(path for path in self.left.keys() | self.right.keys() if self.left.get(path) != self.right.get(path))
+
+    @property
+    def title(self) -> str:
+        count = len(self.differing)
+        return f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+
+    def table(self, width: int) -> str:
+        """Side by side in ``width`` cells, those that differ on top; their values are folded, so that the difference is seen."""
+        differing, same = self.differing, sorted(path for path, text in self.left.items() if self.right.get(path) == text)
+        label = min(max(map(len, (*differing, *same))), max(NARROWEST, width - 2 * NARROWEST - 4))
+        column = max(NARROWEST, (width - label - 4) // 2)
+
+        def rows(path: str, one: str, two: str, most: int) -> list[str]:
+            cells = zip_longest([shorten_path(path, label)], folded(one, column, most), folded(two, column, most), fillvalue="")
+            return [f"{name:{label}}  {left:{column}}  {right}".rstrip() for name, left, right in cells]
+
+        lines = rows("", *self.names, 1)
+        for path in differing:
+            lines += rows(path, self.left.get(path, ""), self.right.get(path, ""), MOST_FOLDS)
+        lines += ["", "the same in both:"]
+        for path in same:
+            lines += rows(path, self.left[path], self.right[path], 1)
+        return "\n".join(lines)
 
 
-def comparison(left: RunRow, right: RunRow, width: int) -> Comparison | None:
-    """Settings of two runs side by side, those that differ on top; None where one's cannot be read."""
+def folded(text: str, width: int, most: int) -> list[str]:
+    """``text`` in at most ``most`` lines of ``width`` cells."""
+    text = shorten(text, width * most)
+    return [text[start : start + width] for start in range(0, len(text), width)]
+
+
+def comparison(left: RunRow, right: RunRow) -> Comparison | None:
+    """The settings of two runs; None where one's cannot be read."""
     if left.spec is None or right.spec is None:
         return None
-    one, two = values_of(left.spec), values_of(right.spec)
-    paths = sorted(one.keys() | two.keys(), key=lambda path: (one.get(path) == two.get(path), path))
-    differing = sum(one.get(path) != two.get(path) for path in paths)
-    label = max(map(len, paths))
-    column = max(12, min(40, (width - label - 16) // 2))
-    rows = [f"{'':{label}}  {shorten(left.run.name, column):<{column}}  {shorten(right.run.name, column)}"]
-    for index, path in enumerate(paths):
-        if index == differing:
-            rows.append("the same in both:")
-        rows.append(f"{path:{label}}  {shorten(one.get(path, ''), column):<{column}}  {shorten(two.get(path, ''), column)}")
-    return Comparison(f"{plural(differing, 'setting')} that differ{'s' if differing == 1 else ''}", "\n".join(rows))
+    return Comparison((left.run.name, right.run.name), values_of(left.spec), values_of(right.spec))

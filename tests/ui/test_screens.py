@@ -562,7 +562,7 @@ async def test_runs_are_listed_previewed_compared_opened_and_deleted(runs_dir: P
         await pilot.press("space", "down", "space")
         assert len(pilot.app.screen.query_one("#overlay", Chart).lines) == 2
         await pilot.press("equals_sign")
-        assert "differ" in screen_text(pilot)
+        await until(pilot, lambda: re.search(r"data\.sequence_length +256 +4096 +\n", screen_text(pilot)))
         await pilot.press("escape", "D")
         assert pilot.app.screen is not table.screen or live.path.exists()
         assert live.path.exists(), "the cursor is on the live run, which is never deleted"
@@ -577,6 +577,17 @@ async def test_runs_are_listed_previewed_compared_opened_and_deleted(runs_dir: P
         await pilot.press("enter")
         await until(pilot, lambda: pilot.app.current_mode == "dashboard")
         await until(pilot, lambda: "live" in shown(pilot, "#title"))
+
+
+async def test_a_run_whose_folder_is_gone_is_said_to_be_gone(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
+    async with opened(runs_dir, open_run=run) as pilot:
+        await until(pilot, lambda: "failed" in shown(pilot, "#title"))
+        shutil.rmtree(run.path)
+        for key in ("equals_sign", "r"):
+            await pilot.press(key)
+            await until(pilot, lambda: "folder of the run is gone" in " ".join(screen_text(pilot).replace("▌", "").split()))
+            await pilot.press("escape")
 
 
 async def test_empty_dashboard_and_runs_say_what_brings_them_to_life(runs_dir: Path) -> None:

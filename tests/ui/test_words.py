@@ -13,6 +13,7 @@ from so_tui.spec.units import thousands
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.run_columns import COLUMNS, with_room
+from so_tui.ui.run_words import Comparison
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant
@@ -160,6 +161,16 @@ def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
     assert with_room(rows, whole, 1) == list(COLUMNS)
     assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
     assert with_room(rows, 76, 1) == ["", "state", "name", "step", "loss", "age"]
+
+
+@pytest.mark.parametrize("width", [50, 71, 140])
+def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
+    folder = "/data/rows/of/many/kinds/"
+    compared = Comparison(("a", "b"), {"data.source": f"{folder}one", "gpus": "2"}, {"data.source": f"{folder}two", "gpus": "2"})
+    lines = compared.table(width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert ["one" in line or "two" in line for line in lines].count(True) == 1
+    assert compared.title == "1 setting that differs"
 
 
 def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None:

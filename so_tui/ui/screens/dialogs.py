@@ -97,6 +97,23 @@ class AskText(ModalScreen[Answer | None]):
         self.dismiss(None)
 
 
+Laid = Callable[[int], str]
+"""Text that is laid out for a number of cells: a table."""
+COPIED_WIDTH = 160
+"""Cells of a table in the clipboard."""
+
+
+class LaidOut(Static):
+    """A table as wide as its place."""
+
+    def __init__(self, lay: Laid) -> None:
+        self._lay = lay
+        super().__init__(Content(lay(1)))
+
+    def on_resize(self) -> None:
+        self.update(Content(self._lay(self.size.width)))
+
+
 class Notice(ModalScreen[bool]):
     """What happened, why, and what to do next; stays until it is read. True when the offered way on was taken."""
 
@@ -106,16 +123,18 @@ class Notice(ModalScreen[bool]):
         Binding("y", "copy", "Copy"),
     ]
 
-    def __init__(self, title: str, lines: Sequence[str], *, offer: str = "", bad: bool = True) -> None:
+    def __init__(self, title: str, lines: Sequence[str | Laid], *, offer: str = "", bad: bool = True) -> None:
         self._title, self._lines, self._offer, self._bad = title, lines, offer, bad
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -bad" if self._bad else "dialog"):
+        with Vertical(classes="dialog") as dialog:
+            dialog.set_class(self._bad, "-bad")
+            dialog.set_class(any(callable(line) for line in self._lines), "-table")
             yield Static(Content(f"{'✗ ' if self._bad else ''}{self._title}"), classes="dialog-title")
             with VerticalScroll(classes="dialog-body"):
                 for line in self._lines:
-                    yield Static(Content(line), classes="dialog-line")
+                    yield Static(Content(line), classes="dialog-line") if isinstance(line, str) else LaidOut(line)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Close  esc", id="close", compact=True)
                 yield Button("Copy  y", id="copy", compact=True)
@@ -126,7 +145,8 @@ class Notice(ModalScreen[bool]):
         self.query_one("#close").focus()
 
     def action_copy(self) -> None:
-        self.app.copy_to_clipboard("\n".join((self._title, *self._lines)))
+        lines = [line if isinstance(line, str) else line(COPIED_WIDTH) for line in self._lines]
+        self.app.copy_to_clipboard("\n".join((self._title, *lines)))
         self.notify("Copied")
 
     def on_button_pressed(self, event: Button.Pressed) -> None:

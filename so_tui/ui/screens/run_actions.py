@@ -8,7 +8,7 @@ from textual import work
 from textual.screen import Screen
 
 from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
-from so_tui.runs.records import FINAL_STATES
+from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.units import thousands
 from so_tui.ui import messages
@@ -28,13 +28,23 @@ class RunActions(Screen[None]):
         """The run that a key is about; None when there is none."""
         raise NotImplementedError
 
+    def _state_of(self, run: RunDirectory) -> RunState | None:
+        """None, and a word on it, where that cannot be read: its folder may have been deleted since it was listed."""
+        try:
+            return state_with_truth(run)
+        except InputError as error:
+            self.app.post_message(messages.Failed(f"The state of {run.name} cannot be read", tuple(map(str, error.problems))))
+            return None
+
     def action_stop(self) -> None:
         run = self.chosen_run
         if run is None:
             return
         from so_tui.ui.screens.dialogs import Question
 
-        state = state_with_truth(run)
+        state = self._state_of(run)
+        if state is None:
+            return
         if state.state in FINAL_STATES:
             self.notify(f"{run.name} has already ended: {state.state}", markup=False)
             return
@@ -73,7 +83,9 @@ class RunActions(Screen[None]):
             return
         from so_tui.ui.screens.dialogs import Question
 
-        state = state_with_truth(run)
+        state = self._state_of(run)
+        if state is None:
+            return
         if state.state not in FINAL_STATES:
             self.notify(f"{run.name} is live: {state.state}", markup=False)
             return

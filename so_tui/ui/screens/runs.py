@@ -231,9 +231,10 @@ class RunsScreen(RunActions, FilteredPage):
     def _compare(self, left: RunRow, right: RunRow) -> None:
         from so_tui.ui.screens.dialogs import Notice
 
-        compared = comparison(left, right, self.size.width)
+        compared = comparison(left, right)
         if compared is None:
-            self.notify("The settings of one of them cannot be read", severity="error")
+            unreadable = " and ".join(row.run.name for row in (left, right) if row.spec is None)
+            self.notify(f"The settings of {unreadable} cannot be read", severity="error", markup=False)
         else:
             self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
 
