@@ -329,6 +329,22 @@ async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch
         assert copied[0] in shown(pilot, "#plan-text")
 
 
+async def test_the_plan_follows_the_width_of_the_terminal(runs_dir: Path) -> None:
+    def bars() -> list[str]:
+        return [line for line in shown(pilot, "#plan-text").splitlines() if "━" in line or "─" in line]
+
+    async with opened(runs_dir, (200, 50)) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: "fits" in shown(pilot, "#verdict"))
+        wide = bars()
+        await pilot.resize_terminal(110, 50)
+        await until(pilot, lambda: bars() != wide)
+        assert max(map(len, bars())) <= pilot.app.screen.query_one("#plan-pane").content_size.width
+        await pilot.resize_terminal(200, 50)
+        await until(pilot, lambda: bars() == wide)
+
+
 async def test_a_preset_that_does_not_fit_tells_why_and_starts_nothing(runs_dir: Path) -> None:
     async with opened(runs_dir, start=lambda *_, **__: pytest.fail("started")) as pilot:
         table = await presets_ready(pilot)

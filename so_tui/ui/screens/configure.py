@@ -195,8 +195,17 @@ class ConfigureScreen(Page):
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
             return
         self.query_one("#verdict", Static).update(plan_view.headline(plan))
-        width = max(30, self.query_one("#plan-pane").content_size.width - 1)
-        self.query_one("#plan-text", Static).update(plan_view.whole(plan, message.command, width))
+        self._lay_out_plan()
+
+    def _lay_out_plan(self) -> None:
+        """Draw the plan for the width there is."""
+        planned = self._planned
+        if planned is not None and planned.plan is not None:
+            width = max(30, self.query_one("#plan-pane").content_size.width - 1)
+            self.query_one("#plan-text", Static).update(plan_view.whole(planned.plan, planned.command, width))
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._lay_out_plan)
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
         """Mark what differs and what is wrong; ``field`` is the one that makes the plan impossible here."""
