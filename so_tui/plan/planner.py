@@ -25,7 +25,7 @@ from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.search import ALIKE, fastest, fastest_policy, rate, with_fitting_cores, with_policy
 from so_tui.plan.site import Gpus, Site, bindings, other_site, rank_counts, site_of
 from so_tui.plan.types import Mode, Plan, PlanRow, Workload
-from so_tui.plan.verdict import alike, gib, in_words
+from so_tui.plan.verdict import EACH_GPU, alike, gib, in_words
 from so_tui.plan.workload import seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import Preset, RunSpec
@@ -264,9 +264,10 @@ def _summary(found: Assessment, site: Site) -> str:
     parts = []
     if found.demand.gpu_bytes:
         of = f" of {gib(site.supply.gpu_bytes)}" if site.supply.gpu_bytes else ""
-        parts.append(f"each GPU {gib(found.demand.gpu_bytes)}{of}")
-    parts += [f"{nodes} {gib(needs)} of {gib(has)}" for nodes, needs, has in alike(found.demand, site.supply)]
-    return "needs " + ", ".join(parts)
+        parts.append(f"{gib(found.demand.gpu_bytes)}{of} on {EACH_GPU}")
+    # The number of a node comes last: before an amount it would read as a part of it.
+    parts += [f"{gib(needs)} of {gib(has)} on {nodes}" for nodes, needs, has in alike(found.demand, site.supply)]
+    return "needs " + "; ".join(parts)
 
 
 def _recomputing(spec: RunSpec, site: Site, found: Assessment) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -40,6 +41,11 @@ def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_w
     assert "needs" in said
     assert "480 GB" in said
     assert "2 machines like this one (8 GPUs)" in said
+
+
+def test_the_number_of_a_node_does_not_read_as_a_part_of_an_amount() -> None:
+    said = next(reason for reason in recommend(spec_of("tiny"), QUAD, 1).reasons if reason.startswith("needs "))
+    assert re.fullmatch(r"needs [\d.]+ GiB of \d+\.\d GiB on each GPU; [\d.]+ GiB of \d+ GiB on host node 0", said)
 
 
 def test_too_little_host_memory_names_the_node_the_figures_and_the_remedy() -> None:
