@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
@@ -27,6 +27,8 @@ PAGES: tuple[tuple[str, str], ...] = (
     ("runs", "Runs"),
     ("machine", "Machine"),
 )
+SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
+"""Titles where there is no room for those."""
 
 
 OTHER_MACHINE = Binding(
@@ -99,16 +101,25 @@ class Navigation(Widget):
         super().__init__()
 
     def render(self) -> Content:
-        pieces: list[str] = []
-        for number, (name, title) in enumerate(PAGES, 1):
-            if name == self._current:
-                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background] {number} {title} [/]")
-            else:
-                pieces.append(f"[@click=app.show('{name}')] {number} {title} [/]")
-        left = Content.from_markup(" ".join(pieces))
         right = Content.from_markup("[@click=app.help]? help[/]")
-        room = self.size.width - left.cell_length - right.cell_length
-        return left + " " * room + right if room > 0 else left
+        long = dict(PAGES)
+        short = long | SHORT
+        for titles in (long, short, {self._current: short[self._current]}):
+            left = self._tabs(titles)
+            room = self.size.width - left.cell_length - right.cell_length
+            if room > 0:
+                return left + " " * room + right
+        return left
+
+    def _tabs(self, titles: Mapping[str, str]) -> Content:
+        pieces: list[str] = []
+        for number, (name, _) in enumerate(PAGES, 1):
+            words = f" {number} {titles.get(name, '')}".rstrip() + " "
+            if name == self._current:
+                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background]{words}[/]")
+            else:
+                pieces.append(f"[@click=app.show('{name}')]{words}[/]")
+        return Content.from_markup(" ".join(pieces))
 
 
 class Page(Screen[None]):

@@ -654,6 +654,13 @@ async def test_keys_that_multiplexers_take_are_left_to_them(runs_dir: Path) -> N
             assert not {"ctrl+b", "ctrl+a", "ctrl+enter"} & set(pilot.app.screen._bindings.key_to_bindings)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+async def test_every_screen_and_the_help_are_told_however_narrow(runs_dir: Path, width: int) -> None:
+    async with opened(runs_dir, (width, 20)) as pilot:
+        await pilot.press("5")
+        await until(pilot, lambda: re.search("1.* 2.* 3.* 4.* 5 Mach.* [?] help", screen_text(pilot).splitlines()[1]))
+
+
 async def test_the_line_of_keys_uses_its_room_and_tells_the_way_out(runs_dir: Path) -> None:
     async with opened(runs_dir, (80, 24)) as pilot:
         for number in "12345":
