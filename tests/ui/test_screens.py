@@ -724,6 +724,18 @@ async def test_without_colour_everything_is_still_told_apart(runs_dir: Path, mon
         assert "● training" in screen_text(pilot)
 
 
+async def test_what_is_off_looks_off_without_colour(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 60)) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: "fits" in shown(pilot, "#verdict"))
+        packing = pilot.app.screen.query_one("#field-data-packing", FieldRow)
+        boxes = set(re.findall("▐(.)▌ +(yes|no)", screen_text(pilot)))
+        packing.focus_control()
+        await pilot.press("space")
+        await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
+        assert boxes | set(re.findall("▐(.)▌ +(yes|no)", screen_text(pilot))) == {("X", "yes"), (" ", "no")}
+
+
 async def test_plain_characters_where_the_locale_has_no_others(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)

@@ -14,6 +14,16 @@ from so_tui.ui.form import LENGTH, LENGTH_KEYS, hint, label
 from so_tui.ui.widgets.entry import Entry
 
 
+class Tick(Checkbox):
+    """A box whose mark is there only when it is on: Textual's is told by its colour alone."""
+
+    BUTTON_INNER = " "
+
+    def watch_value(self) -> None:
+        self.BUTTON_INNER = "X" if self.value else " "
+        super().watch_value()
+
+
 class FieldRow(Horizontal):
     """Posts Edited with the dotted path and the text as it would be typed after ``--set``."""
 
@@ -58,7 +68,7 @@ class FieldRow(Horizontal):
             options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
             yield Select(options, value=f"train.{unit}", allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
-            yield Checkbox(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
+            yield Tick(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
         elif info.choices:
             yield Select(
                 [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
@@ -128,5 +138,5 @@ class FieldRow(Horizontal):
 
 
 def _yes_or_no(checked: bool) -> str:
-    """Beside the box, whose mark alone is told by its colour."""
+    """Beside the box, whose mark is small."""
     return "yes" if checked else "no"
