@@ -231,10 +231,10 @@ class SoTuiApp(App[None]):
 
     # Starting and opening runs.
 
-    def may_start(self, name: str) -> bool:
+    def may_start(self) -> bool:
         """Whether nothing else is being started; says what is."""
         if self.starting:
-            words = f"{self.starting} is still being started: wait until it is, then start {name}."
+            words = f"{self.starting} is still being started, and one is started at a time."
             self.notify(words, title="Not started", severity="warning", markup=False)
         return not self.starting
 
@@ -242,7 +242,7 @@ class SoTuiApp(App[None]):
         """Ask once, then start ``spec`` on this machine."""
         from so_tui.ui.screens.dialogs import Question
 
-        if not self.may_start(spec.label):
+        if not self.may_start():
             return
         if self.machine_file and self.machine is not None:
             there = f"What you see is planned for {self.machine.label} ({self.machine_file}), and a run starts where so-tui runs."
@@ -258,7 +258,7 @@ class SoTuiApp(App[None]):
 
     def launch(self, spec: RunSpec, force: bool = False) -> None:
         """Start ``spec`` unless something else is being started."""
-        if self.may_start(spec.label):
+        if self.may_start():
             self.starting = spec.label
             self._launch(spec, force)
 

@@ -102,7 +102,7 @@ class RunActions(Screen[None]):
     def resume_run(self, run: RunDirectory) -> None:
         """Start another attempt unless something else is being started."""
         app: SoTuiApp = self.app  # type: ignore[assignment]
-        if app.may_start(run.name):
+        if app.may_start():
             app.starting = run.name
             self._resume(run)
 
