@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             remedy = "Leave it out; `inspect --json` shows what FILE says of that machine"
             raise InputError([Problem(field="--machine", value=arguments.machine, message="is nothing to this command", remedy=remedy)])
         code = int(handler(arguments))
-        sys.stdout.flush()  # a disk that is full is told below, not by Python when it ends
+        print(end="", flush=True)  # a disk that is full is told below, not by Python when it ends; stdout may be closed, too
         return code
     except InputError as error:
         for problem in error.problems:

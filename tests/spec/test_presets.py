@@ -135,6 +135,21 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
     assert rewritten(path)[0] == path.read_text()
 
 
+@pytest.mark.parametrize("section", ["", "[model.config]\n"])
+def test_the_generator_writes_the_whole_shape_where_there_is_none(tmp_path: Path, section: str) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import rewritten
+
+    shape = {"model_type": "llama", "hidden_size": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    path = tmp_path / "own.toml"
+    path.write_text(f'[model]\nid = "{tmp_path}"\n{section}[data]\nsource = "x"\n[train]\nsteps = 1\n')
+    path.write_text(rewritten(path)[0])
+    config = find_preset(str(path)).spec.model.config
+    assert (config["model_type"], config["hidden_size"], config["rope_parameters"]["factor"]) == ("llama", 64, 2.0)
+    assert rewritten(path)[0] == path.read_text()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -26,7 +26,7 @@ from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, 
 from so_tui.spec.table import MARKER, table_text
 from so_tui.spec.types import TensorKind
 from so_tui_trainer.model.matching import meta_model
-from so_tui_trainer.tools.describe_model import planned_shape
+from so_tui_trainer.tools.describe_model import planned_shape, shape_of
 
 _LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
 """A layer's number in a parameter's name, by the names that models give their list of layers."""
@@ -97,21 +97,26 @@ def rewritten(path: Path) -> tuple[str, int]:
     config = model_config(model)
     causal = meta_model(config)
     known = model.config.keys() | (_EXPERTS if _EXPERTS & model.config.keys() else set())
-    missing = {key: value for key, value in planned_shape(config, causal).items() if key not in known}
+    shape = planned_shape(config, causal) if model.config else shape_of(config, causal)
+    missing = {key: value for key, value in shape.items() if key not in known}
     text = f"{_with_keys(own, missing, path)}\n\n{table_text(blocks_of(ordered_tensors(causal)))}"
     return text, sum(parameter.numel() for parameter in causal.parameters())
 
 
 def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
     """The text of a preset with more keys in its ``[model.config]``; all else, comments too, as it stands there."""
-    keys = tomli_w.dumps(missing).rstrip("\n")
-    if not keys:
+    if not missing:
         return own
-    if header := _SHAPE_HEADER.search(own):
+    header, given = _SHAPE_HEADER.search(own), tomllib.loads(own).get("model", {}).get("config")
+    if header and given:
+        keys = tomli_w.dumps(missing).rstrip("\n")
         return f"{own[: header.end()]}\n{keys}{own[header.end() :]}"
-    if "config" in tomllib.loads(own).get("model", {}):
+    if header:  # with nothing below it: the whole shape, which has sections of its own, goes to the end
+        own = own[: header.start()] + own[header.end() :]
+    elif given is not None:
         raise _refusal("model.config", f"lacks {', '.join(missing)}", "Write it as a section: [model.config] and its keys below.", path)
-    return f"{own}\n\n[model.config]\n{keys}"
+    section = tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
+    return f"{own}\n\n{section}"
 
 
 def _refusal(field: str, message: str, remedy: str, path: Path) -> InputError:
