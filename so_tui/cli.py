@@ -156,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             remedy = "Leave it out; `inspect --json` shows what FILE says of that machine"
             raise InputError([Problem(field="--machine", value=arguments.machine, message="is nothing to this command", remedy=remedy)])
         code = int(handler(arguments))
-        print(end="", flush=True)  # a disk that is full is told below, not by Python when it ends; stdout may be closed, too
+        try:
+            print(end="", flush=True)  # a disk that is full is told below, not by Python when it ends; stdout may be closed, too
+        except BrokenPipeError:
+            _drop_output()
         return code
     except InputError as error:
         for problem in error.problems:
@@ -179,12 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             name, message, remedy = "path", "is too long for a file name", "Give a shorter one"
-        elif error.errno in _UNWRITABLE and error.filename is None:  # what fails below a file's name is not the output
+        elif error.errno not in _UNWRITABLE:
+            raise
+        elif error.filename:
+            name, message, remedy = str(error.filename), f"cannot be written ({error.strerror})", "Free space there and do it again"
+        else:
             name, message, remedy = "output", f"cannot be written ({error.strerror})", "Free space where it goes, or send it elsewhere"
             _drop_output()
-        else:
-            raise
-        value = shown(str(error.filename)) if error.filename else ""
+        value = shown(str(error.filename)) if name == "path" and error.filename else ""
         print(f"so-tui: {Problem(field=name, value=value, message=message, remedy=remedy)}", file=sys.stderr)
         return InputError.exit_code
 

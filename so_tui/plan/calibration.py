@@ -171,7 +171,7 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     where = "here" if known.hostname == machine.hostname else f"on {known.hostname}, a machine like this one"
     source = f"{CALIBRATED} {where} on {rates.measured[:10]}"
     if published is None:
-        # One GPU has no peer: whatever stands there, no plan asks for it.
+        # One GPU has no peer; where more machines like it are imagined, memory alone counts.
         return None if missing else Speed(**{"peer_bytes_per_s": own["up_bytes_per_s"]} | own, source=source)
     if missing:
         source += f", the rest {published.source}"

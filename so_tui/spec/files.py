@@ -12,7 +12,10 @@ _LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
 
 def path_fault(text: str) -> str:
     """Why this text can be no path, empty where it can: of such a one even the question what lies there is an error."""
-    path = os.fsencode(text)
+    try:
+        path = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "holds characters that no name may"
     if len(path) > _LONGEST_PATH_BYTES or max(map(len, path.split(b"/"))) > _LONGEST_NAME_BYTES:
         return "is too long for a name"
     if b"\0" in path:
@@ -33,7 +36,8 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk is told of a descriptor, not of a name
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

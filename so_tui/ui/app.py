@@ -260,6 +260,8 @@ class SoTuiApp(App[None]):
         """Start ``spec`` unless something else is being started."""
         if self.may_start():
             self.starting = spec.label
+            if isinstance(page := self.screen_stack[0], Page):
+                page.action_leave_field()  # who types on will be typing when it has started
             self._launch(spec, force)
 
     @work(thread=True, group="launch", name="launch", exit_on_error=False)
@@ -287,7 +289,7 @@ class SoTuiApp(App[None]):
     def on_launched(self, message: messages.Launched) -> None:
         self.list_runs()
         if isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input):
-            self.notify(f"{message.run.name} was started: 4 lists it, enter opens it.", markup=False)
+            self.notify(f"{message.run.name} was started. Leave this with esc; 4 lists it, and enter opens it.", markup=False)
         else:
             self.open_run(message.run)
 
@@ -340,7 +342,10 @@ class SoTuiApp(App[None]):
 
     def _quit(self) -> None:
         live = [row.run.name for row in self.runs if row.live]
-        self.exit(message=f"{', '.join(live)} goes on training. `so-tui watch {live[0]}` shows it again." if live else None)
+        told = [f"{', '.join(live)} goes on training. `so-tui watch {live[0]}` shows it again."] if live else []
+        if self.starting:
+            told.append(f"{self.starting} is being started all the same. `so-tui watch latest` shows it.")
+        self.exit(message="\n".join(told) or None)
 
     def action_help(self) -> None:
         from so_tui.ui.screens.dialogs import KeysHelp

@@ -131,7 +131,7 @@ class Axis:
     low: float
     high: float
     origin: float = 0.0
-    """The time that is written as 0: when the run began."""
+    """The time that is written as 0: that of the first figure there is."""
     steps: array[float] | None = None
     times: array[float] | None = None
     length: int = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from so_tui.cli import main
 from so_tui.machine import inspect_machine, machine_json
 from so_tui.machine.types import Gpu
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import find_preset
 
@@ -281,6 +284,23 @@ def test_output_that_a_full_disk_does_not_take_is_told(unbuffered: str) -> None:
         done = command("runs", stdout=full, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "output: cannot be written (No space left on device)" in done.stderr
+
+
+def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
+    """Not the output: whoever sends that elsewhere has not stopped the run."""
+    run = create_run(find_preset("tiny").spec, tmp_path / "runs")
+    mine = identify(os.getpid(), "supervisor")
+    host = socket.gethostname()
+    write_state(run, RunState(name=run.name, state="training", started=1.0, attempt=1, host=host, supervisor=mine, processes=(mine,)))
+    done = subprocess.run(
+        [sys.executable, "-m", "so_tui", "stop", str(run.path)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"{run.control_dir / 'stop'}: cannot be written (File too large)" in done.stderr
 
 
 @pytest.mark.parametrize("argv", [("presets",), ("presets", "tiny")])

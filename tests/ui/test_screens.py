@@ -26,6 +26,8 @@ from so_tui.runs.records import EvaluationRecord, State
 from so_tui.spec import RunSpec, load_catalog
 from so_tui.ui import messages
 from so_tui.ui.app import SoTuiApp
+from so_tui.ui.screens.configure import ConfigureScreen
+from so_tui.ui.screens.help import key_groups
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.log import LogView
@@ -222,6 +224,41 @@ async def test_what_was_typed_is_not_lost_by_quitting_unasked(runs_dir: Path, ke
         await until(pilot, lambda: not pilot.app.is_running)
 
 
+async def test_a_run_started_from_a_field_is_shown(runs_dir: Path) -> None:
+    async with opened(runs_dir, start=lambda *_, **__: write_run(runs_dir, steps=3, seconds_of_samples=2)) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: pilot.app.screen.query(FieldRow) and not pilot.app.screen.query_one("#launch", Button).disabled)
+        await pilot.press("tab", "f5")
+        await until(pilot, lambda: "Launch tiny" in screen_text(pilot))
+        await pilot.press("y")
+        await until(pilot, lambda: pilot.app.current_mode == "dashboard")
+
+
+async def test_a_dialog_is_not_covered_by_the_run_that_was_started(runs_dir: Path) -> None:
+    ready = threading.Event()
+
+    def start(*_: object, **__: object) -> RunDirectory:
+        ready.wait(15)
+        return write_run(runs_dir, steps=3, seconds_of_samples=2)
+
+    async with opened(runs_dir, start=start) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("l", "y", "question_mark")
+        ready.set()
+        await until(pilot, lambda: any("was started" in note.message for note in pilot.app._notifications))
+        assert pilot.app.current_mode == "presets"
+
+
+async def test_quitting_says_that_a_start_goes_on(runs_dir: Path) -> None:
+    ready = threading.Event()
+    async with opened(runs_dir, start=lambda *_, **__: ready.wait(15)) as pilot:
+        await presets_ready(pilot)
+        await pilot.press("l", "y", "q")
+        await until(pilot, lambda: not pilot.app.is_running)
+        ready.set()
+        assert "Llama 3.1 8B is being started all the same" in str(pilot.app._exit_renderables)
+
+
 async def test_what_was_saved_is_not_asked_for_when_quitting(runs_dir: Path) -> None:
     async with opened(runs_dir) as pilot:
         await pilot.press("2")
@@ -244,9 +281,14 @@ async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs
         await presets_ready(pilot)
         await pilot.press("2")
         await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in shown(pilot, "#verdict"))
-        pilot.app.screen.query_one("#field-train-learning_rate", FieldRow).focus_control()
-        await pilot.press("ctrl+u", *"2e-4", "escape")
-        await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
+        form = pilot.app.screen
+        assert isinstance(form, ConfigureScreen)
+        for preset, rate in (("taken", "9e-4"), ("tiny", "2e-4")):
+            form.edit(preset)
+            await until(pilot, lambda preset=preset: f"preset {preset}, no changes" in shown(pilot, "#form-title"))  # type: ignore[misc]
+            form.query_one("#field-train-learning_rate", FieldRow).focus_control()
+            await pilot.press("end", "ctrl+u", *rate, "escape")
+            await until(pilot, lambda: "1 change" in shown(pilot, "#form-title"))
         await pilot.press("ctrl+s")
         await until(pilot, lambda: pilot.app.screen.query(Input))
         for name, said in (("tiny", "is a built-in preset"), ("my x", "is not a valid name"), ("taken", "Replace your preset taken?")):
@@ -263,6 +305,7 @@ async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs
         await until(pilot, lambda: pilot.app.screen.query(Input))
         await pilot.press("ctrl+u", *"taken", "enter", "y")
         await until(pilot, lambda: "learning_rate = 0.0002" in (folder / "taken.toml").read_text())
+        await until(pilot, lambda: "preset taken, no changes" in shown(pilot, "#form-title"))  # nor what was typed over it before
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -443,6 +486,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: P
                 assert word in text, word
             assert "╱" not in text, "the panel has the whole width"
             assert pilot.app.screen.maximized.region.bottom == size[1] - 1
+            assert ("m", "All panels again") in [(key, more) for _, keys in key_groups(pilot.app.screen) for key, _, more in keys]
             await pilot.press("escape" if number % 2 else "m")
             await until(pilot, lambda: "m Maximise" in screen_text(pilot))
         await pilot.press("m", "slash", *"step 42/")

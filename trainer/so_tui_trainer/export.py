@@ -122,7 +122,7 @@ def replacing(folder: Path, mark: Mark) -> Iterator[Path]:
     for left in (partial, old):  # by an export that was killed
         refuse_foreign(left)
         shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     try:
         (partial / _MARK).write_bytes(msgspec.json.encode(mark))
         yield partial

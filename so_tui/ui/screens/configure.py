@@ -103,9 +103,13 @@ class ConfigureScreen(Page):
 
     def go_on_with(self, preset: str) -> None:
         """Show the preset that the draft was saved as."""
-        if self._base is not None:
-            self._drafts.pop(self._base.name, None)
+        for name in {preset, self._base.name if self._base else preset}:
+            self._forget(name)
         self.edit(preset)
+
+    def _forget(self, preset: str) -> None:
+        self._drafts.pop(preset, None)
+        self._taken.pop(preset, None)
 
     def unsaved(self) -> dict[str, int]:
         """How many fields of each preset were typed over and are saved nowhere."""
@@ -293,7 +297,7 @@ class ConfigureScreen(Page):
 
         def answered(yes: bool | None) -> None:
             if yes and self._base is not None:
-                self._drafts[self._base.name] = {}
+                self._forget(self._base.name)
                 self.call_after_refresh(self._show_form)
 
         lines = [f"{plural(len(self._edits), 'change')} will be gone."]

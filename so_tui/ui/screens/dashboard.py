@@ -66,7 +66,7 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         Binding("shift+left", "point(-10)", "Cursor far left", show=False),
         Binding("shift+right", "point(10)", "Cursor far right", show=False),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic loss"),
-        Binding("m", "restore", "Back", tooltip="All panels again"),
+        Binding("m", "restore", "Back", id="restore", tooltip="All panels again"),
         Binding("m", "maximise", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
         Binding("slash", "find", "Search", key_display="/", id="find", tooltip="n and N go to the next and previous match"),
         Binding("f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"),

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -275,30 +275,32 @@ def _cache_problem(error: BaseException) -> Problem | None:
     from huggingface_hub import constants
 
     error = _cause(error)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if not isinstance(error, OSError) or not (full or error.filename):
+    if not isinstance(error, OSError):
         return None
     rules = {
         Path(datasets.config.HF_DATASETS_CACHE): ("HF_DATASETS_CACHE", "HF_HOME"),
         Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
     }
-    for folder, variables in rules.items():
-        reason = error.strerror if full else _why_unwritable(folder)
-        if reason:
-            variable = next((name for name in variables if name in os.environ), "XDG_CACHE_HOME")
-            remedy = f"Free space there, or set {variable} to a folder you may write to."
-            return Problem(field=variable, value=str(folder), message=f"cannot be written ({reason})", remedy=remedy)
-    return None
+    if error.filename:
+        of_it = [folder for folder in rules if _on_the_way(Path(os.fsdecode(error.filename)), folder)]
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        of_it = sorted(rules, key=_free_bytes)  # nothing else is written; which of the two, the error does not say
+    else:
+        of_it = []
+    if not of_it:
+        return None
+    variable = next((name for name in rules[of_it[0]] if name in os.environ), "XDG_CACHE_HOME")
+    remedy = f"Free space there, or set {variable} to a folder you may write to."
+    return Problem(field=variable, value=str(of_it[0]), message=f"cannot be written ({error.strerror})", remedy=remedy)
 
 
-def _why_unwritable(folder: Path) -> str:
-    """Found by trying: what permissions say is not all of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or type(error).__name__
+def _on_the_way(path: Path, folder: Path) -> bool:
+    """Whether a path lies in the folder, or is one that the folder lies in."""
+    return path == folder or folder in path.parents or path in folder.parents
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
 
 
 def _unreadable(source: DataSource, error: Exception) -> Problem:

@@ -27,6 +27,8 @@ def export_run(request: Answer) -> Iterator[Answer]:
     run = RunDirectory(Path(request["run"]))
     folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
     refuse_foreign(folder)
+    if request.get("to"):
+        folder.parent.mkdir(parents=True, exist_ok=True)  # a run's own folder is not made anew when somebody deletes it
     while True:
         found = _newest(run)
         for damage in found.damaged:
