@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from so_tui.commands.common import chosen_spec, console, print_json
 from so_tui.spec import InputError, Problem, spec_tree
-from so_tui.spec.units import thousands
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -17,7 +17,8 @@ from so_tui.machine.tree import Tree
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
-from so_tui.spec import InputError, Problem, Refused, RunSpec, disk_size, resolve_source, spec_tree
+from so_tui.spec import InputError, Problem, Refused, RunSpec, resolve_source, spec_tree
+from so_tui.units import disk_size
 
 _CHECK_TIMEOUT_S = 180.0
 

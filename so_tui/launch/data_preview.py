@@ -12,7 +12,8 @@ from msgspec import Struct, field
 from so_tui.launch.helpers import Cancel, stream_tool
 from so_tui.launch.sources import with_absolute_paths
 from so_tui.spec import RunSpec, spec_tree
-from so_tui.spec.units import thousands
+from so_tui.structs import prepare
+from so_tui.units import thousands
 
 LOSS_WORDS = {
     "assistant": "every answer of the assistant is trained",
@@ -170,6 +171,9 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         """Cells of each bin's bar; the fullest has ``width``, and one that is not empty has one at least."""
         most = max(entry.documents for entry in self.histogram)
         return [max(1, round(width * entry.documents / most)) if entry.documents else 0 for entry in self.histogram]
+
+
+prepare(Progress, DataPreview)
 
 
 def look_at(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from so_tui.structs import prepare
+
 SCHEMA = 1
 UNKNOWN = "unknown"
 """The hostname of a tree that does not tell it."""
@@ -120,3 +122,6 @@ class Machine(Struct, frozen=True, kw_only=True):
             if node.id == node_id:
                 return node
         raise KeyError(node_id)
+
+
+prepare(Machine)

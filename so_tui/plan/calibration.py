@@ -22,6 +22,7 @@ from so_tui.plan.constants import Speed, published_speed
 from so_tui.plan.types import Mode, Workload
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import ModelSpec
+from so_tui.structs import prepare
 
 SCHEMA = 1
 CALIBRATED = "rates calibrated"
@@ -92,6 +93,9 @@ class Calibration(Struct, frozen=True, kw_only=True):
     cores: int
     rates: Rates | None = None
     probes: tuple[Probe, ...] = ()
+
+
+prepare(Calibration)
 
 
 def model_key(model: ModelSpec) -> str:

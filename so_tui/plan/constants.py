@@ -16,6 +16,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from so_tui.structs import prepare
+
 PATH = Path(__file__).with_name("constants.json")
 
 
@@ -144,6 +146,9 @@ class Constants(Struct, frozen=True, kw_only=True):
     memory: MemoryConstants
     step: StepConstants
     machines: tuple[Kind, ...]
+
+
+prepare(Constants)
 
 
 _others: list[Constants] = []

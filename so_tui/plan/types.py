@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from so_tui.machine.cpulist import cpu_ranges
 from so_tui.spec.types import RunSpec
+from so_tui.structs import prepare
 
 Verdict = Literal["fits", "tight", "does not fit"]
 Mode = Literal["superoffload", "zerooffload", "gpu"]
@@ -155,6 +156,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     binding: tuple[RankBinding, ...]
     spec: RunSpec
     """The spec as it will run: mode resolved, the host's indices filled in."""
+
+
+prepare(Plan)
 
 
 class PlanRow(Struct, frozen=True, kw_only=True):

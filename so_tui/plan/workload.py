@@ -15,6 +15,7 @@ from so_tui.plan import kept
 from so_tui.plan.types import Workload
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
+from so_tui.structs import prepare
 
 SCHEMA = 1
 
@@ -24,6 +25,9 @@ class Seen(Struct, frozen=True, kw_only=True):
     fingerprint: str
     """Of the tokenised data: other rows under the same name have another."""
     workload: Workload
+
+
+prepare(Seen)
 
 
 def path_of(spec: RunSpec) -> Path:

@@ -12,6 +12,7 @@ import msgspec
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.spec.files import write_atomic
+from so_tui.structs import prepare
 
 Action = Literal["stop", "checkpoint"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -23,6 +24,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     by: str
     time: float
     reason: str = ""
+
+
+prepare(Request)
 
 
 def request(run: RunDirectory, action: Action, *, reason: str = "") -> None:

@@ -23,6 +23,7 @@ from so_tui.runs.pyramid import Buckets
 from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import SUFFIX
 from so_tui.spec.files import write_atomic
+from so_tui.structs import prepare
 
 BUCKET = 64
 """Step records in a row. At a million records the index is 0.3 MB per metric."""
@@ -53,6 +54,9 @@ class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Every record of the segment that is not a step, in order."""
     latest: msgspec.Raw
     """The last step record, or null."""
+
+
+prepare(IndexHeader)
 
 
 class SegmentIndex:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.structs import prepare
+
 SCHEMA = 1
 
 State = Literal["created", "queued", "starting", "loading", "training", "saving", "finished", "stopped", "failed", "lost"]
@@ -241,3 +243,6 @@ class RunState(Struct, frozen=True, kw_only=True):
         """Seconds of all attempts together; None before the end."""
         since = self.attempt_started or self.started
         return None if since is None or self.ended is None else self.earlier_s + max(0.0, self.ended - since)
+
+
+prepare(RunState)

@@ -19,7 +19,6 @@ from so_tui.spec.types import (
     TrainSpec,
     decays,
 )
-from so_tui.spec.units import disk_size
 
 __all__ = [
     "BenchmarkSpec",
@@ -45,7 +44,6 @@ __all__ = [
     "create_preset",
     "decays",
     "differences",
-    "disk_size",
     "field_index",
     "fields",
     "find_preset",

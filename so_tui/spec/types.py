@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from so_tui.structs import prepare
+
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
 ActivationCheckpointing = Literal["auto", "full", "selective", "none"]
@@ -324,6 +326,9 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         return self.title or self.name
+
+
+prepare(RunSpec)
 
 
 class Preset(Struct, frozen=True, kw_only=True):

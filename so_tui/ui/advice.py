@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from so_tui.spec.units import thousands
 from so_tui.ui.form import LENGTH
 from so_tui.ui.widgets import plan_view
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine

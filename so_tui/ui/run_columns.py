@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from so_tui.spec.units import thousands
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.sketch import Sketch
 from so_tui.ui.text import age, rate, shorten
 from so_tui.ui.widgets.stats import SIGNS
+from so_tui.units import thousands
 
 Cells = dict[str, Text]
 """A row by column."""

@@ -7,11 +7,11 @@ from itertools import zip_longest
 
 from textual.content import Content
 
-from so_tui.spec.units import thousands
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.text import plural, shorten, shorten_path
 from so_tui.ui.widgets.stats import state_content
+from so_tui.units import thousands
 
 NARROWEST = 12
 """Cells of a column of two runs' settings."""

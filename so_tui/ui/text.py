@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from so_tui.spec.units import thousands
+from so_tui.units import thousands
 
 GIB = 1024**3
 _SMALL = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))

@@ -639,13 +639,16 @@ async def test_runs_are_listed_previewed_compared_opened_and_deleted(runs_dir: P
         await until(pilot, lambda: "live" in shown(pilot, "#title"))
 
 
-async def test_a_run_whose_folder_is_gone_is_said_to_be_gone(runs_dir: Path) -> None:
+async def test_a_run_whose_folder_is_gone_is_said_to_be_gone(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)  # the list does not notice in the middle of this
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
     async with opened(runs_dir, open_run=run) as pilot:
         await until(pilot, lambda: "failed" in shown(pilot, "#title"))
+        await pilot.press("4")
+        await until(pilot, lambda: "r Resume" in screen_text(pilot).splitlines()[-1])
         shutil.rmtree(run.path)
-        for key in ("equals_sign", "r"):
-            await pilot.press(key)
+        for screen, key in (("4", "r"), ("3", "equals_sign")):
+            await pilot.press(screen, key)
             await until(pilot, lambda: "folder of the run is gone" in " ".join(screen_text(pilot).replace("▌", "").split()))
             await pilot.press("escape")
 

@@ -9,7 +9,6 @@ from textual.scrollbar import ScrollBarRender
 
 from so_tui.machine.doctor import Finding
 from so_tui.spec import field_index, find_preset, with_values
-from so_tui.spec.units import thousands
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.run_columns import COLUMNS, with_room
@@ -21,6 +20,7 @@ from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
 from so_tui.ui.widgets.log import thumb_top
+from so_tui.units import thousands
 
 
 def test_numbers_have_units_and_no_noise() -> None:

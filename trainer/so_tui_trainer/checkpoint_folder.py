@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.runs import RunDirectory
-from so_tui.spec import RunSpec, disk_size
+from so_tui.spec import RunSpec
+from so_tui.units import disk_size
 from so_tui_trainer import offload
 from so_tui_trainer.failures import TrainingError
 

@@ -13,7 +13,8 @@ import torch
 from msgspec import Struct
 
 import so_tui
-from so_tui.spec import InputError, ModelSpec, Problem, disk_size, resolve_source
+from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
+from so_tui.units import disk_size
 from so_tui_trainer import offload
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from so_tui.machine.doctor.finding import Finding, Look, gib
 from so_tui.machine.memory import available_bytes
-from so_tui.spec.units import disk_size
+from so_tui.units import disk_size
 
 _LITTLE_DISK_BYTES = 10_000_000_000
 

@@ -10,9 +10,9 @@ from textual.screen import Screen
 from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, SoTuiError
-from so_tui.spec.units import thousands
 from so_tui.ui import messages
 from so_tui.ui.text import plural
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp

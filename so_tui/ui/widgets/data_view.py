@@ -5,8 +5,8 @@ from __future__ import annotations
 from textual.content import Content
 
 from so_tui.launch.data_preview import DataPreview, Sample, SourceView
-from so_tui.spec.units import thousands
 from so_tui.ui.text import shorten_path
+from so_tui.units import thousands
 
 _SHADES = (("█", "$accent"), ("▓", "$backward"))
 """Documents beside each other in a sequence: they differ without colour as well."""

@@ -12,10 +12,10 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.spec.units import thousands
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import mark_duration
 from so_tui.ui.widgets.plot import Canvas, Glyphs, Scale, round_values, spans, ticks, time_values
+from so_tui.units import thousands
 
 GUTTER = 7
 """Cells left of every plot, the same everywhere, so that plots above each other share their columns."""

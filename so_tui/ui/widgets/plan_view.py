@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from so_tui.spec.units import thousands
 from so_tui.ui.text import disk, duration, memory, memory_of, plural, rate, significant
 from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, verdict_style
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.plan.types import MemoryTerm, Place, Plan

@@ -7,11 +7,11 @@ import math
 from textual.content import Content
 
 from so_tui.runs.records import FINAL_STATES
-from so_tui.spec.units import thousands
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
 from so_tui.ui.text import GIB, age, duration, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
+from so_tui.units import thousands
 
 SIGNS = {
     "created": ("○", "$faint"),

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.spec import InputError, Problem, disk_size
+from so_tui.spec import InputError, Problem
+from so_tui.units import disk_size
 from so_tui_trainer.model.stored import DTYPES, Stored, read_index
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -17,7 +17,7 @@ import torch
 
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.tree import Tree
-from so_tui.spec import disk_size
+from so_tui.units import disk_size
 from so_tui_trainer.offload.errors import OffloadError
 from so_tui_trainer.offload.worker import layout
 

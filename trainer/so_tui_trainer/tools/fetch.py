@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.spec import RunSpec, disk_size, resolve_source
+from so_tui.spec import RunSpec, resolve_source
+from so_tui.units import disk_size
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files
 

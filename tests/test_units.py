@@ -2,7 +2,7 @@
 
 import pytest
 
-from so_tui.spec import disk_size
+from so_tui.units import disk_size
 
 
 @pytest.mark.parametrize(

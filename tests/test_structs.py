@@ -1,0 +1,48 @@
+"""Structs that several threads may decode first, at the same time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from so_tui.machine import inspect_machine
+from so_tui.plan import make_plan
+from so_tui.runs.records import RunState
+from so_tui.spec import find_preset
+
+CODE = """
+import sys, threading
+from pathlib import Path
+sys.setswitchinterval(1e-6)
+import msgspec
+from so_tui.machine.types import Machine
+from so_tui.plan.types import Plan
+from so_tui.runs.records import RunState
+from so_tui.spec.types import RunSpec
+
+kinds = 2 * [(kind, Path(sys.argv[1], kind.__name__).read_bytes()) for kind in (RunSpec, Plan, Machine, RunState)]
+gate, decoded = threading.Barrier(len(kinds)), []
+
+def decode(kind, content):
+    gate.wait()
+    decoded.append(msgspec.json.decode(content, type=kind))
+
+threads = [threading.Thread(target=decode, args=kind) for kind in kinds]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(decoded))
+"""
+
+
+def test_threads_may_decode_the_same_kind_for_the_first_time_at_once(tmp_path: Path) -> None:
+    """As the dashboard and the list of runs do when the screen opens: that ended the process with a segmentation fault."""
+    spec, machine = find_preset("tiny").spec, inspect_machine()
+    for value in (spec, machine, make_plan(spec, machine), RunState(name="run", state="created")):
+        (tmp_path / type(value).__name__).write_bytes(msgspec.json.encode(value))
+    done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "8\n")
