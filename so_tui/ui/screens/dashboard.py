@@ -66,8 +66,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         Binding("shift+left", "point(-10)", "Cursor far left", show=False),
         Binding("shift+right", "point(10)", "Cursor far right", show=False),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic loss"),
-        Binding("m", "restore", "Back", id="restore", tooltip="All panels again"),
-        Binding("m", "maximise", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
+        Binding("m", "maximise(False)", "Back", id="restore", tooltip="All panels again"),
+        Binding("m", "maximise(True)", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
         Binding("slash", "find", "Search", key_display="/", id="find", tooltip="n and N go to the next and previous match"),
         Binding("f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"),
         Binding(
@@ -180,8 +180,8 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
             if snapshot is None or snapshot.state is None or snapshot.deleted:
                 return False
             return snapshot.state.state in RESUMABLE if action == "resume" else snapshot.live
-        if action in ("maximise", "restore"):
-            return (self.maximized is None) == (action == "maximise")
+        if action == "maximise":
+            return parameters == (self.maximized is None,)
         return True
 
     def watch_maximized(self) -> None:
@@ -306,13 +306,13 @@ class DashboardScreen(AxisKeys, LogSearch, RunActions):
         loss.log_scale = not loss.log_scale
         loss.redraw()
 
-    def action_maximise(self) -> None:
-        focused = self.focused
-        self.maximize(focused if focused is not None and focused.allow_maximize else self.query_one("#loss"))
-        self.call_after_refresh(self.watch_view)
-
-    def action_restore(self) -> None:
-        self.minimize()
+    def action_maximise(self, whole: bool) -> None:
+        """Show the panel with the focus alone, or all of them again."""
+        if whole:
+            focused = self.focused
+            self.maximize(focused if focused is not None and focused.allow_maximize else self.query_one("#loss"))
+        else:
+            self.minimize()
         self.call_after_refresh(self.watch_view)
 
     def action_leave_field(self) -> None:
