@@ -10,8 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from so_tui import __version__
+
+if TYPE_CHECKING:
+    from so_tui.spec.errors import Problem
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -146,7 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a pipe without Unicode gets a question mark instead of a traceback
     arguments = build_parser().parse_args(argv)
-    from so_tui.spec.check import shown
     from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
 
     module, _, function = arguments.handler.partition(":")
@@ -180,18 +183,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()  # the reader (head, say) has gone
         return 0
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            name, message, remedy = "path", "is too long for a file name", "Give a shorter one"
-        elif error.errno not in _UNWRITABLE:
+        mendable = _problem_of(error)
+        if mendable is None:
             raise
-        elif error.filename:
-            name, message, remedy = str(error.filename), f"cannot be written ({error.strerror})", "Free space there and do it again"
-        else:
-            name, message, remedy = "output", f"cannot be written ({error.strerror})", "Free space where it goes, or send it elsewhere"
+        if mendable.field == "output":
             _drop_output()
-        value = shown(str(error.filename)) if name == "path" and error.filename else ""
-        print(f"so-tui: {Problem(field=name, value=value, message=message, remedy=remedy)}", file=sys.stderr)
+        print(f"so-tui: {mendable}", file=sys.stderr)
         return InputError.exit_code
+
+
+def _problem_of(error: OSError) -> Problem | None:
+    """What is the user's to mend: a name that is too long, and a disk that takes no more. None for everything else."""
+    from so_tui.spec.check import shown
+    from so_tui.spec.errors import Problem
+
+    if error.errno == errno.ENAMETOOLONG:
+        value = shown(str(error.filename)) if error.filename else ""
+        return Problem(field="path", value=value, message="is too long for a file name", remedy="Give a shorter one")
+    if error.errno not in _UNWRITABLE:
+        return None
+    message = f"cannot be written ({error.strerror})"
+    if error.filename:
+        return Problem(field=str(error.filename), value="", message=message, remedy="Free space there and do it again")
+    return Problem(field="output", value="", message=message, remedy="Free space where it goes, or send it elsewhere")
 
 
 def _drop_output() -> None:

@@ -24,7 +24,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError([Problem(field="--probe", value=arguments.probe, message=message, remedy=remedy)])
     if arguments.preset:
         spec = chosen_spec(arguments)
-        fixed = arguments.as_given or bool(settings_of(spec).keys() & chosen_changes(arguments).keys())
+        changes = chosen_changes(arguments)
+        fixed = arguments.as_given or bool(settings_of(spec).keys() & changes.keys())
         chosen = make_plan(spec, machine) if fixed else recommend(spec, machine)
         if arguments.probe:
             return _probe(arguments, chosen, machine)
@@ -34,8 +35,7 @@ def plan(arguments: argparse.Namespace) -> int:
             print_rich(render_plan(chosen, machine))
             if chosen.recommended:
                 # In one line, to be copied.
-                changes = [change for change in arguments.set if change.partition("=")[0].strip() != "gpus"]
-                others = "".join(f" --set {shlex.quote(change)}" for change in changes)
+                others = "".join(f" --set {shlex.quote(f'{key}={value}')}" for key, value in changes.items() if key != "gpus")
                 print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset, spec.gpus)}{others}")
             elif fixed:
                 print(
