@@ -222,7 +222,7 @@ class SoTuiApp(App[None]):
         self.worker_changed(event)
 
     def worker_changed(self, event: Worker.StateChanged) -> None:
-        """A worker that failed in a way it did not foresee says so; nothing fails silently."""
+        """A start is over, however it ended; and a worker that failed in a way it did not foresee says so: nothing fails silently."""
         if event.worker.group == "launch" and event.worker.is_finished:
             self.starting = ""
         error = event.worker.error
