@@ -59,7 +59,8 @@ STEP = (
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
 """Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which, and what is special); every fit of
-memory rests on them too. 0: not measured; ``since_changed`` names the figures that the program's own changes have made obsolete."""
+memory rests on them too. 0: not measured; ``since_changed`` names the figures that the program's own changes have made obsolete, ``missed``
+those that the constants do not meet."""
 CHECKED = RESULTS.with_name("planner-check-h200.json")
 """Rows of the set ``check``, on which no constant rests: what leads to a change moves to the others. ``since_planned_otherwise`` names the
 figures that today's constants predict nearer to what was measured."""

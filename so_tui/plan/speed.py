@@ -25,6 +25,8 @@ from so_tui.spec.types import RunSpec
 ADAM_BYTES = 28
 """Host memory traffic of AdamW per parameter: master and moments read and written, bf16 gradient read, bf16 weight written; fp32 gradients
 where they were accumulated, 4 more."""
+ZEROOFFLOAD_ADAM_BYTES = 34
+"""The same of ZeRO-Offload: master and moments read and written, fp32 gradient read, the master read again for the bf16 weight."""
 ACCUMULATE_BYTES = 10
 """bf16 gradient read, fp32 sum read and written."""
 
@@ -34,6 +36,8 @@ class Pass(Struct, frozen=True, kw_only=True):
 
     forward_s: float
     backward_s: float
+    backward_python_s: float
+    """Of backward, what Python needs to launch it. Beside a GPU that computes for longer it costs nothing."""
 
 
 def step_time(
@@ -60,7 +64,7 @@ def step_time(
     micro_steps = spec.micro_steps
     return StepTime(
         forward_s=micro_steps * forward,
-        backward_s=micro_steps * backward + _backward_extra_s(spec, layout, speed, use, host_rate, forward + backward),
+        backward_s=micro_steps * backward + _backward_extra_s(spec, layout, speed, use, host_rate, once),
         exposed_optimizer_s=_exposed_s(spec, layout, speed, use, host_rate, alone, forward, backward),
         data_s=micro_steps * use.data_s + use.other_s,
     )
@@ -96,12 +100,9 @@ def compute_pass(
     # Selective recomputing goes through all of a layer's Python too, and skips its products.
     again_layers = 0.0 if policy == "none" else use.forward_small_layers
     forward = max(once + use.gather_share * gather_s, gather_s, (use.forward_small_layers + gathering) * small_layers_s)
-    backward = max(
-        2 * once + repeated + 2 * use.gather_share * gather_s,
-        2 * gather_s,
-        (use.backward_small_layers + again_layers + gathering) * small_layers_s,
-    )
-    return Pass(forward_s=forward + loss, backward_s=backward)
+    python = (use.backward_small_layers + again_layers + gathering) * small_layers_s
+    backward = max(2 * once + repeated + 2 * use.gather_share * gather_s, 2 * gather_s, python)
+    return Pass(forward_s=forward + loss, backward_s=backward, backward_python_s=python)
 
 
 def _gather_s(layout: StateLayout, speed: Speed) -> float:
@@ -109,7 +110,7 @@ def _gather_s(layout: StateLayout, speed: Speed) -> float:
     return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / speed.peer_bytes_per_s
 
 
-def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: StepConstants, host_rate: float, micro_step_s: float) -> float:
+def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: StepConstants, host_rate: float, once: Pass) -> float:
     """What gradients on their way to the host take from backward, all micro-steps together.
 
     Our engine's copies run beside it, and its worker adds up beside the next micro-step. DeepSpeed's optimizers pass over gradients on the
@@ -121,12 +122,14 @@ def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: Ste
     if own_engine(spec):
         copies = 2 * layout.cpu_numel / speed.down_bytes_per_s
         adding = ACCUMULATE_BYTES * layout.cpu_numel / host_rate
-        return further * max(0.0, copies + adding - micro_step_s)
+        return further * max(0.0, copies + adding - once.forward_s - once.backward_s)
     buffer = gradient_buffer_bytes(spec) * layout.numel
     further_s = further * buffer * (1 / speed.down_bytes_per_s + 1 / speed.up_bytes_per_s)
     if spec.offload.mode == "zerooffload":
         # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer: two copies over the bus, one after the other.
-        return use.zerooffload_copies * (buffer + 4 * layout.cpu_numel) / speed.down_bytes_per_s + further_s
+        # Python waits for them, and the GPU meanwhile computes what it was given before.
+        copies_s = use.zerooffload_copies * (buffer + 4 * layout.cpu_numel) / speed.down_bytes_per_s
+        return max(0.0, once.backward_python_s + copies_s - once.backward_s) + further_s
     return use.deepspeed_backward_bytes * layout.cpu_numel / host_rate + further_s
 
 
@@ -149,8 +152,10 @@ def _exposed_s(
         return on_gpu + use.gpu_step_tensor_s * sum(len(group.names) for group in layout.sub_groups)
     clipped = spec.train.gradient_clipping > 0
     if spec.offload.mode == "zerooffload":
-        # What its kernel moves is slower where ranks share a node's memory; its passes over gradients and weights are slow by themselves.
-        return on_gpu + layout.cpu_numel * (ADAM_BYTES / host_rate + (use.zerooffload_step_bytes - ADAM_BYTES) / alone)
+        # What its kernel moves is slower where ranks share a node's memory; its passes over gradients are slow by themselves.
+        return on_gpu + layout.cpu_numel * (
+            ZEROOFFLOAD_ADAM_BYTES / host_rate + (use.zerooffload_step_bytes - ZEROOFFLOAD_ADAM_BYTES) / alone
+        )
     if not own_engine(spec):
         step_bytes = use.deepspeed_clipped_step_bytes if clipped else use.deepspeed_step_bytes
         return on_gpu + step_bytes * layout.cpu_numel / host_rate

