@@ -45,6 +45,8 @@ class Rates(Struct, frozen=True, kw_only=True):
     peer_bytes_per_s: float | None = None
     small_layer_s: float | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
+    small_layer_together: tuple[tuple[int, float], ...] = ()
+    """(ranks, the same where so many wait for each other every few layers)."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
     adam_together: tuple[tuple[int, float], ...] = ()
@@ -166,6 +168,7 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "up_bytes_per_s": rates.up_bytes_per_s,
         "peer_bytes_per_s": rates.peer_bytes_per_s,
         "small_layer_s": rates.small_layer_s,
+        "small_layer_together": rates.small_layer_together,
         "adam": rates.adam or None,
         "adam_together": rates.adam_together,
         "node_bytes_per_s": slowest,

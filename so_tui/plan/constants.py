@@ -121,8 +121,14 @@ class Speed(Struct, frozen=True, kw_only=True):
     """The most that a NUMA node's memory gives, with however many cores."""
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, what Adam of each moves) where so many share a node, its cores and its memory; ascending."""
+    small_layer_together: tuple[tuple[int, float], ...] = ()
+    """(ranks, ``small_layer_s`` where so many wait for each other every few layers), ascending: the slowest core's time is everyone's."""
     source: str
     """Where the figures come from, for people."""
+
+    def small_layer_of(self, ranks: int) -> float:
+        """Host time of a small layer where ``ranks`` gather weights together. More than were measured take no less time than those."""
+        return max([self.small_layer_s, *(seconds for count, seconds in self.small_layer_together if count <= ranks)])
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
         """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node.

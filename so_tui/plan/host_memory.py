@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from so_tui.plan.constants import constants
 from so_tui.plan.layout import StateLayout, state_layout
 from so_tui.plan.terms import count, own_engine, power_of_two
@@ -16,6 +18,7 @@ LOADING = "loading, beyond what comes later"
 SAVING = "saving, one array at a time"
 GRADIENT_PARTITION = "gradient partition"
 ROUNDING = "rounding of page-locked blocks"
+KEPT_BLOCKS = "page-locked blocks that torch keeps"
 LIBRARIES = "libraries of the training processes"
 """Once a host: all its ranks map the same files."""
 NCCL_ON_HOST = "NCCL on the host"
@@ -43,18 +46,29 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
     names = {entry.name for entry in node}
     locks = partition and LIBRARIES in names  # without CUDA nothing is copied into page-locked memory
-    beside = beside_gradients_bytes(state_layout(spec, ranks), partition, ROUNDING in names) if locks else 0
+    beside = _beside_gradients_bytes(state_layout(spec, ranks), partition, ROUNDING in names) if locks else 0
     return beside * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
 
 
-def beside_gradients_bytes(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> int:
-    """What DeepSpeed's optimizers need for a moment to make their gradients, beyond what stays of these and of the gradient partition.
+class GradientBlocks(Struct, frozen=True, kw_only=True):
+    """Bytes of one rank's page-locked blocks for the gradients of DeepSpeed's optimizers, the gradient partition among them."""
+
+    peak: int
+    """The most while they are made, with what ordinary memory holds meanwhile."""
+    locked: int
+    """At the end, page-locked: used or not."""
+    unused: int
+    """Of these, blocks that torch keeps for others of their size, of which none comes any more."""
+
+
+def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> GradientBlocks:
+    """How DeepSpeed's optimizers make their gradients (``stage3.py`` of 0.19.8).
 
     Each block is made in ordinary memory and then copied into page-locked memory: sub-group by sub-group in fp32, beside a buffer as large
-    as the largest of them, and at last the partition (``stage3.py`` of 0.19.8). Where a sub-group's gradients go on to the GPU, torch
-    keeps the block for the next one of its size.
+    as the largest of them, and at last the partition. Where a sub-group's gradients go on to the GPU, torch keeps the block for the next
+    one of its size.
     """
-    peak = stay = locked = 0
+    peak = locked = 0
     free: list[int] = []
     sizes = [(4 * group.numel, 4 * layout.largest_sub_group, group.device == "gpu") for group in layout.sub_groups]
     for size, buffer, given_back in [*sizes, (partition_bytes, 0, False)]:
@@ -66,9 +80,8 @@ def beside_gradients_bytes(layout: StateLayout, partition_bytes: int, pinned_rou
         peak = max(peak, locked + size + buffer)
         if given_back:
             free.append(block)
-        else:
-            stay += block
-    return peak - stay
+    kept = sum(free) if pinned_rounded else 0  # since 2.13 torch keeps other blocks, which nothing has measured
+    return GradientBlocks(peak=peak, locked=locked - sum(free) + kept, unused=kept)
 
 
 def host_terms(
@@ -100,8 +113,14 @@ def host_terms(
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
         yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
-    beside = beside_gradients_bytes(layout, later[GRADIENT_PARTITION], pinned_rounded) if GRADIENT_PARTITION in later else 0
+    beside = _beside_gradients_bytes(layout, later[GRADIENT_PARTITION], pinned_rounded) if GRADIENT_PARTITION in later else 0
     yield from _loading(layout, later, beside, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
+
+
+def _beside_gradients_bytes(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> int:
+    """What is needed for a moment to make gradients, beyond all page-locked blocks."""
+    blocks = gradient_blocks(layout, partition_bytes, pinned_rounded)
+    return blocks.peak - blocks.locked
 
 
 def _loading(layout: StateLayout, later: Mapping[str, int], beside: int, process_later: int) -> Iterator[MemoryTerm]:

@@ -57,7 +57,7 @@ def step_time(
     full, as one document, and as trained on whole.
     """
     use = constants().step
-    once = compute_pass(spec, shape, flops, speed, use, workload or Workload(), _gather_s(layout, speed))
+    once = compute_pass(spec, shape, flops, speed, use, workload or Workload(), layout.ranks, _gather_s(layout, speed))
     forward, backward = once.forward_s, once.backward_s
     host_rate = speed.adam_bytes_per_s(adam_cores, ranks_per_node)
     alone = speed.adam_bytes_per_s(adam_cores, 1)
@@ -71,10 +71,10 @@ def step_time(
 
 
 def compute_pass(
-    spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload, gather_s: float
+    spec: RunSpec, shape: Architecture, flops: Flops, speed: Speed, use: StepConstants, workload: Workload, ranks: int, gather_s: float
 ) -> Pass:
     """Forward with the loss, which forms its gradients there, and backward with what it recomputes. ``gather_s``: what it takes to gather
-    the weights once from other ranks. Backward gathers, and reduces as much.
+    the weights once from the other of ``ranks``. Backward gathers, and reduces as much.
 
     What gathers takes its share of the GPU from what computes. Where layers are small the GPU waits for Python, and has time for both.
     """
@@ -94,8 +94,8 @@ def compute_pass(
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     policy = policy_of(spec.model)
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy]
-    small_layers_s = shape.layers * speed.small_layer_s
-    gathering = use.gather_small_layers if gather_s else 0.0  # one rank gathers nothing
+    small_layers_s = shape.layers * speed.small_layer_of(ranks)
+    gathering = use.gather_small_layers if ranks > 1 else 0.0
     once = products + elementwise
     # Selective recomputing goes through all of a layer's Python too, and skips its products.
     again_layers = 0.0 if policy == "none" else use.forward_small_layers

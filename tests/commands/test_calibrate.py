@@ -12,7 +12,7 @@ from so_tui.commands.calibrate import request_of
 from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
 from so_tui_trainer.tools import calibrate
-from so_tui_trainer.tools.calibrate import rank_counts
+from so_tui_trainer.tools.calibrate import cores_of_each, rank_counts
 
 
 def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +46,9 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     assert all(rates[name] > 1e6 for name in names)
     assert len(rates["both_ways_bytes_per_s"]) == 2
     assert 1e-6 < rates["small_layer_s"] < 1
+    ((ranks, together_s),) = rates["small_layer_together"]
+    assert ranks == 2
+    assert 1e-6 < together_s < 1
     if len(nodes[0]["cpus"]) > 1:  # two ranks share the node
         ((ranks, each),) = rates["adam_together"]
         assert ranks == 2
@@ -59,3 +62,11 @@ def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None
     assert rank_counts(nodes, gpus[3:]) == ()
     assert rank_counts([{"id": 0, "cpus": [0]}], gpus[:2]) == ()
     assert rank_counts([], gpus) == ()
+
+
+def test_ranks_are_measured_together_on_cores_of_their_own() -> None:
+    """Two GPUs at one socket's cores and one at another's, as ranks would share them; without a map no core is named."""
+    gpus = [{"index": index, "cpus": cpus} for index, cpus in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]))]
+    assert cores_of_each(gpus) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert cores_of_each([{"index": 0, "cpus": []}, {"index": 1, "cpus": []}]) == [[], []]
+    assert cores_of_each([{"index": index, "cpus": [0]} for index in range(2)]) == [[0], [0]]

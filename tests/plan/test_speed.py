@@ -174,7 +174,8 @@ def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python()
     def pass_of(sequence_length: str, gather_s: float) -> Pass:
         spec = with_values(SPEC, {"data.sequence_length": sequence_length, "model.activation_checkpointing": "none"})
         shape = architecture(spec.model.config)
-        return compute_pass(spec, shape, flops_for(spec.model.parameters, shape), published(), use, Workload(), gather_s)
+        flops, ranks = flops_for(spec.model.parameters, shape), 2 if gather_s else 1
+        return compute_pass(spec, shape, flops, published(), use, Workload(), ranks, gather_s)
 
     alone, beside = pass_of("4096", 0.0), pass_of("4096", 0.01)
     assert beside.forward_s - alone.forward_s == pytest.approx(use.gather_share * 0.01)
@@ -203,6 +204,11 @@ def test_adam_rates_lie_on_lines_between_what_was_measured() -> None:
     assert replace(speed, node_bytes_per_s=40.0).adam_bytes_per_s(10, 4) == 10.0
     together = replace(speed, adam_together=((2, 14.0), (4, 12.0)))
     assert [together.adam_bytes_per_s(10, ranks) for ranks in (1, 2, 3, 4)] == [60.0, 14.0, 14.0, 12.0]
+
+
+def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
+    speed = replace(ONE, small_layer_s=2.0, small_layer_together=((2, 1.9), (4, 3.0)))
+    assert [speed.small_layer_of(ranks) for ranks in (1, 2, 3, 4, 8)] == [2.0, 2.0, 2.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,10 @@ def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale:
 def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """How many ranks may share the first node: 2, 4, ... and all of the GPUs that stand at it, as far as its cores go."""
     near = sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus) if nodes else 0
-    most = min(near, len(nodes[0]["cpus"])) if nodes else 0
+    return _up_to(min(near, len(nodes[0]["cpus"]))) if nodes else ()
+
+
+def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
 
 
@@ -139,14 +142,33 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         port = probe.getsockname()[1]
     children = [
         _start(
-            _gpu_argv(request | {"cpus": gpu["cpus"], "rank": rank, "ranks": len(gpus), "port": port}),
+            _gpu_argv(request | {"cpus": cpus, "rank": rank, "ranks": len(gpus), "counts": _up_to(len(gpus)), "port": port}),
             environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
         )
-        for rank, gpu in enumerate(gpus)
+        for rank, (gpu, cpus) in enumerate(zip(gpus, cores_of_each(gpus), strict=True))
     ]
     answers = [_finish(child) for child in children]
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
     yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
+    together = answers[0]["small_layer_together"]
+    times = ", ".join(f"{1e6 * seconds:.0f} µs on {count}" for count, seconds in together)
+    yield {
+        "message": f"Python of a small layer: {1e6 * rates['small_layer_s']:.0f} µs on one GPU, {times} at once",
+        "rates": {"small_layer_together": together},
+    }
+
+
+def cores_of_each(gpus: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The cores beside each GPU, in equal shares where several stand at the same ones, as ranks get them. Empty: all, as many."""
+    seen: dict[tuple[int, ...], int] = {}
+    shares = []
+    for gpu in gpus:
+        cpus = tuple(gpu["cpus"])
+        size = max(1, len(cpus) // sum(tuple(other["cpus"]) == cpus for other in gpus))
+        begin = seen.get(cpus, 0) * size % max(1, len(cpus))
+        seen[cpus] = seen.get(cpus, 0) + 1
+        shares.append(list(cpus[begin : begin + size]))
+    return shares
 
 
 def _gpu_argv(request: dict[str, Any]) -> list[str]:

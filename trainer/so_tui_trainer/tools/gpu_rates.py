@@ -1,8 +1,9 @@
 """Rates of one GPU, or between several, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
 Request (JSON): ``device`` ("cuda:0"), ``cpus`` (beside the GPU; pinned memory lies where this process runs), ``seconds`` per measurement,
-``scale`` (1 for real sizes). With ``rank``, ``ranks`` and ``port`` it measures an all-gather together with the other ranks instead. Prints
-one JSON object. Without a GPU (device "cpu") the same code runs on small sizes, to be tried out.
+``scale`` (1 for real sizes). With ``rank``, ``ranks``, ``counts`` and ``port`` it measures what ranks do together instead: an
+all-gather, and small layers on the first so many of them (``counts``). Prints one JSON object. Without a GPU (device "cpu") the same code
+runs on small sizes, to be tried out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ GATHER_BYTES = 2**28
 SMALL_LAYERS = 32
 SMALL_WIDTH = 64
 """Layers that keep no GPU busy: their time is that of the Python around them."""
+ROUNDS = 96
+"""Passes of small layers that ranks make together."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -115,7 +118,34 @@ def _peers(request: dict[str, Any]) -> dict[str, Any]:
         distributed.barrier()
         times.append(_once(lambda: distributed.all_gather_into_tensor(whole, share), device))
     seconds = sorted(times)[len(times) // 2]
-    return {"peer_bytes_per_s": (ranks - 1) * share.numel() / seconds}
+    together = [(count, _small_layer_together_s(count, request, device)) for count in request["counts"]]
+    return {
+        "peer_bytes_per_s": (ranks - 1) * share.numel() / seconds,
+        "small_layer_together": [(count, seconds) for count, seconds in together if seconds is not None],
+    }
+
+
+def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) -> float | None:
+    """A small layer where the first ``count`` ranks wait for each other every few layers, as those that gather weights do: the slowest
+    core's time, and not always the same one's. None on the other ranks, which wait meanwhile.
+    """
+    from torch import distributed
+
+    group = distributed.new_group(range(count))
+    found = None
+    if request["rank"] < count:
+        import torch
+
+        word, small = torch.zeros(1, device=device), _small_layers(device)
+
+        def pass_through() -> None:
+            small()
+            distributed.all_reduce(word, group=group)
+
+        times = [_once(pass_through, device) for _ in range(max(8, int(ROUNDS * request["scale"])))]
+        found = sorted(times)[len(times) // 2] / SMALL_LAYERS
+    distributed.barrier()
+    return found
 
 
 def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
