@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from so_tui.cli import main
 from so_tui.commands.calibrate import request_of
 from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
+from so_tui.spec import SoTuiError
 from so_tui_trainer.tools import calibrate
 from so_tui_trainer.tools.calibrate import cores_of_each, rank_counts
 
@@ -53,6 +55,16 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
         ((ranks, each),) = rates["adam_together"]
         assert ranks == 2
         assert 1e8 < each < 1e13
+
+
+def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
+    """One of two ranks is to run on a core that does not exist; the other would wait for it until a minute was over."""
+    nodes = request_of(inspect_machine())["nodes"]
+    gpus = [{"index": 0, "cpus": []}, {"index": 1, "cpus": [99_999]}]
+    started = time.monotonic()
+    with pytest.raises(SoTuiError, match="a measurement failed: OSError"):
+        list(stream_tool("calibrate", {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}))
+    assert time.monotonic() - started < 45
 
 
 def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None:

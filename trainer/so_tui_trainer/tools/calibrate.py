@@ -98,14 +98,8 @@ def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
 
 def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> float:
     """What the slowest of several workers moves, bytes per second, while all of them run; each on cores of its own."""
-    children = [_start_adam(cpus, scale, together=len(shares)) for cpus in shares]
-    try:
-        return min(float(_finish(child)["step_bytes_per_s"]) for child in children)
-    finally:
-        for child in children:  # those of a measurement that failed
-            if child.poll() is None:
-                child.kill()
-                child.communicate()
+    answers = _finish_all([_start_adam(cpus, scale, together=len(shares)) for cpus in shares])
+    return min(float(answer["step_bytes_per_s"]) for answer in answers)
 
 
 def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subprocess.Popen[str]:
@@ -147,7 +141,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         )
         for rank, (gpu, cpus) in enumerate(zip(gpus, cores_of_each(gpus), strict=True))
     ]
-    answers = [_finish(child) for child in children]
+    answers = _finish_all(children)
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
     yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
     together = answers[0]["small_layer_together"]
@@ -183,10 +177,30 @@ def _start(argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """The last line of each. Raises as ``_finish``, for the first that fails: the others may wait for it, and are ended."""
+    deadline = time.monotonic() + _LIMIT_S
+    try:
+        while time.monotonic() < deadline:
+            codes = [child.poll() for child in children]
+            if None not in codes or any(codes):
+                break
+            time.sleep(0.02)
+        for child in children:
+            if child.returncode:
+                _finish(child)
+        return [_finish(child, max(1.0, deadline - time.monotonic())) for child in children]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+
+
+def _finish(child: subprocess.Popen[str], limit_s: float = _LIMIT_S) -> dict[str, Any]:
     """The last line of a child. Raises SoTuiError with what it wrote to stderr when it failed or took too long."""
     try:
-        out, errors = child.communicate(timeout=_LIMIT_S)
+        out, errors = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired as error:
         child.kill()
         child.communicate()
