@@ -48,11 +48,29 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def request_of(machine: Machine) -> dict[str, Any]:
-    """What the helper is to measure: the cores that may be used, node by node, and every GPU with those beside it."""
+    """What the helper is to measure: the cores that may be used, node by node, and every GPU with those beside it and those of its rank."""
     allowed = set(machine.allowed_cpus)
     nodes = [{"id": node.id, "cpus": [cpu for cpu in node.cpus if cpu in allowed]} for node in machine.cpu_nodes]
     nodes = [node for node in nodes if node["cpus"]]
     home = machine.gpus[0].numa_node if machine.gpus else None
     nodes.sort(key=lambda node: node["id"] != home)  # the curve over core counts is taken where the first GPU hangs
-    gpus = [{"index": gpu.index, "cpus": [cpu for cpu in gpu.cpus if cpu in allowed]} for gpu in machine.gpus]
+    shares = _cores_of_ranks(machine)
+    gpus = []
+    for gpu in machine.gpus:
+        near = [cpu for cpu in gpu.cpus if cpu in allowed]
+        gpus.append({"index": gpu.index, "cpus": near, "rank_cpus": shares.get(gpu.index, near)})
     return {"nodes": nodes, "gpus": gpus}
+
+
+def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
+    """The cores of each GPU's rank where all of them train; none where they cannot, which is no reason not to measure."""
+    from so_tui.plan.binding import bind_ranks
+    from so_tui.spec import InputError
+
+    if not machine.gpus:
+        return {}
+    try:
+        ranks = bind_ranks(machine, tuple(gpu.index for gpu in machine.gpus), mode="gpu", cpu_adam_cores_fraction=0.0)
+    except InputError:
+        return {}
+    return {rank.gpu: list(rank.cpus) for rank in ranks}

@@ -46,7 +46,7 @@ class Rates(Struct, frozen=True, kw_only=True):
     small_layer_s: float | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
     small_layer_together: tuple[tuple[int, float], ...] = ()
-    """(ranks, the same where so many wait for each other every few layers)."""
+    """(ranks, the same where so many wait for each other every 32 of them, about once in a layer of a model)."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
     adam_together: tuple[tuple[int, float], ...] = ()

@@ -94,8 +94,9 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     landing_s: float
     """From the end of a sub-group's Adam until its weights begin to travel."""
     zerooffload_copies: float
-    """What backward does not hide of ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
+    """What Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
     zerooffload_step_bytes: float
+    """Host memory traffic of ZeRO-Offload's step per parameter, its kernel's included."""
     deepspeed_backward_bytes: float
     deepspeed_step_bytes: float
     deepspeed_clipped_step_bytes: float
@@ -122,7 +123,8 @@ class Speed(Struct, frozen=True, kw_only=True):
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, what Adam of each moves) where so many share a node, its cores and its memory; ascending."""
     small_layer_together: tuple[tuple[int, float], ...] = ()
-    """(ranks, ``small_layer_s`` where so many wait for each other every few layers), ascending: the slowest core's time is everyone's."""
+    """(ranks, ``small_layer_s`` where so many wait for each other about once in a layer of a model), ascending: the slowest core's time is
+    everyone's."""
     source: str
     """Where the figures come from, for people."""
 

@@ -56,7 +56,7 @@ class GradientBlocks(Struct, frozen=True, kw_only=True):
     peak: int
     """The most while they are made, with what ordinary memory holds meanwhile."""
     locked: int
-    """At the end, page-locked: used or not."""
+    """At the end, page-locked, with what is ``unused``."""
     unused: int
     """Of these, blocks that torch keeps for others of their size, of which none comes any more."""
 

@@ -114,7 +114,8 @@ def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: Ste
     """What gradients on their way to the host take from backward, all micro-steps together.
 
     Our engine's copies run beside it, and its worker adds up beside the next micro-step. DeepSpeed's optimizers pass over gradients on the
-    host while backward waits, and in further micro-steps fetch them, add, and put them back.
+    host while backward waits, and in further micro-steps fetch them, add, and put them back, of which nothing is taken to be hidden (no
+    accumulation of ZeRO-Offload was measured).
     """
     if spec.offload.mode == "gpu" or not layout.cpu_numel:
         return 0.0

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.commands.calibrate import request_of
@@ -14,7 +15,8 @@ from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
 from so_tui.spec import SoTuiError
 from so_tui_trainer.tools import calibrate
-from so_tui_trainer.tools.calibrate import cores_of_each, rank_counts
+from so_tui_trainer.tools.calibrate import rank_counts
+from tests.plan.machines import x86
 
 
 def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +43,8 @@ def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(monkeypatch: pytes
 
 def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     nodes = request_of(inspect_machine())["nodes"]
-    request = {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": [{"index": index, "cpus": []} for index in range(2)]}
+    gpus = [{"index": index, "cpus": [], "rank_cpus": []} for index in range(2)]
+    request = {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}
     *_, last = stream_tool("calibrate", request)
     rates = last["rates"]
     names = ("matrix_flops", "hbm_bytes_per_s", "down_bytes_per_s", "up_bytes_per_s", "peer_bytes_per_s")
@@ -60,7 +63,7 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
 def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     """One of two ranks is to run on a core that does not exist; the other would wait for it until a minute was over."""
     nodes = request_of(inspect_machine())["nodes"]
-    gpus = [{"index": 0, "cpus": []}, {"index": 1, "cpus": [99_999]}]
+    gpus = [{"index": 0, "cpus": [], "rank_cpus": []}, {"index": 1, "cpus": [], "rank_cpus": [99_999]}]
     started = time.monotonic()
     with pytest.raises(SoTuiError, match="a measurement failed: OSError"):
         list(stream_tool("calibrate", {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}))
@@ -76,9 +79,10 @@ def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None
     assert rank_counts([], gpus) == ()
 
 
-def test_ranks_are_measured_together_on_cores_of_their_own() -> None:
-    """Two GPUs at one socket's cores and one at another's, as ranks would share them; without a map no core is named."""
-    gpus = [{"index": index, "cpus": cpus} for index, cpus in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]))]
-    assert cores_of_each(gpus) == [[0, 1], [2, 3], [4, 5, 6, 7]]
-    assert cores_of_each([{"index": 0, "cpus": []}, {"index": 1, "cpus": []}]) == [[], []]
-    assert cores_of_each([{"index": index, "cpus": [0]} for index in range(2)]) == [[0], [0]]
+def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:
+    """Two GPUs at eight cores whose second threads have numbers of their own: no two ranks share a physical core."""
+    siblings = tuple((core, core + 8) for core in range(8))
+    machine = replace(x86("NVIDIA H200", gpu_count=2, cores=16), smt_siblings=siblings)
+    assert [set(gpu["rank_cpus"]) for gpu in request_of(machine)["gpus"]] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
+    nowhere = replace(machine, allowed_cpus=())
+    assert [gpu["rank_cpus"] for gpu in request_of(nowhere)["gpus"]] == [[], []]

@@ -1,6 +1,7 @@
 """Measure a machine's rates, each in a process of its own: a request in, a line for each measurement out, the figures last.
 
-Request: ``nodes`` [{"id", "cpus"}] (cores this process may use), ``gpus`` [{"index", "cpus"}], ``scale`` (share of the real sizes; 1 but in
+Request: ``nodes`` [{"id", "cpus"}] (cores this process may use), ``gpus`` [{"index", "cpus", "rank_cpus"}] (the cores beside it, and those
+of its rank where all train), ``scale`` (share of the real sizes; 1 but in
 tests) and, for tests on a machine without GPUs, ``pretend_gpus`` (measured on the CPU). Answers: ``{"message"}`` lines, then
 ``{"rates", "done": true}`` with what ``so_tui.plan.calibration.Rates`` holds. GPUs are numbered as NVML does.
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -136,10 +138,10 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         port = probe.getsockname()[1]
     children = [
         _start(
-            _gpu_argv(request | {"cpus": cpus, "rank": rank, "ranks": len(gpus), "counts": _up_to(len(gpus)), "port": port}),
+            _gpu_argv(request | {"cpus": gpu["rank_cpus"], "rank": rank, "ranks": len(gpus), "counts": _up_to(len(gpus)), "port": port}),
             environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
         )
-        for rank, (gpu, cpus) in enumerate(zip(gpus, cores_of_each(gpus), strict=True))
+        for rank, gpu in enumerate(gpus)
     ]
     answers = _finish_all(children)
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
@@ -150,19 +152,6 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         "message": f"Python of a small layer: {1e6 * rates['small_layer_s']:.0f} µs on one GPU, {times} at once",
         "rates": {"small_layer_together": together},
     }
-
-
-def cores_of_each(gpus: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The cores beside each GPU, in equal shares where several stand at the same ones, as ranks get them. Empty: all, as many."""
-    seen: dict[tuple[int, ...], int] = {}
-    shares = []
-    for gpu in gpus:
-        cpus = tuple(gpu["cpus"])
-        size = max(1, len(cpus) // sum(tuple(other["cpus"]) == cpus for other in gpus))
-        begin = seen.get(cpus, 0) * size % max(1, len(cpus))
-        seen[cpus] = seen.get(cpus, 0) + 1
-        shares.append(list(cpus[begin : begin + size]))
-    return shares
 
 
 def _gpu_argv(request: dict[str, Any]) -> list[str]:
@@ -179,28 +168,22 @@ def _start(argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen
 
 def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     """The last line of each. Raises as ``_finish``, for the first that fails: the others may wait for it, and are ended."""
-    deadline = time.monotonic() + _LIMIT_S
-    try:
-        while time.monotonic() < deadline:
-            codes = [child.poll() for child in children]
-            if None not in codes or any(codes):
-                break
-            time.sleep(0.02)
-        for child in children:
-            if child.returncode:
-                _finish(child)
-        return [_finish(child, max(1.0, deadline - time.monotonic())) for child in children]
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.communicate()
+    with ThreadPoolExecutor(len(children)) as threads:  # one each, so that none waits for a full pipe
+        answers = [threads.submit(_finish, child) for child in children]
+        try:
+            ended, _ = wait(answers, return_when=FIRST_EXCEPTION)
+            failed = [answer for answer in answers if answer in ended and answer.exception()]
+            return [answer.result() for answer in failed or answers]
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
 
 
-def _finish(child: subprocess.Popen[str], limit_s: float = _LIMIT_S) -> dict[str, Any]:
+def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
     """The last line of a child. Raises SoTuiError with what it wrote to stderr when it failed or took too long."""
     try:
-        out, errors = child.communicate(timeout=limit_s)
+        out, errors = child.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired as error:
         child.kill()
         child.communicate()

@@ -126,8 +126,8 @@ def _peers(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) -> float | None:
-    """A small layer where the first ``count`` ranks wait for each other every few layers, as those that gather weights do: the slowest
-    core's time, and not always the same one's. None on the other ranks, which wait meanwhile.
+    """A small layer where the first ``count`` ranks wait for each other after each pass of ``SMALL_LAYERS``, about as long as a layer's
+    forward takes that gathers weights: the slowest core's time, and not always the same one's. None on the other ranks, which wait.
     """
     from torch import distributed
 
