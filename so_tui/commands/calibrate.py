@@ -48,9 +48,14 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def request_of(machine: Machine) -> dict[str, Any]:
-    """What the helper is to measure: the cores that may be used, node by node, and every GPU with those beside it and those of its rank."""
+    """What the helper is to measure: the cores that may be used, node by node, and every GPU with those beside it and those of its rank.
+
+    The threads of a core stand side by side, as in what ranks and their Adam workers get: the first n are what n of a rank are.
+    """
+    from so_tui.plan.binding import by_core
+
     allowed = set(machine.allowed_cpus)
-    nodes = [{"id": node.id, "cpus": [cpu for cpu in node.cpus if cpu in allowed]} for node in machine.cpu_nodes]
+    nodes = [{"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]} for node in machine.cpu_nodes]
     nodes = [node for node in nodes if node["cpus"]]
     home = machine.gpus[0].numa_node if machine.gpus else None
     nodes.sort(key=lambda node: node["id"] != home)  # the curve over core counts is taken where the first GPU hangs

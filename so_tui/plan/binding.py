@@ -47,7 +47,7 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
     theirs, alone = _deepspeed(machine, cores, policies), _deepspeed_alone(machine, cores, policies)
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
-        main, adam = split_cores(_by_core(machine, cpus), cpu_adam_cores_fraction) if mode == "superoffload" else (cpus, ())
+        main, adam = split_cores(by_core(machine, cpus), cpu_adam_cores_fraction) if mode == "superoffload" else (cpus, ())
         bindings.append(
             RankBinding(
                 rank=rank,
@@ -181,8 +181,8 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
     return tuple((cpu,) for cpu in sorted(cpus))
 
 
-def _by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
-    """CPUs in an order that keeps the threads of a core side by side, so that a cut between main and Adam parts at most one core."""
+def by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
+    """CPUs in an order that keeps the threads of a core side by side, so that a cut parts at most one core."""
     return tuple(cpu for core in _cores(machine, cpus) for cpu in core)
 
 

@@ -80,9 +80,11 @@ def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None
 
 
 def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:
-    """Two GPUs at eight cores whose second threads have numbers of their own: no two ranks share a physical core."""
+    """Two GPUs at eight cores whose second threads have numbers of their own: no two ranks share a physical core, and the first
+    cores that Adam is measured on have both threads."""
     siblings = tuple((core, core + 8) for core in range(8))
     machine = replace(x86("NVIDIA H200", gpu_count=2, cores=16), smt_siblings=siblings)
+    assert request_of(machine)["nodes"][0]["cpus"] == [thread for core in siblings for thread in core]
     assert [set(gpu["rank_cpus"]) for gpu in request_of(machine)["gpus"]] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
     nowhere = replace(machine, allowed_cpus=())
     assert [gpu["rank_cpus"] for gpu in request_of(nowhere)["gpus"]] == [[], []]
