@@ -46,19 +46,17 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
     names = {entry.name for entry in node}
     locks = partition and LIBRARIES in names  # without CUDA nothing is copied into page-locked memory
-    beside = _beside_gradients_bytes(state_layout(spec, ranks), partition, ROUNDING in names) if locks else 0
-    return beside * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
+    making = gradient_blocks(state_layout(spec, ranks), partition, ROUNDING in names).making if locks else 0
+    return making * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
 
 
 class GradientBlocks(Struct, frozen=True, kw_only=True):
-    """Bytes of one rank's page-locked blocks for the gradients of DeepSpeed's optimizers, the gradient partition among them."""
+    """Bytes beside one rank's gradients for DeepSpeed's optimizers and its gradient partition, all in page-locked blocks."""
 
-    peak: int
-    """The most while they are made, with what ordinary memory holds meanwhile."""
-    locked: int
-    """At the end, page-locked, with what is ``unused``."""
+    making: int
+    """The most that making them needs for a moment, beyond all blocks that stay."""
     unused: int
-    """Of these, blocks that torch keeps for others of their size, of which none comes any more."""
+    """Blocks that torch keeps for others of their size, of which none comes any more."""
 
 
 def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> GradientBlocks:
@@ -80,8 +78,8 @@ def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: b
         peak = max(peak, locked + size + buffer)
         if given_back:
             free.append(block)
-    kept = sum(free) if pinned_rounded else 0  # since 2.13 torch keeps other blocks, which nothing has measured
-    return GradientBlocks(peak=peak, locked=locked - sum(free) + kept, unused=kept)
+    unused = sum(free) if pinned_rounded else 0  # since 2.13 torch keeps other blocks, which nothing has measured
+    return GradientBlocks(making=peak - (locked - sum(free) + unused), unused=unused)
 
 
 def host_terms(
@@ -113,24 +111,23 @@ def host_terms(
         kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
         yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
-    beside = _beside_gradients_bytes(layout, later[GRADIENT_PARTITION], pinned_rounded) if GRADIENT_PARTITION in later else 0
-    yield from _loading(layout, later, beside, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
+    making = 0
+    if GRADIENT_PARTITION in later:
+        blocks = gradient_blocks(layout, later[GRADIENT_PARTITION], pinned_rounded)
+        making, later[KEPT_BLOCKS] = blocks.making, blocks.unused
+        if blocks.unused:
+            yield MemoryTerm(KEPT_BLOCKS, "node", blocks.unused, "exact", "gradients of sub-groups that went on to the GPU")
+    yield from _loading(layout, later, making, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
 
 
-def _beside_gradients_bytes(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> int:
-    """What is needed for a moment to make gradients, beyond all page-locked blocks."""
-    blocks = gradient_blocks(layout, partition_bytes, pinned_rounded)
-    return blocks.peak - blocks.locked
-
-
-def _loading(layout: StateLayout, later: Mapping[str, int], beside: int, process_later: int) -> Iterator[MemoryTerm]:
+def _loading(layout: StateLayout, later: Mapping[str, int], making: int, process_later: int) -> Iterator[MemoryTerm]:
     """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
 
     That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files. Its process is not as
-    large as later by then, by ``process_later`` bytes. What is ``beside`` gradients while they are made is there before the moments are.
+    large as later by then, by ``process_later`` bytes. What ``making`` gradients needs is there before the moments are.
     """
     weights = 2 * layout.numel + _READING_BYTES - sum(later.values()) - process_later
-    gradients = beside - later.get("moments", 0)
+    gradients = making - later.get("moments", 0)
     if max(weights, gradients) > 0:
         less = ", less what its process has only later" if process_later else ""
         formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU{less}"

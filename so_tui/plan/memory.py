@@ -17,7 +17,7 @@ from so_tui.plan.activations import block_bytes, fused_kernels, kept_bytes, poli
 from so_tui.plan.architecture import Architecture
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
 from so_tui.plan.constants import constants
-from so_tui.plan.host_memory import GRADIENT_PARTITION, KEPT_BLOCKS, ROUNDING, disk_terms, gradient_blocks, host_terms, shared_terms
+from so_tui.plan.host_memory import GRADIENT_PARTITION, ROUNDING, disk_terms, host_terms, shared_terms
 from so_tui.plan.layout import StateLayout
 from so_tui.plan.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.plan.terms import count, own_engine, power_of_two
@@ -100,9 +100,6 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool
     yield MemoryTerm("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {count(moved)} (two fp32 moments)")
     if not own_engine(spec):
         yield MemoryTerm(GRADIENT_PARTITION, "node", buffer * whole, "exact", f"{buffer} B x {count(whole)}, page-locked, of any ratio")
-        unused = gradient_blocks(layout, buffer * whole, pinned_rounded).unused
-        if unused:
-            yield MemoryTerm(KEPT_BLOCKS, "node", unused, "exact", "gradients of sub-groups that went on to the GPU")
         if pinned_rounded:
             pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [buffer * whole]
             lost = sum(power_of_two(piece) - piece for piece in pieces)

@@ -242,8 +242,7 @@ def blocks_of(numels: list[int], on_gpu: int, partition: int, *, rounded: bool =
 
 
 def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True) -> float:
-    blocks = blocks_of(numels, on_gpu, partition, rounded=rounded)
-    return (blocks.peak - blocks.locked) / 1e6
+    return blocks_of(numels, on_gpu, partition, rounded=rounded).making / 1e6
 
 
 def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partition_twice() -> None:

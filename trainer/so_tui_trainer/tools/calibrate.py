@@ -1,9 +1,9 @@
 """Measure a machine's rates, each in a process of its own: a request in, a line for each measurement out, the figures last.
 
 Request: ``nodes`` [{"id", "cpus"}] (cores this process may use), ``gpus`` [{"index", "cpus", "rank_cpus"}] (the cores beside it, and those
-of its rank where all train), ``scale`` (share of the real sizes; 1 but in
-tests) and, for tests on a machine without GPUs, ``pretend_gpus`` (measured on the CPU). Answers: ``{"message"}`` lines, then
-``{"rates", "done": true}`` with what ``so_tui.plan.calibration.Rates`` holds. GPUs are numbered as NVML does.
+of its rank where all train), ``scale`` (share of the real sizes; 1 but in tests) and, for tests on a machine without GPUs, ``pretend_gpus``
+(measured on the CPU). Answers: ``{"message"}`` lines, then ``{"rates", "done": true}`` with what ``so_tui.plan.calibration.Rates`` holds.
+GPUs are numbered as NVML does.
 """
 
 from __future__ import annotations
@@ -172,8 +172,9 @@ def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any
         answers = [threads.submit(_finish, child) for child in children]
         try:
             ended, _ = wait(answers, return_when=FIRST_EXCEPTION)
-            failed = [answer for answer in answers if answer in ended and answer.exception()]
-            return [answer.result() for answer in failed or answers]
+            for answer in ended:
+                answer.result()
+            return [answer.result() for answer in answers]
         finally:
             for child in children:
                 if child.poll() is None:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from statistics import median_high
 from typing import Any
 
 TOKENS = 8192
@@ -117,7 +118,7 @@ def _peers(request: dict[str, Any]) -> dict[str, Any]:
     for _ in range(8):  # the same number on every rank, whatever each measures
         distributed.barrier()
         times.append(_once(lambda: distributed.all_gather_into_tensor(whole, share), device))
-    seconds = sorted(times)[len(times) // 2]
+    seconds = median_high(times)
     together = [(count, _small_layer_together_s(count, request, device)) for count in request["counts"]]
     return {
         "peer_bytes_per_s": (ranks - 1) * share.numel() / seconds,
@@ -143,7 +144,7 @@ def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) ->
             distributed.all_reduce(word, group=group)
 
         times = [_once(pass_through, device) for _ in range(max(8, int(ROUNDS * request["scale"])))]
-        found = sorted(times)[len(times) // 2] / SMALL_LAYERS
+        found = median_high(times) / SMALL_LAYERS
     distributed.barrier()
     return found
 
@@ -156,7 +157,7 @@ def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
     begun = time.perf_counter()
     while len(times) < 5 or time.perf_counter() - begun < limit_s:
         times.append(_once(run, device))
-    return sorted(times)[len(times) // 2]
+    return median_high(times)
 
 
 def _once(run: Callable[[], object], device: Any) -> float:
