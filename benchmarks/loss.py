@@ -3,7 +3,7 @@
     python benchmarks/loss.py [--tokens 16384] [--vocabulary 151936] [--hidden 2560] [--kept LOGITS] [--block LOGITS]
 
 Prints one JSON line: seconds of forward and backward (median), peak bytes beyond the hidden states, the head's weight and its gradient,
-the bytes that ``so_tui.plan.loss`` reckons with (which have to be more), FLOP/s, and the relative error of the gradients against float64
+the bytes that ``so_tui.model.loss`` reckons with (which have to be more), FLOP/s, and the relative error of the gradients against float64
 on a sample of the vocabulary's rows.
 """
 
@@ -17,7 +17,7 @@ import time
 import torch
 from torch import nn
 
-from so_tui.plan import loss as plan_loss
+from so_tui.model import loss as model_loss
 from so_tui_trainer.model.loss import HeadLoss
 
 _SAMPLED_ROWS = 512
@@ -25,7 +25,7 @@ _SAMPLED_ROWS = 512
 
 def main() -> None:
     given = _parser().parse_args()
-    plan_loss.LOSS_KEPT_LOGITS, plan_loss.LOSS_BLOCK_LOGITS = given.kept, given.block
+    model_loss.LOSS_KEPT_LOGITS, model_loss.LOSS_BLOCK_LOGITS = given.kept, given.block
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     hidden = torch.randn(1, given.tokens, given.hidden, dtype=torch.bfloat16, device=device).requires_grad_()
@@ -42,7 +42,7 @@ def main() -> None:
         _wait(device)
         seconds.append(time.perf_counter() - begin)
     median = statistics.median(seconds[2:])
-    twice = plan_loss.recomputed_logits(given.tokens, given.vocabulary)
+    twice = model_loss.recomputed_logits(given.tokens, given.vocabulary)
     flops = 2.0 * given.hidden * (3 * given.tokens * given.vocabulary + twice)
     print(
         json.dumps(
@@ -53,7 +53,7 @@ def main() -> None:
                 "seconds": median,
                 "tflops": flops / median / 1e12,
                 "peak_beyond_bytes": _peak_beyond(head, hidden, predictors, targets) if device.type == "cuda" else None,
-                "planned_bytes": plan_loss.loss_bytes(given.tokens, given.vocabulary, given.hidden),
+                "planned_bytes": model_loss.loss_bytes(given.tokens, given.vocabulary, given.hidden),
                 "recomputed_share": twice / (given.tokens * given.vocabulary),
                 "weight_gradient_error": _error(weight, hidden, targets),
             }
@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=2560)
-    parser.add_argument("--kept", type=int, default=plan_loss.LOSS_KEPT_LOGITS, help="logits kept between the passes")
-    parser.add_argument("--block", type=int, default=plan_loss.LOSS_BLOCK_LOGITS, help="logits worked on at once")
+    parser.add_argument("--kept", type=int, default=model_loss.LOSS_KEPT_LOGITS, help="logits kept between the passes")
+    parser.add_argument("--block", type=int, default=model_loss.LOSS_BLOCK_LOGITS, help="logits worked on at once")
     parser.add_argument("--repeats", type=int, default=7)
     return parser
 

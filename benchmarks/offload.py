@@ -229,28 +229,28 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from so_tui_trainer import offload
-    from so_tui_trainer.offload.deepspeed_0_19_8 import super_offload
+    import superoffload
+    from superoffload.deepspeed_adapter.engine import super_offload
 
     cuda = arguments.shape != "tiny"
     device = torch.device("cuda", arguments.rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    offload.join_process_group(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    superoffload.join_process_group(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
     spec = _spec(configuration, arguments)
     begun = time.monotonic()
     model = _model(spec, device, arguments.shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = _ds_config(configuration, arguments)
-    engine = offload.initialize(model, _parameter_groups(model), config, spec, mine)
-    if offload.uses_worker(engine):
-        binding.settle(mine)
-        super_offload(engine).lazy_landing = configuration.lazy  # type: ignore[union-attr]
+    engine = superoffload.initialize(model, _parameter_groups(model), config, spec, mine)
+    if superoffload.uses_worker(engine):
+        binding.apply_main_cores(mine)
+        super_offload(engine).lazy_weights = configuration.lazy  # type: ignore[union-attr]
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
     steps, losses = _steps(engine, configuration, arguments, device)
     measured = steps[configuration.warmup :]
-    offload.close(engine)
+    superoffload.close(engine)
     row = {key: statistics.median(step[key] for step in measured) for key in measured[0]}
     tokens = arguments.micro_batch * arguments.length * configuration.accumulation
     print(
@@ -347,8 +347,8 @@ def _steps(
     """Times of every step, warm-up included. Like a training loop that logs every step, it reads the loss at the end of each."""
     import torch
 
-    from so_tui_trainer import offload
-    from so_tui_trainer.offload.transfers import transfers_for
+    import superoffload
+    from superoffload.transfers import transfers_for
 
     clock = transfers_for(device)
     generator = torch.Generator(device).manual_seed(arguments.rank)
@@ -374,7 +374,7 @@ def _steps(
         now = time.perf_counter()
         for position, (begin, end) in enumerate(pairwise(marks)):
             laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
-        told = offload.stats(engine)
+        told = superoffload.stats(engine)
         laps["forward_s"] -= told.exposed_in_forward_s
         steps.append(
             {
@@ -386,7 +386,7 @@ def _steps(
                 "adam_busy_s": told.adam_busy_s,
                 "to_host_gb_per_s": told.to_host_bytes / told.to_host_s / 1e9 if told.to_host_s else 0.0,
                 "to_gpu_gb_per_s": told.to_gpu_bytes / told.to_gpu_s / 1e9 if told.to_gpu_s else 0.0,
-                "gradient_norm": offload.gradient_norm(engine) or 0.0,
+                "gradient_norm": superoffload.gradient_norm(engine) or 0.0,
             }
         )
         last = now
@@ -406,7 +406,7 @@ def _kernel_rows(numel: int) -> list[dict[str, Any]]:
     import torch
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from so_tui_trainer.offload import kernel, worker
+    from superoffload import kernel, worker
 
     torch.set_num_threads(cores)
     rows = []

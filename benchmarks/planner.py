@@ -294,7 +294,7 @@ def _recommended(original: Setting, machine: Machine, arguments: argparse.Namesp
         original.gpus,
         micro_batch=best.train.micro_batch,
         ratio=best.offload.ratio,
-        accumulation=best.micro_steps,
+        accumulation=best.gradient_accumulation_steps,
         kept=best.model.activation_checkpointing,
         cores=best.offload.cpu_adam_cores_fraction,
     )

@@ -44,18 +44,18 @@ STEP = (
     "matrix_efficiency",
     "elementwise_efficiency",
     "loss_bytes_per_logit",
-    "forward_small_layers",
-    "backward_small_layers",
+    "forward_launches_per_layer",
+    "backward_launches_per_layer",
     "gpu_step_bytes_per_parameter",
     "gpu_step_tensor_s",
     "clipped_adam_share",
     "norm_s",
-    "landing_s",
+    "weight_copy_latency_s",
     "zerooffload_copies",
     "zerooffload_step_bytes",
     "other_s",
-    "gather_share",
-    "gather_small_layers",
+    "all_gather_share",
+    "all_gather_launches_per_layer",
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
 """Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which, and what is special); every fit of
@@ -92,7 +92,7 @@ def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
     published = published_speed(machine.gpus[0].name) if noted and machine.gpus else None
     if published is None or noted is None or not noted["source"].startswith(CALIBRATED):
         return published
-    return msgspec.convert({name: getattr(published, name) for name in Speed.__struct_fields__} | noted, Speed)
+    return msgspec.convert(msgspec.to_builtins(published) | noted, Speed)
 
 
 def predicted(case: Case) -> Figures:

@@ -56,14 +56,14 @@ def _child(spec: RunSpec, machine: Machine, answer: Any) -> None:
 
 
 def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
-    from so_tui_trainer import offload
+    import superoffload
     from so_tui_trainer.data.batches import Batches
 
     spec, device, documents, _, engine = ready(spec, machine, use_gpu=bool(machine.gpus))
     batches = Batches(documents, spec, 0, pin=device.type == "cuda")
     warmup, measured = spec.benchmark.warmup_steps, spec.benchmark.measured_steps
     found = steps_of(engine, batches, spec, device, warmup, measured)
-    offload.close(engine)
+    superoffload.close(engine)
     works = [batches.work(number) for number in range(warmup + 1, warmup + measured + 1)]
     lengths = [length for work in works for length in work.document_lengths.tolist()]
     positions = sum(work.computed_tokens for work in works)

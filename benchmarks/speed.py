@@ -145,7 +145,7 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
 
     import torch
 
-    from so_tui_trainer import offload
+    import superoffload
     from so_tui_trainer.data import cache, tokens
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
@@ -154,8 +154,8 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
-    engine = offload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
-    binding.settle(mine)
+    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
+    binding.apply_main_cores(mine)
     return Ready(spec, ranks.device, documents, model, engine)
 
 
@@ -164,8 +164,8 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
 
     spec, device, documents, model, engine = ready(_spec(arguments, setup), inspect_machine(), use_gpu=not arguments.tiny)
 
-    from so_tui.plan.architecture import architecture
-    from so_tui_trainer import offload
+    import superoffload
+    from so_tui.model.architecture import architecture
     from so_tui_trainer.data.batches import Batches
 
     experts = model.causal.config._experts_implementation if architecture(spec.model.config).experts else None
@@ -180,7 +180,7 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
         if arguments.profile:
             name = "-".join(re.findall(r"[\w.]+", f"{arguments.model} {arguments.setup} {lever}"))
             _profile(engine, batches, device, arguments.profile / f"{name}.txt")
-    offload.close(engine)
+    superoffload.close(engine)
     sys.stdout.flush()
     os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived
 
@@ -244,11 +244,11 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
     """Medians of the measured steps."""
     import torch
 
-    from so_tui.plan.architecture import architecture
-    from so_tui.plan.flops import flops_of, model_flops
-    from so_tui_trainer import offload
+    import superoffload
+    from so_tui.model.architecture import architecture
+    from so_tui.model.flops import flops_of, model_flops
     from so_tui_trainer.metrics import executed_flops
-    from so_tui_trainer.offload.transfers import transfers_for
+    from superoffload.transfers import transfers_for
 
     flops, shape, clock = flops_of(spec.model), architecture(spec.model.config), transfers_for(device)
     steps, losses = [], []
@@ -275,7 +275,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
         for position, (begin, end) in enumerate(pairwise(marks)):
             laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
-        told = offload.stats(engine)
+        told = superoffload.stats(engine)
         laps["forward_s"] -= told.exposed_in_forward_s
         laps["optimizer_s"] += told.exposed_in_forward_s
         lengths = work.document_lengths.tolist()

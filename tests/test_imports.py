@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.python_path import python_path
+from tests.support.python_path import python_path
 
 HEAVY = ["torch", "deepspeed", "transformers", "datasets", "numpy", "pandas"]
 SCREEN = ["textual", "rich"]

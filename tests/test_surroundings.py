@@ -13,7 +13,7 @@ import pytest
 from so_tui.runs import default_runs_dir
 from so_tui.spec import user_folder
 from so_tui.spec.folders import state_home
-from tests.python_path import ROOT, checkout_path
+from tests.support.python_path import ROOT, checkout_path
 
 
 def test_no_test_sees_what_the_user_has(tmp_path: Path) -> None:

@@ -40,18 +40,18 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    import superoffload
     from benchmarks.comparison.model import device_of, packed_attention, random_model
     from so_tui.spec import find_preset, with_values
-    from so_tui_trainer import offload
     from so_tui_trainer.data import cache, tokens
     from so_tui_trainer.data.batches import Batches
     from so_tui_trainer.model import attention
 
     begun = time.perf_counter()
     device = device_of(shape)
-    offload.join_process_group(dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    superoffload.join_process_group(dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False)
     changes = spec_changes(part, shape, job["ground"]["rows"], job["ground"]["tokenizer"])
-    changes |= {"train.micro_batch": str(SEQUENCES), "train.gradient_accumulation": str(part.micro_steps)}
+    changes |= {"train.micro_batch": str(SEQUENCES), "train.gradient_accumulation": str(part.accumulation)}
     spec = with_values(find_preset(shape.preset).spec, changes)
     batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, rank=0, pin=shape.cuda)
     implementation = packed_attention(shape)
@@ -61,7 +61,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999)),
-        config=published_ds_config((Path(job["script"]).parent / SHELL).read_text(), SEQUENCES, part.micro_steps, shape),
+        config=published_ds_config((Path(job["script"]).parent / SHELL).read_text(), SEQUENCES, part.accumulation, shape),
     )
     engine.train()
     started_s = time.perf_counter() - begun
@@ -75,7 +75,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
             loss = engine(input_ids=batch.input_ids, position_ids=batch.position_ids, labels=labels(batch), **keys).loss
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / part.micro_steps
+            total += loss.detach() / part.accumulation
         losses.append(total.item())  # waits for the GPU, as the original does at each step
         now = time.perf_counter()
         work = batches.work(number)

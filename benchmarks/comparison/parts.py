@@ -31,13 +31,13 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the comparison. ``micro_steps``: optimizer steps are as long as so many of the original's."""
+    """One row of the comparison. ``accumulation``: optimizer steps are as long as so many of the original's."""
 
     name: str
     trainer: Trainer
     title: str
     mode: str = "superoffload"
-    micro_steps: int = 1
+    accumulation: int = 1
     warmup: int = 3
     measured: int = 5
     limit_s: float = 150.0
@@ -47,28 +47,54 @@ class Part:
         return self.warmup + self.measured
 
     def sequences_per_step(self) -> int:
-        return SEQUENCES * self.micro_steps
+        return SEQUENCES * self.accumulation
 
 
 PARTS = (
     Part("ours", "so-tui", "**so-tui**, superoffload, ratio 0.9", limit_s=120),
-    Part("ours-large", "so-tui", "**so-tui**, superoffload, ratio 0.9, long steps", micro_steps=8, warmup=1, measured=3, limit_s=150),
+    Part(
+        "ours-large",
+        "so-tui",
+        "**so-tui**, superoffload, ratio 0.9, long steps",
+        accumulation=8,
+        warmup=1,
+        measured=3,
+        limit_s=150,
+    ),
     # DeepSpeed's engine needs two slow steps to fault its memory in.
     Part("original-packed", "original-packed", "the original's configuration, fed so-tui's packed batches", measured=3, limit_s=220),
     Part("original", "original", "the original script as it is", measured=4, limit_s=300),
     Part("gpu", "so-tui", "so-tui, nothing offloaded", mode="gpu", limit_s=90),
     Part("trl", "trl", "TRL, packed, ZeRO-3 with CPU optimizer", mode="zerooffload", measured=4, limit_s=220),
-    Part("gpu-large", "so-tui", "so-tui, nothing offloaded, long steps", mode="gpu", micro_steps=8, warmup=1, measured=3, limit_s=120),
+    Part(
+        "gpu-large",
+        "so-tui",
+        "so-tui, nothing offloaded, long steps",
+        mode="gpu",
+        accumulation=8,
+        warmup=1,
+        measured=3,
+        limit_s=120,
+    ),
     Part(
         "original-packed-large",
         "original-packed",
         "the original's configuration, fed so-tui's packed batches, 8 micro-steps",
-        micro_steps=8,
+        accumulation=8,
         warmup=2,
         measured=3,
         limit_s=240,
     ),
-    Part("trl-large", "trl", "TRL, packed, 8 micro-steps", mode="zerooffload", micro_steps=8, warmup=2, measured=3, limit_s=240),
+    Part(
+        "trl-large",
+        "trl",
+        "TRL, packed, 8 micro-steps",
+        mode="zerooffload",
+        accumulation=8,
+        warmup=2,
+        measured=3,
+        limit_s=240,
+    ),
 )
 DEFAULT = tuple(part.name for part in PARTS[:6])
 BY_NAME = {part.name: part for part in PARTS}
@@ -92,7 +118,7 @@ def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[st
     }
 
 
-def published_ds_config(script: str, sequences: int, micro_steps: int, shape: Shape) -> dict[str, Any]:
+def published_ds_config(script: str, sequences: int, accumulation: int, shape: Shape) -> dict[str, Any]:
     """The SuperOffload configuration inside one of the original's shell scripts, the first JSON it writes.
 
     Two things are changed, and only where they must be: the batch when several micro-steps are asked for, and what needs a GPU on a machine
@@ -104,8 +130,8 @@ def published_ds_config(script: str, sequences: int, micro_steps: int, shape: Sh
     text, ended, _ = rest.partition("\nEOF")
     if not begun or not ended:
         raise ValueError("the shell script writes no DeepSpeed configuration")
-    config: dict[str, Any] = json.loads(text.replace("$BATCH_SIZE", str(sequences * micro_steps)))
-    config["gradient_accumulation_steps"] = micro_steps
+    config: dict[str, Any] = json.loads(text.replace("$BATCH_SIZE", str(sequences * accumulation)))
+    config["accumulation"] = accumulation
     if not shape.cuda:
         zero = config["zero_optimization"]
         zero["reduce_bucket_size"] = zero["sub_group_size"] = shape.sub_group_size

@@ -43,7 +43,7 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
         output_dir=f"{ground['model']}-trl",
         max_steps=part.steps,
         per_device_train_batch_size=SEQUENCES,
-        gradient_accumulation_steps=part.micro_steps,
+        gradient_accumulation_steps=part.accumulation,
         max_length=shape.sequence_length,
         packing=True,
         packing_strategy="bfd",
@@ -62,16 +62,16 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
     trainer = SFTTrainer(
         model=model,
         args=config,
-        train_dataset=Dataset.from_list(rows * part.micro_steps),
+        train_dataset=Dataset.from_list(rows * part.accumulation),
         processing_class=AutoTokenizer.from_pretrained(ground["tokenizer"]),
         callbacks=[timer],
     )
-    needed = part.steps * part.micro_steps * SEQUENCES
+    needed = part.steps * part.accumulation * SEQUENCES
     if len(trainer.train_dataset) < needed:  # the last step of an epoch has fewer micro-steps, and would be counted wrong
         raise ValueError(f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give more rows")
     counts = _count_tokens(trainer)
     trainer.train()
-    times, micro = timer.times, part.micro_steps
+    times, micro = timer.times, part.accumulation
     tokens = [sum(counts[at : at + micro]) for at in range(0, part.steps * micro, micro)]
     return {
         "steps": [

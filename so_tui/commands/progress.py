@@ -169,7 +169,7 @@ def _evaluated(record: EvaluationRecord) -> str:
 def _step_size(record: StartRecord) -> str:
     if not record.tokens_per_step:
         return ""
-    accumulated = f" in {record.micro_steps} micro-steps" if record.micro_steps > 1 else ""
+    accumulated = f" in {record.gradient_accumulation_steps} micro-steps" if record.gradient_accumulation_steps > 1 else ""
     return f" of {record.tokens_per_step:,} tokens{accumulated}"
 
 

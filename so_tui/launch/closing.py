@@ -8,7 +8,7 @@ from typing import Literal
 Step = Literal["wait", "terminate", "kill"]
 
 EXIT_GRACE_S = 60.0
-"""From the trainer's end record until all its processes have to be gone: page-locked hundreds of GB take a while to be given back."""
+"""From the trainer's end record until all its processes have to be gone: pinned hundreds of GB take a while to be given back."""
 KILL_AFTER_S = 5.0
 """From TERM to KILL. DeepSpeed's launcher alone would wait up to 30 s for each rank."""
 

@@ -19,13 +19,13 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     spec = plan.spec
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.train.micro_batch,
-        "gradient_accumulation_steps": spec.micro_steps,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
         "gradient_clipping": spec.train.gradient_clipping,
         "bf16": {"enabled": True},
         "zero_optimization": _zero_section(plan),
         "wall_clock_breakdown": False,
     }
-    if spec.micro_steps > 1:
+    if spec.gradient_accumulation_steps > 1:
         # bf16 has 8 bits of mantissa: sums over many micro-batches would lose the small gradients.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if plan.mode != "gpu":

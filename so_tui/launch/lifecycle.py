@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from so_tui.launch.checks import quick_checks
-from so_tui.launch.places import Place, Started, ThisMachine
+from so_tui.launch.executors.local import Place, Started, ThisMachine
 from so_tui.launch.preparation import Launch, prepare, visible_machine
 from so_tui.launch.sources import with_absolute_paths
 from so_tui.launch.stopping import DEFAULT_GRACE_S, request_stop

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from so_tui.launch.lifecycle import ensure_supervised, start
 from so_tui.machine.types import Machine
+from so_tui.model.flops import flops_of
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe, model_key
 from so_tui.plan.constants import digest
-from so_tui.plan.flops import flops_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader, read_state
@@ -177,7 +177,7 @@ def settings_of(plan: Plan) -> str:
     """``superoffload 0.90, micro-batch 4 x 4096, full``."""
     spec = plan.spec
     place = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
-    steps = "" if spec.micro_steps == 1 else f" x {spec.micro_steps}"
+    steps = "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
     policy = spec.model.activation_checkpointing
     return f"{place}, micro-batch {spec.train.micro_batch} x {spec.data.sequence_length}{steps}, {policy}"
 

@@ -59,8 +59,8 @@ def _mended_here(spec: RunSpec, site: Site) -> str:
     if spec.model.activation_checkpointing in ("selective", "none") and best(_repeating(spec), site).verdict != "does not fit":
         return "model.activation_checkpointing = full fits here"
     if (smaller := halved_batch(_repeating(spec), site)) is not None:
-        micro_batch, micro_steps = smaller.spec.train.micro_batch, smaller.spec.micro_steps
-        return f"train.micro_batch = {micro_batch} with train.gradient_accumulation = {micro_steps} fits here"
+        micro_batch, gradient_accumulation_steps = smaller.spec.train.micro_batch, smaller.spec.gradient_accumulation_steps
+        return f"train.micro_batch = {micro_batch} with train.gradient_accumulation = {gradient_accumulation_steps} fits here"
     return ""
 
 
@@ -159,7 +159,7 @@ def warnings(spec: RunSpec, site: Site, found: Assessment, *, searched: bool = F
     if offload.mode != "gpu" and site.has_gpu:
         if not searched:
             yield from _ratio(spec, site, found)
-        if offload.ratio and site.speed is not None and site.speed.down_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+        if offload.ratio and site.speed is not None and site.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield "the GPU hangs off PCIe: offloading gains less than over NVLink-C2C"
     if site.gpu_memory_unknown:
         yield "the GPU's memory size is not known: whether it fits there cannot be said"

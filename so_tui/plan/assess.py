@@ -9,10 +9,10 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from so_tui.plan.architecture import architecture
+from so_tui.model.architecture import architecture
+from so_tui.model.flops import flops_for
+from so_tui.model.layout import StateLayout, gpu_numel, state_layout
 from so_tui.plan.calibration import Probe, model_key
-from so_tui.plan.flops import flops_for
-from so_tui.plan.layout import StateLayout, gpu_numel, state_layout
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.refine import refined_step, refined_terms
 from so_tui.plan.site import Site

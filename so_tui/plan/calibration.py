@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan import kept
-from so_tui.plan.constants import Speed, published_speed
+from so_tui.plan.constants import JSON_NAMES, Speed, published_speed
 from so_tui.plan.types import Mode, Workload
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import ModelSpec
@@ -29,7 +29,7 @@ CALIBRATED = "rates calibrated"
 """How the source of rates that were measured begins."""
 
 
-class Rates(Struct, frozen=True, kw_only=True):
+class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """What ``so-tui calibrate`` measured; None where the machine has none of it, or it was not measured."""
 
     measured: str
@@ -38,14 +38,14 @@ class Rates(Struct, frozen=True, kw_only=True):
     """How long measuring took."""
     matrix_flops: float | None = None
     hbm_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
-    up_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    h2d_bytes_per_s: float | None = None
     both_ways_bytes_per_s: tuple[float, float] | None = None
     """Down and up while both go at once."""
     peer_bytes_per_s: float | None = None
-    small_layer_s: float | None = None
+    layer_launch_overhead_s: float | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
-    small_layer_together: tuple[tuple[int, float], ...] = ()
+    layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
     """(ranks, the same where so many wait for each other every 32 of them, about once in a layer of a model)."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
@@ -164,11 +164,11 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     measured: dict[str, Any] = {
         "matrix_flops": rates.matrix_flops,
         "hbm_bytes_per_s": rates.hbm_bytes_per_s,
-        "down_bytes_per_s": rates.down_bytes_per_s,
-        "up_bytes_per_s": rates.up_bytes_per_s,
+        "d2h_bytes_per_s": rates.d2h_bytes_per_s,
+        "h2d_bytes_per_s": rates.h2d_bytes_per_s,
         "peer_bytes_per_s": rates.peer_bytes_per_s,
-        "small_layer_s": rates.small_layer_s,
-        "small_layer_together": rates.small_layer_together,
+        "layer_launch_overhead_s": rates.layer_launch_overhead_s,
+        "layer_launch_overhead_by_ranks": rates.layer_launch_overhead_by_ranks,
         "adam": rates.adam or None,
         "adam_together": rates.adam_together,
         "node_bytes_per_s": slowest,
@@ -179,7 +179,7 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     source = f"{CALIBRATED} {where} on {rates.measured[:10]}"
     if published is None:
         # One GPU has no peer; where more machines like it are imagined, memory alone counts.
-        return None if missing else Speed(**{"peer_bytes_per_s": own["up_bytes_per_s"]} | own, source=source)
+        return None if missing else Speed(**{"peer_bytes_per_s": own["h2d_bytes_per_s"]} | own, source=source)
     if missing:
         source += f", the rest {published.source}"
     return replace(Speed(**{name: getattr(published, name) for name in Speed.__struct_fields__}), **own, source=source)

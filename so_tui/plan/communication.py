@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
-from so_tui.plan.architecture import Architecture
+from so_tui.model.architecture import Architecture
+from so_tui.model.layout import StateLayout, partition_numel
 from so_tui.plan.constants import constants
-from so_tui.plan.layout import StateLayout, partition_numel
 from so_tui.plan.terms import count, own_engine
 from so_tui.plan.types import MemoryTerm, Place
 from so_tui.spec.types import ParameterBlock, RunSpec
@@ -49,7 +49,7 @@ def live_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
     return max(2 * largest_block(blocks), GATHERED_AHEAD)
 
 
-def lead_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
+def run_ahead_parameters(blocks: tuple[ParameterBlock, ...]) -> int:
     """Parameters by which the host may be ahead of the GPU. What it has passed is gathered until the GPU has passed it too."""
     return max(largest_block(blocks), GATHERED_AHEAD)
 
@@ -64,7 +64,7 @@ def communication_terms(spec: RunSpec, layout: StateLayout, gpu: Place) -> Itera
             "small parameters kept whole", gpu, 2 * small, "exact", f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
         )
         # Several parameters arrive in one flat piece, from which each is copied; the embedding and the head too.
-        lead = lead_parameters(spec.model.parameters)
+        lead = run_ahead_parameters(spec.model.parameters)
         live = min(layout.parameters, lead + max(live_parameters(spec.model.parameters) + layer, 2 * layout.largest_parameter))
         yield MemoryTerm("gathered parameters", gpu, 2 * live, "estimate", f"2 B x {count(live)} (ahead, in use, and being copied)")
         pools = constants().memory.stream_pool_share
@@ -87,7 +87,7 @@ def _reduced(spec: RunSpec, layout: StateLayout, gpu: Place) -> MemoryTerm:
     bucket = min(reduce_bucket_size(spec), layout.parameters)
     in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
     copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
-    cast = 4 * partition_numel(bucket, layout.ranks) if spec.micro_steps > 1 and not own_engine(spec) else 0
+    cast = 4 * partition_numel(bucket, layout.ranks) if spec.gradient_accumulation_steps > 1 and not own_engine(spec) else 0
     formula = f"{copies} x 2 B x {count(bucket)}" + (f" + 4 B x {count(partition_numel(bucket, layout.ranks))}" if cast else "")
     norm = 0
     if spec.offload.mode == "zerooffload" and layout.cpu_numel:
@@ -113,7 +113,7 @@ def gradients_waiting_bytes(spec: RunSpec, layout: StateLayout, shape: Architect
         ahead, freed = 1, working / 2
     numel = min(layout.parameters, ahead * bucket)
     if layout.ranks > 1:
-        numel = min(numel, lead_parameters(spec.model.parameters) + bucket)
+        numel = min(numel, run_ahead_parameters(spec.model.parameters) + bucket)
     layers_done = min(shape.layers, numel / block) if block else 0
     return max(0, int(2 * numel - layers_done * layer_bytes - freed))
 

@@ -58,7 +58,16 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     """What the allocator cannot use, as a share of what comes and goes within a layer."""
 
 
-class StepConstants(Struct, frozen=True, kw_only=True):
+_STEP_JSON_NAMES = {
+    "forward_launches_per_layer": "forward_small_layers",
+    "backward_launches_per_layer": "backward_small_layers",
+    "all_gather_launches_per_layer": "gather_small_layers",
+    "all_gather_share": "gather_share",
+    "weight_copy_latency_s": "landing_s",
+}
+
+
+class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     """How the trainer uses the hardware. Seconds, shares of the hardware's own rates, and bytes of host memory traffic per parameter."""
 
     provenance: str
@@ -71,17 +80,17 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     """Memory rate of norms, activations and residuals over that of a bare copy."""
     loss_bytes_per_logit: float
     """GPU memory traffic of the loss."""
-    forward_small_layers: float
-    """Python, hooks and kernel launches of one layer, as a multiple of ``Speed.small_layer_s``: the floor for models too small to keep a
-    GPU busy."""
-    backward_small_layers: float
+    forward_launches_per_layer: float
+    """Python, hooks and kernel launches of one layer, as a multiple of ``Speed.layer_launch_overhead_s``: the floor for
+    models too small to keep a GPU busy."""
+    backward_launches_per_layer: float
     data_s: float
     """Per micro-step."""
     other_s: float
     """Per optimizer step: records, control, schedule."""
-    gather_small_layers: float
+    all_gather_launches_per_layer: float
     """What Python needs beside it to gather a layer from several ranks and to give it back, in each direction."""
-    gather_share: float
+    all_gather_share: float
     """What a ZeRO-3 pass over the weights adds to what the GPU computes beside it, as a share of what it takes alone, over NVLink."""
     gpu_step_bytes_per_parameter: float
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
@@ -91,7 +100,7 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     """CPU Adam's rate where clipping puts all of it beside the forward that waits for its weights, over its rate alone."""
     norm_s: float
     """From the end of backward until the Adam worker starts, where clipping makes it wait for the norm."""
-    landing_s: float
+    weight_copy_latency_s: float
     """From the end of a sub-group's Adam until its weights begin to travel."""
     zerooffload_copies: float
     """What Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
@@ -102,19 +111,28 @@ class StepConstants(Struct, frozen=True, kw_only=True):
     deepspeed_clipped_step_bytes: float
 
 
-class Speed(Struct, frozen=True, kw_only=True):
+JSON_NAMES = {
+    "d2h_bytes_per_s": "down_bytes_per_s",
+    "h2d_bytes_per_s": "up_bytes_per_s",
+    "layer_launch_overhead_s": "small_layer_s",
+    "layer_launch_overhead_by_ranks": "small_layer_together",
+}
+"""Names of hardware rates in files, which stay readable across versions."""
+
+
+class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """Rates of one machine, or one kind of machine; per GPU unless they say otherwise."""
 
     matrix_flops: float
     """FLOP/s of bare bf16 matrix products of a model's shapes."""
     hbm_bytes_per_s: float
     """Bytes read and written in a copy within the GPU's memory."""
-    down_bytes_per_s: float
-    """GPU memory to page-locked host memory."""
-    up_bytes_per_s: float
+    d2h_bytes_per_s: float
+    """GPU memory to pinned host memory."""
+    h2d_bytes_per_s: float
     peer_bytes_per_s: float
     """One GPU to the others, each way."""
-    small_layer_s: float
+    layer_launch_overhead_s: float
     """Host time of a small layer's forward and backward: how fast Python, hooks and launches are."""
     adam: tuple[tuple[int, float], ...]
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
@@ -122,15 +140,15 @@ class Speed(Struct, frozen=True, kw_only=True):
     """The most that a NUMA node's memory gives, with however many cores."""
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, what Adam of each moves) where so many share a node, its cores and its memory; ascending."""
-    small_layer_together: tuple[tuple[int, float], ...] = ()
-    """(ranks, ``small_layer_s`` where so many wait for each other about once in a layer of a model), ascending: the slowest core's time is
-    everyone's."""
+    layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
+    """(ranks, ``layer_launch_overhead_s`` where so many wait for each other about once in a layer of a model), ascending: the slowest
+    core's time is everyone's."""
     source: str
     """Where the figures come from, for people."""
 
-    def small_layer_of(self, ranks: int) -> float:
+    def layer_launch_overhead_of(self, ranks: int) -> float:
         """Host time of a small layer where ``ranks`` gather weights together. More than were measured take no less time than those."""
-        return max([self.small_layer_s, *(seconds for count, seconds in self.small_layer_together if count <= ranks)])
+        return max([self.layer_launch_overhead_s, *(seconds for count, seconds in self.layer_launch_overhead_by_ranks if count <= ranks)])
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
         """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node.
@@ -143,7 +161,7 @@ class Speed(Struct, frozen=True, kw_only=True):
         return min(_interpolated(self.adam, cores), self.node_bytes_per_s / ranks_per_node, *measured)
 
 
-class Kind(Speed, frozen=True, kw_only=True):
+class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
     """The figures of a kind of machine, found by its GPU's product name."""
 
     pattern: str

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from so_tui.plan.activations import Policy, policy_of
+from so_tui.model.activations import Policy, policy_of
 from so_tui.plan.assess import Assessment, assess, in_mode
 from so_tui.plan.search import fastest, rate, runner_up, with_micro_batch, with_policy
 from so_tui.plan.site import Site
@@ -62,7 +62,7 @@ def larger_steps(given: RunSpec, site: Site, chosen: Assessment) -> Iterator[str
     larger, _ = fastest(_with_more_tokens(given), site)
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTH_SAYING * rate(chosen):
         return
-    tokens = given.data.sequence_length * site.ranks * larger.spec.micro_steps * larger.spec.train.micro_batch
+    tokens = given.data.sequence_length * site.ranks * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
     key = "train.tokens_per_step" if given.train.tokens_per_step else "train.gradient_accumulation"
     value = larger.spec.train.tokens_per_step or given.train.gradient_accumulation * _MORE
     yield (
@@ -125,7 +125,7 @@ def _batch(given: RunSpec, site: Site, chosen: Assessment) -> str:
     train = chosen.spec.train
     mode: Mode = "gpu" if chosen.spec.offload.mode == "gpu" else "superoffload"
     before = assess(in_mode(with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio), site)
-    text = f"micro-batch {train.micro_batch} with accumulation {chosen.spec.micro_steps} keeps the tokens of a step"
+    text = f"micro-batch {train.micro_batch} with accumulation {chosen.spec.gradient_accumulation_steps} keeps the tokens of a step"
     if before.shortages:
         return f"{text}; with micro-batch {given.train.micro_batch} {in_words(before.shortages[0])}"
     return f"{text}; micro-batch {given.train.micro_batch} would be {slower(chosen, before)}" if rate(before) else text

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
+from so_tui.model.layout import StateLayout, state_layout
 from so_tui.plan.constants import constants
-from so_tui.plan.layout import StateLayout, state_layout
 from so_tui.plan.terms import count, own_engine, power_of_two
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec.types import RunSpec
@@ -17,8 +17,8 @@ STATE_BYTES = 12
 LOADING = "loading, beyond what comes later"
 SAVING = "saving, one array at a time"
 GRADIENT_PARTITION = "gradient partition"
-ROUNDING = "rounding of page-locked blocks"
-KEPT_BLOCKS = "page-locked blocks that torch keeps"
+ROUNDING = "rounding of pinned blocks"
+KEPT_BLOCKS = "pinned blocks that torch keeps"
 LIBRARIES = "libraries of the training processes"
 """Once a host: all its ranks map the same files."""
 NCCL_ON_HOST = "NCCL on the host"
@@ -45,13 +45,13 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     partition = sum(entry.bytes for entry in node if entry.name == GRADIENT_PARTITION)
     later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
     names = {entry.name for entry in node}
-    locks = partition and LIBRARIES in names  # without CUDA nothing is copied into page-locked memory
+    locks = partition and LIBRARIES in names  # without CUDA nothing is copied into pinned memory
     making = gradient_blocks(state_layout(spec, ranks), partition, ROUNDING in names).making if locks else 0
     return making * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
 
 
 class GradientBlocks(Struct, frozen=True, kw_only=True):
-    """Bytes beside one rank's gradients for DeepSpeed's optimizers and its gradient partition, all in page-locked blocks."""
+    """Bytes beside one rank's gradients for DeepSpeed's optimizers and its gradient partition, all in pinned blocks."""
 
     making: int
     """The most that making them needs for a moment, beyond all blocks that stay."""
@@ -62,7 +62,7 @@ class GradientBlocks(Struct, frozen=True, kw_only=True):
 def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> GradientBlocks:
     """How DeepSpeed's optimizers make their gradients (``stage3.py`` of 0.19.8).
 
-    Each block is made in ordinary memory and then copied into page-locked memory: sub-group by sub-group in fp32, beside a buffer as large
+    Each block is made in ordinary memory and then copied into pinned memory: sub-group by sub-group in fp32, beside a buffer as large
     as the largest of them, and at last the partition. Where a sub-group's gradients go on to the GPU, torch keeps the block for the next
     one of its size.
     """
@@ -101,9 +101,7 @@ def host_terms(
     elif spec.offload.mode == "superoffload":
         yield MemoryTerm("Adam worker", "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
         scratch = 4 * layout.largest_sub_group
-        yield MemoryTerm(
-            "gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {count(layout.largest_sub_group)}, page-locked"
-        )
+        yield MemoryTerm("gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {count(layout.largest_sub_group)}, pinned")
         if pinned_rounded:
             lost = power_of_two(scratch) - scratch
             yield MemoryTerm("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
@@ -132,7 +130,7 @@ def _loading(layout: StateLayout, later: Mapping[str, int], making: int, process
         less = ", less what its process has only later" if process_later else ""
         formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU{less}"
         if gradients > weights:
-            formula = "gradients on their way into page-locked memory, less the moments that come after them"
+            formula = "gradients on their way into pinned memory, less the moments that come after them"
         yield MemoryTerm(LOADING, "node", max(weights, gradients), "estimate", formula)
 
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from so_tui.plan.activations import block_bytes, fused_kernels, kept_bytes, policy_of, score_bytes
-from so_tui.plan.architecture import Architecture
+from so_tui.model.activations import block_bytes, fused_kernels, kept_bytes, policy_of, score_bytes
+from so_tui.model.architecture import Architecture
+from so_tui.model.layout import StateLayout
+from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
 from so_tui.plan.constants import constants
 from so_tui.plan.host_memory import GRADIENT_PARTITION, ROUNDING, disk_terms, host_terms, shared_terms
-from so_tui.plan.layout import StateLayout
-from so_tui.plan.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.plan.terms import count, own_engine, power_of_two
 from so_tui.plan.types import MemoryTerm, Phase, Place
 from so_tui.spec.types import ParameterBlock, RunSpec
@@ -38,7 +38,7 @@ def memory_terms(
     """The terms of the peak, for a spec whose mode is decided. ``local_ranks`` share this host; ``layout.ranks`` may be more.
 
     Without a GPU, what would be its memory is the host's: those terms get the place ``node``. ``pinned_rounded``: whether torch rounds
-    page-locked blocks up to powers of two (before 2.13).
+    pinned blocks up to powers of two (before 2.13).
     """
     terms = all_terms(spec, layout, shape, has_gpu=has_gpu, local_ranks=local_ranks, pinned_rounded=pinned_rounded)
     fullest = {place: _fullest(terms, place) for place in ("gpu", "node")}
@@ -74,7 +74,7 @@ def all_terms(
 
 def gradient_buffer_bytes(spec: RunSpec) -> int:
     """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over several micro-batches."""
-    return 4 if spec.micro_steps > 1 else 2
+    return 4 if spec.gradient_accumulation_steps > 1 else 2
 
 
 def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool) -> Iterator[MemoryTerm]:
@@ -82,7 +82,7 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool
     buffer = gradient_buffer_bytes(spec)
     yield MemoryTerm("weights", gpu, layout.weights_bytes, "exact", f"2 B x {count(whole)} parameters (bf16)")
     if spec.offload.mode == "gpu":
-        yield MemoryTerm("masters", gpu, layout.masters_bytes("gpu"), "exact", f"4 B x {count(kept)} (fp32 weights)")
+        yield MemoryTerm("masters", gpu, layout.master_weights_bytes("gpu"), "exact", f"4 B x {count(kept)} (fp32 weights)")
         yield MemoryTerm("moments", gpu, layout.moments_bytes("gpu"), "exact", f"8 B x {count(kept)} (two fp32 moments)")
         yield MemoryTerm("gradients", gpu, buffer * whole, "exact", f"{buffer} B x {count(whole)}")
         largest = layout.largest_sub_group
@@ -90,16 +90,16 @@ def _states(spec: RunSpec, layout: StateLayout, gpu: Place, pinned_rounded: bool
         return
     if kept:
         yield MemoryTerm("states kept on the GPU", gpu, 16 * kept, "exact", f"16 B x {count(kept)} (fp32 weights, gradients, two moments)")
-    yield MemoryTerm("masters", "node", layout.masters_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32 weights)")
+    yield MemoryTerm("masters", "node", layout.master_weights_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32 weights)")
     if own_engine(spec):
         yield MemoryTerm("exchange with the GPU", "node", 2 * moved, "exact", f"2 B x {count(moved)} (bf16 gradients, then weights)")
-        if spec.micro_steps > 1:
+        if spec.gradient_accumulation_steps > 1:
             yield MemoryTerm("accumulated gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32)")
     else:
-        yield MemoryTerm("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32), page-locked")
+        yield MemoryTerm("gradients", "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32), pinned")
     yield MemoryTerm("moments", "node", layout.moments_bytes("cpu"), "exact", f"8 B x {count(moved)} (two fp32 moments)")
     if not own_engine(spec):
-        yield MemoryTerm(GRADIENT_PARTITION, "node", buffer * whole, "exact", f"{buffer} B x {count(whole)}, page-locked, of any ratio")
+        yield MemoryTerm(GRADIENT_PARTITION, "node", buffer * whole, "exact", f"{buffer} B x {count(whole)}, pinned, of any ratio")
         if pinned_rounded:
             pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [buffer * whole]
             lost = sum(power_of_two(piece) - piece for piece in pieces)
@@ -170,7 +170,7 @@ def _gpu_overhead(spec: RunSpec, layout: StateLayout, moving: Sequence[MemoryTer
     if layout.ranks > 1:
         yield MemoryTerm("NCCL buffers", "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
     if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
-        formula = "page-locked memory of each rank's worker opens a context on the first GPU"
+        formula = "pinned memory of each rank's worker opens a context on the first GPU"
         yield MemoryTerm("context of the Adam worker", "gpu", memory.second_context_bytes * layout.ranks, "calibrated", formula)
     changing = max(phase_bytes([term for term in moving if term.name not in KEPT], "gpu").values(), default=0)
     formula = f"{memory.slack_share:.1%} of what comes and goes within a layer"

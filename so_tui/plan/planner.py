@@ -13,14 +13,14 @@ import msgspec
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan.activations import policy_of
+from so_tui.model.activations import policy_of
+from so_tui.model.architecture import architecture
+from so_tui.model.flops import flops_of, idle_parameters, model_flops
+from so_tui.model.layout import state_layout
 from so_tui.plan.advice import impossible, remedies, roomier, warnings
-from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import Assessment, assess, in_mode, mode_without_gpu
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.explain import REPEATS, explained, larger_steps
-from so_tui.plan.flops import flops_of, idle_parameters, model_flops
-from so_tui.plan.layout import state_layout
 from so_tui.plan.memory import OUTSIDE_ALLOCATOR
 from so_tui.plan.search import ALIKE, fastest, fastest_policy, rate, with_fitting_cores, with_policy
 from so_tui.plan.site import Gpus, Site, bindings, other_site, rank_counts, site_of
@@ -134,7 +134,7 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
         "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
         "model.activation_checkpointing": spec.model.activation_checkpointing,
         "train.micro_batch": spec.train.micro_batch,
-        "train.gradient_accumulation": spec.micro_steps,
+        "train.gradient_accumulation": spec.gradient_accumulation_steps,
     }
 
 
@@ -181,7 +181,7 @@ def _plan(spec: RunSpec, site: Site, found: Assessment, choices: Sequence[str], 
     offload = found.spec.offload
     blocked = (*impossible(spec, site.machine), *((site.problem,) if site.problem else ()))
     fits = not blocked and found.verdict != "does not fit"
-    sequences = site.ranks * spec.train.micro_batch * spec.micro_steps
+    sequences = site.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps
     tokens = sequences * spec.data.sequence_length
     mends = tuple(remedies(spec, site, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
     step = None if blocked else found.step
@@ -222,8 +222,9 @@ def _accumulation(spec: RunSpec) -> Iterator[str]:
     """What became of a target of tokens per optimizer step, rounding included."""
     if target := spec.train.tokens_per_step:
         once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
-        reached = spec.micro_steps * once
-        yield f"accumulation {spec.micro_steps} comes nearest to {target:,} tokens a step: {reached:,}, {once:,} in each micro-step"
+        reached = spec.gradient_accumulation_steps * once
+        accumulation = spec.gradient_accumulation_steps
+        yield f"accumulation {accumulation} comes nearest to {target:,} tokens a step: {reached:,}, {once:,} in each micro-step"
 
 
 def _source(found: Assessment, site: Site) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.plan.architecture import architecture
-from so_tui.plan.layout import state_layout
+from so_tui.model.architecture import architecture
+from so_tui.model.layout import state_layout
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.types import Place
 from so_tui.plan.verdict import gib
@@ -67,7 +67,7 @@ def _smaller_batch(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         return
     accumulation = spec.train.gradient_accumulation * (1 if spec.train.tokens_per_step else 2)
     changed = replace(spec, train=replace(spec.train, micro_batch=smaller, gradient_accumulation=accumulation))
-    kept = "" if spec.train.tokens_per_step else f" with train.gradient_accumulation {changed.micro_steps}"
+    kept = "" if spec.train.tokens_per_step else f" with train.gradient_accumulation {changed.gradient_accumulation_steps}"
     yield f"train.micro_batch {spec.train.micro_batch} -> {smaller}{kept}", changed
 
 
@@ -102,6 +102,6 @@ def _less_offloaded(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 def _accumulated_nowhere(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     """The sum of the gradients over micro-steps lies on the host."""
-    if spec.offload.mode != "gpu" and spec.micro_steps > 1:
+    if spec.offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
         changed = replace(spec, train=replace(spec.train, gradient_accumulation=1, tokens_per_step=0))
         yield "train.gradient_accumulation 1", changed

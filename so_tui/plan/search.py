@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from so_tui.plan.activations import POLICIES, Policy
+from so_tui.model.activations import POLICIES, Policy
 from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio, states_fit, step_of
 from so_tui.plan.site import Site, other_site
 from so_tui.plan.types import Verdict
@@ -43,7 +43,7 @@ def fastest(spec: RunSpec, site: Site, *, ranks: int | None = None) -> tuple[Ass
 
 def rate(found: Assessment) -> float:
     """Sequences per second of one rank; 0 where no speed is known."""
-    return found.spec.train.micro_batch * found.spec.micro_steps / found.step.total_s if found.step else 0.0
+    return found.spec.train.micro_batch * found.spec.gradient_accumulation_steps / found.step.total_s if found.step else 0.0
 
 
 def runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
@@ -84,7 +84,7 @@ def policies(spec: RunSpec, site: Site) -> tuple[Policy, ...]:
 def micro_batches(spec: RunSpec) -> tuple[int, ...]:
     """Micro-batches, ascending, that cut the same optimizer step (nearly, where it is a target) into whole micro-steps."""
     train = spec.train
-    sequences = train.micro_batch * spec.micro_steps
+    sequences = train.micro_batch * spec.gradient_accumulation_steps
     if train.tokens_per_step:
         most = train.tokens_per_step / (spec.data.sequence_length * spec.ranks)
         return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))

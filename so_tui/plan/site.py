@@ -19,7 +19,7 @@ from so_tui.spec.errors import InputError
 Gpus = int | tuple[int, ...]
 
 ROUNDS_NO_MORE = (2, 13)
-"""The first torch that can be told not to round page-locked memory, which the launcher does."""
+"""The first torch that can be told not to round pinned memory, which the launcher does."""
 
 
 class Site(Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Site(Struct, frozen=True, kw_only=True):
     known: Calibration | None
     """All that was measured of the machine."""
     pinned_rounded: bool
-    """Whether torch rounds page-locked memory up to powers of two; assumed where its version is not known."""
+    """Whether torch rounds pinned memory up to powers of two; assumed where its version is not known."""
     workload: Workload | None = None
     """What is known of the data that is to be trained on."""
     problem: str

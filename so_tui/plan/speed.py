@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from so_tui.plan.activations import elementwise_bytes, fused_kernels, policy_of
-from so_tui.plan.architecture import Architecture
+from so_tui.model.activations import elementwise_bytes, fused_kernels, policy_of
+from so_tui.model.architecture import Architecture
+from so_tui.model.flops import Flops
+from so_tui.model.layout import Span, StateLayout, compute_spans
+from so_tui.model.loss import recomputed_logits
 from so_tui.plan.constants import Speed, StepConstants, constants
-from so_tui.plan.flops import Flops
-from so_tui.plan.layout import Span, StateLayout, compute_spans
-from so_tui.plan.loss import recomputed_logits
 from so_tui.plan.memory import gradient_buffer_bytes
 from so_tui.plan.terms import own_engine
 from so_tui.plan.types import StepTime, Workload
@@ -61,12 +61,12 @@ def step_time(
     forward, backward = once.forward_s, once.backward_s
     host_rate = speed.adam_bytes_per_s(adam_cores, ranks_per_node)
     alone = speed.adam_bytes_per_s(adam_cores, 1)
-    micro_steps = spec.micro_steps
+    gradient_accumulation_steps = spec.gradient_accumulation_steps
     return StepTime(
-        forward_s=micro_steps * forward,
-        backward_s=micro_steps * backward + _backward_extra_s(spec, layout, speed, use, host_rate, once),
+        forward_s=gradient_accumulation_steps * forward,
+        backward_s=gradient_accumulation_steps * backward + _backward_extra_s(spec, layout, speed, use, host_rate, once),
         exposed_optimizer_s=_exposed_s(spec, layout, speed, use, host_rate, alone, forward, backward),
-        data_s=micro_steps * use.data_s + use.other_s,
+        data_s=gradient_accumulation_steps * use.data_s + use.other_s,
     )
 
 
@@ -94,14 +94,14 @@ def compute_pass(
     expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unkept else 0.0
     policy = policy_of(spec.model)
     repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}[policy]
-    small_layers_s = shape.layers * speed.small_layer_of(ranks)
-    gathering = use.gather_small_layers if ranks > 1 else 0.0
+    small_layers_s = shape.layers * speed.layer_launch_overhead_of(ranks)
+    gathering = use.all_gather_launches_per_layer if ranks > 1 else 0.0
     once = products + elementwise
     # Selective recomputing goes through all of a layer's Python too, and skips its products.
-    again_layers = 0.0 if policy == "none" else use.forward_small_layers
-    forward = max(once + use.gather_share * gather_s, gather_s, (use.forward_small_layers + gathering) * small_layers_s)
-    python = (use.backward_small_layers + again_layers + gathering) * small_layers_s
-    backward = max(2 * once + repeated + 2 * use.gather_share * gather_s, 2 * gather_s, python)
+    again_layers = 0.0 if policy == "none" else use.forward_launches_per_layer
+    forward = max(once + use.all_gather_share * gather_s, gather_s, (use.forward_launches_per_layer + gathering) * small_layers_s)
+    python = (use.backward_launches_per_layer + again_layers + gathering) * small_layers_s
+    backward = max(2 * once + repeated + 2 * use.all_gather_share * gather_s, 2 * gather_s, python)
     return Pass(forward_s=forward + loss, backward_s=backward, backward_python_s=python)
 
 
@@ -119,17 +119,17 @@ def _backward_extra_s(spec: RunSpec, layout: StateLayout, speed: Speed, use: Ste
     """
     if spec.offload.mode == "gpu" or not layout.cpu_numel:
         return 0.0
-    further = spec.micro_steps - 1
+    further = spec.gradient_accumulation_steps - 1
     if own_engine(spec):
-        copies = 2 * layout.cpu_numel / speed.down_bytes_per_s
+        copies = 2 * layout.cpu_numel / speed.d2h_bytes_per_s
         adding = ACCUMULATE_BYTES * layout.cpu_numel / host_rate
         return further * max(0.0, copies + adding - once.forward_s - once.backward_s)
     buffer = gradient_buffer_bytes(spec) * layout.numel
-    further_s = further * buffer * (1 / speed.down_bytes_per_s + 1 / speed.up_bytes_per_s)
+    further_s = further * buffer * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
     if spec.offload.mode == "zerooffload":
         # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer: two copies over the bus, one after the other.
         # Python waits for them, and the GPU meanwhile computes what it was given before.
-        copies_s = use.zerooffload_copies * (buffer + 4 * layout.cpu_numel) / speed.down_bytes_per_s
+        copies_s = use.zerooffload_copies * (buffer + 4 * layout.cpu_numel) / speed.d2h_bytes_per_s
         return max(0.0, once.backward_python_s + copies_s - once.backward_s) + further_s
     return use.deepspeed_backward_bytes * layout.cpu_numel / host_rate + further_s
 
@@ -160,7 +160,7 @@ def _exposed_s(
     if not own_engine(spec):
         step_bytes = use.deepspeed_clipped_step_bytes if clipped else use.deepspeed_step_bytes
         return on_gpu + step_bytes * layout.cpu_numel / host_rate
-    accumulated = spec.micro_steps > 1
+    accumulated = spec.gradient_accumulation_steps > 1
     # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
     beside = min(use.clipped_adam_share * alone, host_rate) if clipped else host_rate
     adam_rate = beside / (ADAM_BYTES + (4 if accumulated else 0))
@@ -169,14 +169,16 @@ def _exposed_s(
     start = use.norm_s + (ACCUMULATE_BYTES * groups[0][1] / host_rate if accumulated else 0.0)
     # The GPU steps what is its own while the worker steps the rest.
     begin = on_gpu + (start if clipped else 0.0)
-    return begin + landing_wait_s(groups, adam_rate, speed, use.landing_s, begin, forward_s, backward_s, start if clipped else None)
+    return begin + weight_wait_s(
+        groups, adam_rate, speed, use.weight_copy_latency_s, begin, forward_s, backward_s, start if clipped else None
+    )
 
 
-def landing_wait_s(
+def weight_wait_s(
     groups: Sequence[tuple[Span, int]],
     adam_rate: float,
     speed: Speed,
-    landing_s: float,
+    weight_copy_latency_s: float,
     begin_s: float,
     forward_s: float,
     backward_s: float,
@@ -190,7 +192,7 @@ def landing_wait_s(
     """
     if start_s is None:
         queue = [
-            (-begin * backward_s + 2 * numel / speed.down_bytes_per_s, begin, numel)
+            (-begin * backward_s + 2 * numel / speed.d2h_bytes_per_s, begin, numel)
             for (begin, _), numel in sorted(groups, key=lambda group: -group[0][0])
         ]
     else:
@@ -199,7 +201,7 @@ def landing_wait_s(
     landed = []
     for ready, begin, numel in queue:
         worker = max(worker, ready) + numel / adam_rate
-        link = max(link, worker + landing_s) + 2 * numel / speed.up_bytes_per_s
+        link = max(link, worker + weight_copy_latency_s) + 2 * numel / speed.h2d_bytes_per_s
         landed.append((begin, link))
     waited = 0.0
     for begin, at in sorted(landed):

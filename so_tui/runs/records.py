@@ -33,7 +33,7 @@ class StartRecord(Record, frozen=True, kw_only=True):
     ranks: int
     total_steps: int
     parameters: int
-    micro_steps: int = 0
+    gradient_accumulation_steps: int = 0
     """Micro-steps of an optimizer step, where ``train.tokens_per_step`` may have chosen them; 0 in records of older versions."""
     tokens_per_step: int = 0
     """Sequence positions of an optimizer step, all ranks."""

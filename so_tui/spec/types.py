@@ -317,7 +317,7 @@ class RunSpec(Spec, frozen=True, kw_only=True):
         return self.gpus if isinstance(self.gpus, int) else len(self.gpus)
 
     @property
-    def micro_steps(self) -> int:
+    def gradient_accumulation_steps(self) -> int:
         """Micro-steps per optimizer step: as given, or the nearest to ``train.tokens_per_step``, at least one."""
         if not self.train.tokens_per_step:
             return self.train.gradient_accumulation

@@ -32,8 +32,8 @@ def advice(path: str, plan: Plan | None, machine: Machine | None, given_mode: st
     if path == "offload.mode" and plan.spec.offload.mode != given_mode:
         return f"→ {plan.mode}"
     if path == "train.gradient_accumulation":
-        micro_steps = f"{plan.spec.micro_steps} " if plan.spec.train.tokens_per_step else ""
-        return f"{micro_steps}= {thousands(plan.tokens_per_step)} tokens"
+        gradient_accumulation_steps = f"{plan.spec.gradient_accumulation_steps} " if plan.spec.train.tokens_per_step else ""
+        return f"{gradient_accumulation_steps}= {thousands(plan.tokens_per_step)} tokens"
     if path == LENGTH and plan.spec.train.steps:
         return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
     if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:

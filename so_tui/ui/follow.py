@@ -122,7 +122,7 @@ class Snapshot:
             return closer.line(metric, role, len(closer))
         return self.whole.line(metric, role, self.length)
 
-    def recent_mean(self, name: str) -> float:
+    def recent_median(self, name: str) -> float:
         """Median over the newest steps of a field of the step record; NaN where none has it."""
         values = [value for record in self.recent if (value := getattr(record, name)) is not None]
         return statistics.median(values) if values else math.nan

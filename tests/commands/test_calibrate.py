@@ -16,7 +16,7 @@ from so_tui.machine import inspect_machine
 from so_tui.spec import SoTuiError
 from so_tui_trainer.tools import calibrate
 from so_tui_trainer.tools.calibrate import rank_counts
-from tests.plan.machines import x86
+from tests.support.machines import x86
 
 
 def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

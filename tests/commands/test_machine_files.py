@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from so_tui.cli import main
 from so_tui.machine import inspect_machine, load_machine
 from so_tui.plan import make_plan, plan_table
 from so_tui.spec import find_preset, load_catalog
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "machine"))
-import sysroots
+from tests.support import sysroots
 
 HOSTS = {name: host for name, host in vars(sysroots).items() if isinstance(host, sysroots.Host)}
 HOSTS |= {"FAKE_NUMA_4": sysroots.fake_numa(4)}

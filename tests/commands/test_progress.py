@@ -13,7 +13,7 @@ import pytest
 from so_tui.runs import MetricsWriter, RunDirectory, control, create_run, read_state, write_state
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import find_preset
-from tests.records import step_record
+from tests.support.records import step_record
 
 FOLLOW = (
     "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # whatever started the tests (nohup) ignores it

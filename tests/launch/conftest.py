@@ -17,7 +17,7 @@ from so_tui.machine import Machine, inspect_machine
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec, find_preset
-from tests.python_path import python_path
+from tests.support.python_path import python_path
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer"
 Until = Callable[[RunState], bool]

@@ -15,8 +15,8 @@ from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
 from so_tui.spec.types import TrackingSpec
-from tests.launch.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
-from tests.python_path import python_path
+from tests.support.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
+from tests.support.python_path import python_path
 
 
 def fields_refused(spec: RunSpec) -> list[str]:

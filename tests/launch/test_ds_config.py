@@ -6,7 +6,7 @@ import pytest
 from so_tui.launch.ds_config import ds_config
 from so_tui.spec import find_preset
 from so_tui.spec.types import OffloadSpec, TrainSpec
-from tests.launch.plans import plan_of, spec_of
+from tests.support.plans import plan_of, spec_of
 
 
 def test_superoffload_with_our_engine() -> None:

@@ -7,7 +7,7 @@ import pytest
 from so_tui.launch import environment
 from so_tui.machine.types import Machine, Software
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec
-from tests.launch.plans import cpu_machine, plan_of, quad_gh200, spec_of
+from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
 ALLOCATOR_2_13 = "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
 NODE = tuple(range(72))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch import start
-from so_tui.launch.places import Started
+from so_tui.launch.executors.local import Started
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, control, read_state, write_state
 from so_tui.runs.liveness import identify

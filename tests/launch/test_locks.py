@@ -14,7 +14,7 @@ from so_tui.launch import locks
 from so_tui.launch.checks import quick_checks
 from so_tui.runs import create_run, new_attempt, read_state
 from so_tui.spec import Refused
-from tests.launch.plans import plan_of, quad_gh200, spec_of
+from tests.support.plans import plan_of, quad_gh200, spec_of
 
 ME = locks.Holder(run="/runs/mine", pid=os.getpid())
 

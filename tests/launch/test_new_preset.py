@@ -95,7 +95,7 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
 def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     from sys import path
 
-    path.insert(0, str(Path(__file__).parents[1] / "plan"))
+    path.insert(0, str(Path(__file__).parents[1] / "support"))
     from machines import superchips
 
     model = folder(tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED)

@@ -11,7 +11,7 @@ from so_tui.launch.command import argv
 from so_tui.launch.preparation import visible_machine
 from so_tui.machine.types import Gpu, Software
 from so_tui.spec import OffloadSpec, Refused, RunSpec, find_preset
-from tests.launch.plans import cpu_machine, plan_of, quad_gh200, spec_of
+from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,15 @@ from msgspec.structs import replace
 from so_tui.cli import main
 from so_tui.launch.probe import compared, measured_of, predicted_of, probe_spec, settings_of, workload_of
 from so_tui.machine.types import Gpu, Machine
+from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe
-from so_tui.plan.flops import flops_of, model_flops
 from so_tui.plan.types import Workload
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
 from so_tui.runs.records import PhaseRecord, Sample
 from so_tui.spec import find_preset, with_values
-from tests.records import step_record
-
-from .plans import cpu_machine
+from tests.support.plans import cpu_machine
+from tests.support.records import step_record
 
 SPEC = with_values(find_preset("qwen3-4b-random").spec, {"offload.mode": "gpu", "model.activation_checkpointing": "full"})
 

@@ -9,7 +9,13 @@ from types import ModuleType
 
 import msgspec
 import pytest
-from sysroots import (
+
+from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
+from so_tui.plan.binding import bind_ranks, core_list, cpu_ranges, split_cores, uses_numactl
+from so_tui.plan.deepspeed_numactl import numactl_nodes, numactl_prefix
+from so_tui.plan.types import RankBinding
+from so_tui.spec.errors import InputError
+from tests.support.sysroots import (
     EIGHT_H100,
     GB200,
     GB200_CDMM,
@@ -22,12 +28,6 @@ from sysroots import (
     Host,
     fake_numa,
 )
-
-from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
-from so_tui.plan.binding import bind_ranks, core_list, cpu_ranges, split_cores, uses_numactl
-from so_tui.plan.deepspeed_numactl import numactl_nodes, numactl_prefix
-from so_tui.plan.types import RankBinding
-from so_tui.spec.errors import InputError
 
 
 def bind(machine: Machine, gpus: int | tuple[int, ...], mode: str = "superoffload", fraction: float = 0.9) -> tuple[RankBinding, ...]:

@@ -10,7 +10,12 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from sysroots import (
+
+from so_tui.machine import Machine, cpu_ranges, inspect_machine, parse_cpus
+from so_tui.plan.binding import bind_ranks, core_list
+from so_tui.plan.types import RankBinding
+from so_tui.spec import InputError
+from tests.support.sysroots import (
     EIGHT_H100,
     EIGHT_H200,
     FOUR_H100_SUBNUMA,
@@ -27,11 +32,6 @@ from sysroots import (
     Host,
     fake_numa,
 )
-
-from so_tui.machine import Machine, cpu_ranges, inspect_machine, parse_cpus
-from so_tui.plan.binding import bind_ranks, core_list
-from so_tui.plan.types import RankBinding
-from so_tui.spec import InputError
 
 SAME = "the same"
 QUAD = ["0 @ 0-71 / 0", "1 @ 72-143 / 1", "2 @ 144-215 / 2", "3 @ 216-287 / 3"]

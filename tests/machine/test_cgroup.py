@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sysroots import build_sysroot
 
 from so_tui.machine import cgroup
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.tree import Tree
+from tests.support.sysroots import build_sysroot
 
 V2 = {
     "/proc/self/cgroup": "0::/slurm/job_7/step_0\n",

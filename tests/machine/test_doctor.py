@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from sysroots import EIGHT_H100, ONE_GH200, ONE_GH200_CDMM, QUAD_GH200, Host, build_sysroot
 
 from so_tui.machine import Machine, Mpam, Software, inspect_machine
 from so_tui.machine.doctor import Finding, Look, findings, look_at
 from so_tui.machine.tree import Tree
 from so_tui.spec import find_preset, with_values
+from tests.support.sysroots import EIGHT_H100, ONE_GH200, ONE_GH200_CDMM, QUAD_GH200, Host, build_sysroot
 
 GIB = 1 << 30
 INSTALLED = Software(

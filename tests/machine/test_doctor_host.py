@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, QUAD_GH200_HBM_ONLY, Host, fake_numa
 from test_doctor import GIB, INSTALLED, found, healthy, only
 
 from so_tui.machine import inspect_machine
 from so_tui.machine.doctor import findings
 from so_tui.machine.nvml import GpuHealth
+from tests.support.sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, QUAD_GH200_HBM_ONLY, Host, fake_numa
 
 
 def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:

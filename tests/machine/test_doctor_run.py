@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from sysroots import ONE_GH200
 from test_doctor import GIB, found, healthy, needs_of, only, with_gpu, with_software
 
 from so_tui.cli import main
 from so_tui.machine.types import Machine
+from tests.support.sysroots import ONE_GH200
 
 THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
 

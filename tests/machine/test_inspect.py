@@ -6,7 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from sysroots import (
+
+from so_tui.machine import Machine, inspect_machine
+from so_tui.machine.cpus import memory_allowance_notes
+from so_tui.spec.errors import InputError
+from tests.support.sysroots import (
     EIGHT_H100,
     GB200,
     GB200_CDMM,
@@ -19,10 +23,6 @@ from sysroots import (
     build_sysroot,
     fake_numa,
 )
-
-from so_tui.machine import Machine, inspect_machine
-from so_tui.machine.cpus import memory_allowance_notes
-from so_tui.spec.errors import InputError
 
 MIB = 1 << 20
 

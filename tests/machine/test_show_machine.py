@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console, RenderableType
-from sysroots import EIGHT_H100, GB200, QUAD_GH200
 
 from so_tui.machine import inspect_machine
 from so_tui.machine.doctor import Finding
 from so_tui.machine.show import render, render_findings
+from tests.support.sysroots import EIGHT_H100, GB200, QUAD_GH200
 
 
 def shown(renderable: RenderableType) -> str:

@@ -10,8 +10,7 @@ from so_tui.plan.calibration import Figures, Probe, Rates, calibration_of, model
 from so_tui.plan.constants import digest, published_speed
 from so_tui.plan.types import Workload
 from so_tui.spec import load_catalog, with_values
-
-from .machines import superchips, x86
+from tests.support.machines import superchips, x86
 
 SPEC = with_values(
     load_catalog().presets["qwen3-4b-random"].spec,
@@ -23,8 +22,8 @@ RATES = Rates(
     seconds=40.0,
     matrix_flops=340e12,
     hbm_bytes_per_s=2e12,
-    down_bytes_per_s=50e9,
-    up_bytes_per_s=50e9,
+    d2h_bytes_per_s=50e9,
+    h2d_bytes_per_s=50e9,
     adam=((1, 8e9), (16, 100e9)),
     node_bytes_per_s=((0, 110e9),),
 )
@@ -55,9 +54,9 @@ def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
     machine = x86("NVIDIA L40S", gpu_mib=46_068)
     assert published_speed("NVIDIA L40S") is None
     assert make_plan(SPEC, machine).step is None
-    store(machine, rates=replace(RATES, small_layer_s=2e-4))
+    store(machine, rates=replace(RATES, layer_launch_overhead_s=2e-4))
     assert make_plan(SPEC, machine).step is not None
-    store(machine, rates=replace(RATES, small_layer_s=2e-4, adam=()))
+    store(machine, rates=replace(RATES, layer_launch_overhead_s=2e-4, adam=()))
     assert make_plan(SPEC, machine).step is None, "how fast its CPU Adam is, nobody knows"
 
 

@@ -17,8 +17,7 @@ from so_tui.launch.probe import Measured
 from so_tui.plan.constants import Constants, constants, published_speed, using
 from so_tui.plan.types import Workload
 from so_tui.spec import find_preset, with_values
-
-from .machines import x86
+from tests.support.machines import x86
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from so_tui.model.activations import block_bytes, expert_kept_bytes, expert_peak_bytes, kept_bytes
+from so_tui.model.architecture import architecture
+from so_tui.model.layout import Parameter, layout_of, state_layout
 from so_tui.plan import make_plan
-from so_tui.plan.activations import block_bytes, expert_kept_bytes, expert_peak_bytes, kept_bytes
-from so_tui.plan.architecture import architecture
 from so_tui.plan.host_memory import LOADING, SAVING, GradientBlocks, gradient_blocks
-from so_tui.plan.layout import Parameter, layout_of, state_layout
 from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.types import MemoryTerm
 from so_tui.spec import RunSpec, load_catalog, with_values
-
-from .machines import superchips, x86
+from tests.support.machines import superchips, x86
 
 PRESETS = load_catalog().presets
 
@@ -246,7 +245,7 @@ def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool =
 
 
 def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partition_twice() -> None:
-    """In MB: sub-groups of 4, in page-locked blocks of 4.19."""
+    """In MB: sub-groups of 4, in pinned blocks of 4.19."""
     assert beside_mb([GRADIENTS], 0, 2_000_000, rounded=False) == pytest.approx(4 + 4 - 2)  # the partition is not there yet
     assert beside_mb([GRADIENTS] * 9, 0, 18_000_000, rounded=False) == pytest.approx(18)
     assert beside_mb([GRADIENTS], 0, 2_000_000) == pytest.approx(4 + 4 - 2**21 / 1e6)

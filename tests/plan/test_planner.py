@@ -20,8 +20,7 @@ from so_tui.plan.types import Plan, Workload
 from so_tui.plan.verdict import Demand, Supply, in_words, judge
 from so_tui.plan.workload import Seen, path_of, remember
 from so_tui.spec import InputError, RunSpec, load_catalog, with_values
-
-from .machines import superchips, x86
+from tests.support.machines import superchips, x86
 
 CATALOG = load_catalog()
 QUAD = superchips(4)
@@ -218,7 +217,7 @@ def test_the_command_names_the_gpus_that_were_planned_for(gpus: int | tuple[int,
 def test_a_target_of_tokens_decides_the_accumulation_of_the_command_too() -> None:
     given = spec_of("llama-3.1-8b")
     plan = recommend(with_values(given, {"train.tokens_per_step": "100000"}), QUAD)
-    assert plan.spec.micro_steps > 1
+    assert plan.spec.gradient_accumulation_steps > 1
     assert "gradient_accumulation" not in command_of(plan, given, "llama-3.1-8b", given.gpus)
 
 
@@ -441,7 +440,9 @@ def seconds_of_table_and_plan(attempt: int) -> tuple[float, float]:
 
 def test_a_target_of_tokens_a_step_reaches_memory_time_and_the_reasons() -> None:
     aimed = make_plan(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="100000"), x86("NVIDIA H200"))
-    given = make_plan(spec_of("qwen3-4b-random", gpus="1", train__gradient_accumulation=str(aimed.spec.micro_steps)), x86("NVIDIA H200"))
+    given = make_plan(
+        spec_of("qwen3-4b-random", gpus="1", train__gradient_accumulation=str(aimed.spec.gradient_accumulation_steps)), x86("NVIDIA H200")
+    )
     assert (aimed.gpu_bytes, aimed.step_s, aimed.tokens_per_step) == (given.gpu_bytes, given.step_s, given.tokens_per_step)
     assert f"{aimed.tokens_per_step:,}" in " ".join(aimed.reasons)
     halved = recommend(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="131072", train__micro_batch="64"), BIG, 1)
@@ -496,7 +497,7 @@ def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being
     assert not cut.fits
     again = recommend(cut.spec, BIG, 1)
     assert again.recommended
-    assert again.spec.micro_steps == 1
+    assert again.spec.gradient_accumulation_steps == 1
     assert (again.useful_tokens_per_s_total or 0) > 0.97 * (roomy.useful_tokens_per_s_total or 0)
 
 

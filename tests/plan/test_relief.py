@@ -10,8 +10,7 @@ from so_tui.plan import make_plan
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.plan.verdict import gib
 from so_tui.spec import RunSpec, load_catalog, with_values
-
-from .machines import superchips
+from tests.support.machines import superchips
 
 CATALOG = load_catalog()
 

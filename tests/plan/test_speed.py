@@ -8,26 +8,25 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from so_tui.model.architecture import architecture
+from so_tui.model.flops import flops_for
 from so_tui.plan import make_plan
-from so_tui.plan.architecture import architecture
 from so_tui.plan.assess import assess
 from so_tui.plan.constants import Speed, constants, published_speed
-from so_tui.plan.flops import flops_for
 from so_tui.plan.site import site_of
-from so_tui.plan.speed import Pass, compute_pass, landing_wait_s
+from so_tui.plan.speed import Pass, compute_pass, weight_wait_s
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
-
-from .machines import superchips, x86
+from tests.support.machines import superchips, x86
 
 SPEC = load_catalog().presets["qwen3-4b-random"].spec
 ONE = Speed(
     matrix_flops=1,
     hbm_bytes_per_s=1,
-    down_bytes_per_s=1,
-    up_bytes_per_s=1,
+    d2h_bytes_per_s=1,
+    h2d_bytes_per_s=1,
     peer_bytes_per_s=1,
-    small_layer_s=1,
+    layer_launch_overhead_s=1,
     adam=(),
     node_bytes_per_s=1,
     source="",
@@ -133,7 +132,7 @@ def test_copies_of_zerooffload_hide_where_the_gpu_is_busy_but_not_behind_python(
     busy = {"train__micro_batch": "8"}
     assert backward_s("zerooffload", **busy) == backward_s("gpu", **busy)
     idle = {"train__micro_batch": "1", "data__sequence_length": "512"}
-    copies_s = 6 * SPEC.model.parameter_count / published().down_bytes_per_s
+    copies_s = 6 * SPEC.model.parameter_count / published().d2h_bytes_per_s
     assert backward_s("zerooffload", **idle) - backward_s("gpu", **idle) == pytest.approx(copies_s, rel=0.01)
 
 
@@ -144,13 +143,13 @@ def published() -> Speed:
 
 
 def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
-    link = replace(ONE, down_bytes_per_s=1e30, up_bytes_per_s=1e30)
+    link = replace(ONE, d2h_bytes_per_s=1e30, h2d_bytes_per_s=1e30)
     halves = [((0.0, 0.5), 10), ((0.5, 1.0), 10)]
     # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
-    assert landing_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=0.0) == pytest.approx(1.5)
+    assert weight_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=0.0) == pytest.approx(1.5)
     # Under backward: the second half is complete 1 s before the end and stepped by then, the first at the end.
-    assert landing_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(1.0)
-    assert landing_wait_s(halves, 1e9, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(0.0, abs=1e-6)
+    assert weight_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(1.0)
+    assert weight_wait_s(halves, 1e9, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_repeating_less_is_faster() -> None:
@@ -165,7 +164,7 @@ def test_what_is_computed_anew_is_launched_anew() -> None:
     small = {"offload__mode": "gpu", "train__micro_batch": "1", "data__sequence_length": "512"}
     steps = {policy: planned(**small, model__activation_checkpointing=policy).step for policy in ("none", "selective", "full")}
     backward = {policy: step.backward_s for policy, step in steps.items() if step}
-    forward_s = constants().step.forward_small_layers * published().small_layer_s * SPEC.model.config["num_hidden_layers"]
+    forward_s = constants().step.forward_launches_per_layer * published().layer_launch_overhead_s * SPEC.model.config["num_hidden_layers"]
     assert backward["full"] == backward["selective"] == pytest.approx(backward["none"] + forward_s)
 
 
@@ -179,8 +178,8 @@ def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python()
         return compute_pass(spec, shape, flops, published(), use, Workload(), ranks, gather_s)
 
     alone, beside = pass_of("4096", 0.0), pass_of("4096", 0.01)
-    assert beside.forward_s - alone.forward_s == pytest.approx(use.gather_share * 0.01)
-    assert beside.backward_s - alone.backward_s == pytest.approx(2 * use.gather_share * 0.01)
+    assert beside.forward_s - alone.forward_s == pytest.approx(use.all_gather_share * 0.01)
+    assert beside.backward_s - alone.backward_s == pytest.approx(2 * use.all_gather_share * 0.01)
     waiting, also = pass_of("128", 0.001), pass_of("128", 0.01)
     assert waiting == also
     assert waiting.forward_s > pass_of("128", 0.0).forward_s, "gathering has its own Python"
@@ -208,8 +207,8 @@ def test_adam_rates_lie_on_lines_between_what_was_measured() -> None:
 
 
 def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
-    speed = replace(ONE, small_layer_s=2.0, small_layer_together=((2, 1.9), (4, 3.0)))
-    assert [speed.small_layer_of(ranks) for ranks in (1, 2, 3, 4, 8)] == [2.0, 2.0, 2.0, 3.0, 3.0]
+    speed = replace(ONE, layer_launch_overhead_s=2.0, layer_launch_overhead_by_ranks=((2, 1.9), (4, 3.0)))
+    assert [speed.layer_launch_overhead_of(ranks) for ranks in (1, 2, 3, 4, 8)] == [2.0, 2.0, 2.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize(

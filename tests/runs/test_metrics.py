@@ -36,7 +36,7 @@ Step = Callable[..., StepRecord]
 WRITE_FOREVER = """
 import sys
 import time
-from tests.records import step_record
+from tests.support.records import step_record
 from so_tui.runs import MetricsWriter, RunDirectory
 writer = MetricsWriter(RunDirectory(sys.argv[1]), int(sys.argv[2]), segment_bytes=64 * 1024)
 step = int(sys.argv[3])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from so_tui.spec import InputError, check_tree, problems_in
-
-from .trees import smallest
+from tests.support.trees import smallest
 
 BAD = [
     # what is wrong, the field that is named, a part of the message, a part of the remedy

@@ -120,7 +120,7 @@ def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
 def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None:
     """Of a shape that leaves half of itself to the model's defaults; what a person wrote stays as it is."""
     pytest.importorskip("transformers")
-    from so_tui.plan.flops import flops_of
+    from so_tui.model.flops import flops_of
     from so_tui_trainer.tools.presets import rewritten
 
     path = tmp_path / "mini.toml"

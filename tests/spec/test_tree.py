@@ -6,8 +6,7 @@ import pytest
 
 from so_tui.spec import InputError, RunSpec, check_tree, find_preset, parse_value, spec_tree, with_values
 from so_tui.spec.tree import merged
-
-from .trees import smallest
+from tests.support.trees import smallest
 
 
 @pytest.fixture
@@ -123,14 +122,14 @@ def test_merging_leaves_both_trees_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "ranks", "target", "micro_steps"),
+    ("micro_batch", "ranks", "target", "gradient_accumulation_steps"),
     [(4, 1, 131_072, 8), (4, 2, 131_072, 4), (4, 1, 100_000, 6), (4, 1, 1, 1), (3, 1, 0, 1)],
 )
 def test_tokens_per_step_choose_the_nearest_accumulation(
-    spec: RunSpec, micro_batch: int, ranks: int, target: int, micro_steps: int
+    spec: RunSpec, micro_batch: int, ranks: int, target: int, gradient_accumulation_steps: int
 ) -> None:
     changes = {"data.sequence_length": "4096", "gpus": ranks, "train.micro_batch": micro_batch, "train.tokens_per_step": target}
-    assert with_values(spec, {key: str(value) for key, value in changes.items()}).micro_steps == micro_steps
+    assert with_values(spec, {key: str(value) for key, value in changes.items()}).gradient_accumulation_steps == gradient_accumulation_steps
 
 
 def test_a_target_of_tokens_and_an_accumulation_replace_each_other_and_are_refused_together(spec: RunSpec) -> None:

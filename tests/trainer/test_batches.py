@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from launching import tiny
 
 from so_tui.spec import RunSpec
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Counts, Documents
+from tests.support.launching import tiny
 
 
 def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import tiny
 
 from so_tui.plan.workload import seen
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.cache import intact, read
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
+from tests.support.launching import tiny
 
 
 def spec_of(path: Path, **changes: str) -> RunSpec:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -14,6 +13,7 @@ from so_tui.spec.types import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of, segments
 from so_tui_trainer.data.rows import Message
 from so_tui_trainer.data.tokens import Encoder, joins, load_tokenizer
+from tests.support.launching import tiny
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + ASK

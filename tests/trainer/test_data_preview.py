@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import tiny
 
 from so_tui.cli import main
 from so_tui.launch.data_preview import DataPreview, Progress, Sample, look_at
@@ -16,6 +15,7 @@ from so_tui.spec import InputError, spec_tree
 from so_tui_trainer.tools.check_inputs import check
 from so_tui_trainer.tools.data import histogram
 from so_tui_trainer.tools.prepare import prepare
+from tests.support.launching import tiny
 
 
 @pytest.fixture(autouse=True)

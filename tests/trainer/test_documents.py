@@ -15,7 +15,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from launching import tiny
 
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.data.batches import Batches
@@ -23,6 +22,7 @@ from so_tui_trainer.data.cache import read
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
+from tests.support.launching import tiny
 
 ROWS = {
     "alpaca": {"instruction": "Add the numbers.", "input": "2 and 3", "output": "They make 5."},

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launching import log, records, start, tiny
 from msgspec import ValidationError, convert
 from test_batches import documents, spec
 from torch.nn.functional import cross_entropy
@@ -21,6 +20,7 @@ from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, train
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.build import TrainedModel, load_config
 from so_tui_trainer.ranks import Ranks
+from tests.support.launching import log, records, start, tiny
 
 
 @pytest.mark.parametrize(("wanted", "count"), [("0", 0), ("0.1", 5), ("7", 7)])

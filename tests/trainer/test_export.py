@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from launching import tiny
 from test_architectures import ONE_OF_EACH, scaled_down
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,9 +22,10 @@ from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
 from so_tui_trainer.export import Mark, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model.build import PREFIX, load_config
-from so_tui_trainer.offload import checkpoint as on_disk
-from so_tui_trainer.offload.deepspeed_0_19_8 import SubGroupState
 from so_tui_trainer.tools.export import export_run
+from superoffload import checkpoint as on_disk
+from superoffload.deepspeed_adapter.engine import SubGroupState
+from tests.support.launching import tiny
 
 MARK = Mark(run="r", step=5, version="1")
 

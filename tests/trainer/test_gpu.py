@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import log, records, tiny, train
 from test_architectures import ONE_OF_EACH, SMALL, scaled_down
 from test_batches import documents, spec
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from so_tui.plan.loss import loss_bytes
+from so_tui.model.loss import loss_bytes
 from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.feed import Feed
+from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.model import attention, flash
 from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, without_dropout
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.launching import log, records, tiny, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -105,7 +105,7 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with Feed(batches.portions(1, 5), device) as feed:
+        with Prefetcher(batches.portions(1, 5), device) as feed:
             for _, batch in feed:
                 for _ in range(20):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
                     weight = weight @ weight / 64

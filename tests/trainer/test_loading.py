@@ -14,7 +14,7 @@ import pytest
 from test_architectures import ONE_OF_EACH
 from test_matching import saved
 
-from tests.python_path import checkout_path
+from tests.support.python_path import checkout_path
 
 DS_CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def test_no_rank_holds_more_than_its_part_and_what_the_formula_says(tmp_path: Pa
 
 
 def _spec(folder: Path) -> Any:
-    from launching import tiny
+    from tests.support.launching import tiny
 
     return tiny(model__id=str(folder), model__weights="pretrained")
 
@@ -79,7 +79,7 @@ def _compare(folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from so_tui_trainer import offload
+    import superoffload
     from so_tui_trainer.model.build import build
 
     folders = sorted(folder.iterdir())
@@ -89,7 +89,7 @@ def _compare(folder: Path) -> str:
         whole = dict(plain.named_parameters())
         assert whole.keys() == dict(causal.named_parameters()).keys()
         for name, parameter in causal.named_parameters():
-            part, start = offload.own_part(parameter)
+            part, start = superoffload.local_shard(parameter)
             assert torch.equal(part, whole[name].detach().flatten()[start : start + len(part)]), (path.name, name)
         buffers = dict(plain.named_buffers())
         for name, buffer in causal.named_buffers():

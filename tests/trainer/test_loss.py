@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from launching import tiny
 from test_batches import documents, spec
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -12,17 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from so_tui.plan import loss as plan_loss
+from so_tui.model import loss as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, parameter_groups
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.launching import tiny
 
 
 @pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
 @pytest.mark.parametrize("kept", [0, 20 * 30, 10**6], ids=lambda logits: f"{logits} kept")
 def test_the_loss_in_blocks_is_cross_entropy(block: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_loss, "LOSS_BLOCK_LOGITS", block)
-    monkeypatch.setattr(plan_loss, "LOSS_KEPT_LOGITS", kept)
+    monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
+    monkeypatch.setattr(model_loss, "LOSS_KEPT_LOGITS", kept)
     torch.manual_seed(0)
     hidden = torch.randn(2, 20, 16, requires_grad=True)
     weight = nn.Parameter(3 * torch.randn(50, 16))
@@ -80,8 +80,8 @@ class PeakBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize(("block", "kept"), [(2**14, 0), (2**14, 2**16), (2**14, 2**30), (2**30, 2**30)])
 def test_the_loss_takes_the_memory_that_the_plan_says(block: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_loss, "LOSS_BLOCK_LOGITS", block)
-    monkeypatch.setattr(plan_loss, "LOSS_KEPT_LOGITS", kept)
+    monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
+    monkeypatch.setattr(model_loss, "LOSS_KEPT_LOGITS", kept)
     tokens, vocabulary, size = 64, 5000, 32
     hidden = torch.randn(1, tokens, size, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(vocabulary, size, dtype=torch.bfloat16))
@@ -89,15 +89,15 @@ def test_the_loss_takes_the_memory_that_the_plan_says(block: int, kept: int, mon
     with PeakBytes() as measured:
         head(hidden, predictors, targets, 1.0)
     beyond = measured.peak - 2 * vocabulary * size
-    said = plan_loss.loss_bytes(tokens, vocabulary, size)
+    said = model_loss.loss_bytes(tokens, vocabulary, size)
     vectors = 16 * 8 * tokens
     assert 0.7 * said < beyond <= said + vectors
 
 
 def test_the_loss_of_a_large_vocabulary_stays_below_two_gib() -> None:
-    assert plan_loss.loss_bytes(16_384, 151_936, 2560) < 2 * 2**30
-    assert plan_loss.recomputed_logits(16_384, 151_936) == 16_384 * 151_936 - 2**29
-    assert plan_loss.recomputed_logits(3000, 151_936) == 0
+    assert model_loss.loss_bytes(16_384, 151_936, 2560) < 2 * 2**30
+    assert model_loss.recomputed_logits(16_384, 151_936) == 16_384 * 151_936 - 2**29
+    assert model_loss.recomputed_logits(3000, 151_936) == 0
 
 
 def test_without_trained_tokens_the_loss_is_zero_and_so_are_the_gradients() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import log, records, start, tiny
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
+from tests.support.launching import log, records, start, tiny
 
 pytestmark = pytest.mark.slow
 

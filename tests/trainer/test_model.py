@@ -2,11 +2,11 @@
 
 import pytest
 from deepspeed.utils import get_z3_leaf_modules
-from launching import tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from so_tui.spec import InputError
 from so_tui_trainer.model.build import gather_whole
+from tests.support.launching import tiny
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "pad_token_id": 0}

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import tiny
 from safetensors.torch import load_file, save_file
 from test_matching import saved
 from torch.utils.cpp_extension import get_default_build_root
@@ -20,6 +19,7 @@ from so_tui_trainer.model.matching import match, meta_model, refuse
 from so_tui_trainer.model.mxfp4 import convert, missing_bytes
 from so_tui_trainer.model.pretrained import converted_folder, trainable, weights_folder
 from so_tui_trainer.model.stored import read_index
+from tests.support.launching import tiny
 
 KERNELS = Path(get_default_build_root())
 """Where this user's compiled kernels are: by default in the cache folder, which the tests move."""

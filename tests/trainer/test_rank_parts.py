@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from launching import tiny
 
 from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
@@ -26,8 +25,9 @@ from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.data.batches import Work
 from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
-from so_tui_trainer.offload.errors import NonFiniteGradientError, WorkerLostError
 from so_tui_trainer.ranks import Ranks
+from superoffload.errors import NonFiniteGradientError, WorkerLostError
+from tests.support.launching import tiny
 
 BIND = """
 import sys, threading, msgspec

@@ -14,8 +14,8 @@ from test_batches import documents, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from so_tui.plan.activations import kept_bytes
-from so_tui.plan.architecture import architecture
+from so_tui.model.activations import kept_bytes
+from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
 from so_tui_trainer.model.build import TrainedModel, without_dropout

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from launching import log, records, tiny, train
 from msgspec.structs import replace
 from test_batches import documents, spec
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,6 +17,7 @@ from so_tui_trainer.model import recompute
 from so_tui_trainer.model.build import TrainedModel, load_config
 from so_tui_trainer.model.router import RouterLoss
 from so_tui_trainer.tools.presets import parameter_table
+from tests.support.launching import log, records, tiny, train
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

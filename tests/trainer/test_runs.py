@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import log, records, start, tiny, train
 
 from so_tui.runs import RunDirectory, control, create_run
 from so_tui.runs.records import (
@@ -28,6 +27,7 @@ from so_tui.runs.records import (
 )
 from so_tui_trainer import checkpoint
 from so_tui_trainer.model.build import expected_first_loss, load_config
+from tests.support.launching import log, records, start, tiny, train
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from launching import log, records, start, tiny
 
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.records import EndRecord, EvaluationRecord, MetricRecord, ResumedRecord, StepRecord, WarningRecord
@@ -15,8 +14,9 @@ from so_tui_trainer import trackers
 from so_tui_trainer.metrics import Recorder
 from so_tui_trainer.tensorboard import EventFile, crc32c
 from so_tui_trainer.trackers import Sidecars, TensorBoard, figures, trackers_of
-from tests.python_path import python_path
-from tests.records import step_record
+from tests.support.launching import log, records, start, tiny
+from tests.support.python_path import python_path
+from tests.support.records import step_record
 
 Event = tuple[int, dict[str, float], bool]
 """Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is not older is taken back."""

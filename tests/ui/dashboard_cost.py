@@ -79,10 +79,10 @@ def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None
 def dashboard(seconds: float) -> Cost:
     """The dashboard of a run that is written meanwhile."""
     sys.path.insert(0, str(Path(__file__).parent))
-    import make_run
     from msgspec.structs import replace
 
     from so_tui.runs import MetricsWriter, SampleWriter, read_state, write_state
+    from tests.support import make_run
 
     with tempfile.TemporaryDirectory() as folder:
         machine = make_run.quad_machine()

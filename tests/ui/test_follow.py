@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from make_run import quad_machine, write_run
 
 from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
 from so_tui.ui.follow import RunFollower, smoothing
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
+from tests.support.make_run import quad_machine, write_run
 
 
 def later(record: StepRecord, **changes: object) -> StepRecord:

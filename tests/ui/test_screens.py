@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from make_run import quad_machine, write_run
 from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
@@ -33,6 +32,7 @@ from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.nodes import NodePanel
 from so_tui.ui.widgets.words import Words
+from tests.support.make_run import quad_machine, write_run
 
 SIZES = [(80, 24), (120, 36)]
 

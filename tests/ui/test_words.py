@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from make_run import plan_for, quad_machine
 from rich.text import Text
 from textual.scrollbar import ScrollBarRender
 
@@ -21,6 +20,7 @@ from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
 from so_tui.ui.widgets.log import thumb_top
 from so_tui.units import thousands
+from tests.support.make_run import plan_for, quad_machine
 
 
 def test_numbers_have_units_and_no_noise() -> None:

@@ -64,7 +64,7 @@ def bind(binding: RankBinding) -> RankBindingReport:
     )
 
 
-def settle(binding: RankBinding) -> None:
+def apply_main_cores(binding: RankBinding) -> None:
     """Once an Adam worker has its own cores: leave the training process the rest, all its threads, and size torch's pool by them."""
     import torch
 

@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 import torch
 
-from so_tui.plan.layout import partition_numel
+import superoffload
+from so_tui.model.layout import partition_numel
 from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import RunSpec
-from so_tui_trainer import checkpoint_folder, offload
+from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import Found, Manifest, folder_of, newest, optimizer_folder, read_manifest, set_aside
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -66,7 +67,7 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     partial = ranks.from_first(made)
     written = 0
     with _together(ranks, "the checkpoint could not be written", cleanup=partial):
-        written = offload.save_state(engine, optimizer_folder(partial))
+        written = superoffload.save_state(engine, optimizer_folder(partial))
         _save_random_state(_random_file(partial, ranks.rank))
     total = int(sum(row[0] for row in ranks.table([float(written)])))
     with _together(ranks, "the checkpoint could not be finished", cleanup=partial):
@@ -82,7 +83,7 @@ def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Non
     With another number of ranks the random number generators stay as they were seeded: nothing in training draws from them but dropout.
     """
     with _together(ranks, f"{checkpoint} could not be loaded"):
-        offload.load_state(engine, optimizer_folder(checkpoint))
+        superoffload.load_state(engine, optimizer_folder(checkpoint))
         if manifest.ranks == ranks.size:
             # Written by ``save`` above: plain tensors and tuples, but numpy's state is not on torch's list of safe types.
             _restore_random_state(torch.load(_random_file(checkpoint, ranks.rank), weights_only=False))
@@ -98,7 +99,7 @@ def _together(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[
     error: Exception | None = None
     try:
         yield
-    except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, offload.OffloadError) as caught:
+    except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
         error = caught
     told = error.reason if isinstance(error, TrainingError) else "" if error is None else str(error)
     advice = error.suggestion if isinstance(error, TrainingError) else ""

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
+import superoffload
 from so_tui.runs import RunDirectory
 from so_tui.spec import RunSpec
 from so_tui.units import disk_size
-from so_tui_trainer import offload
 from so_tui_trainer.failures import TrainingError
 
 SCHEMA = 2
@@ -81,7 +81,7 @@ def newest(folder: Path) -> Found | None:
     for path in reversed(_checkpoints(folder)):
         try:
             return Found(path, verify(path), tuple(damaged))
-        except (OSError, msgspec.DecodeError, offload.OffloadError) as error:
+        except (OSError, msgspec.DecodeError, superoffload.OffloadError) as error:
             if not path.is_dir():  # not damaged: a run that goes on has replaced it by a newer one meanwhile
                 return newest(folder)
             damaged.append(Damage(path, f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)))
@@ -100,11 +100,11 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     for name, size in manifest.files.items():
         if (found := (checkpoint / name).stat().st_size) != size:
-            raise offload.OffloadError(f"{checkpoint / name} has {found} bytes where the checkpoint says {size}: it is torn.")
+            raise superoffload.OffloadError(f"{checkpoint / name} has {found} bytes where the checkpoint says {size}: it is torn.")
     for name, checksum in manifest.checksums.items():
         if zlib.crc32((checkpoint / name).read_bytes()) != checksum:
-            raise offload.OffloadError(f"{checkpoint / name} does not hold what was written (its checksum is another).")
-    offload.verify_state(optimizer_folder(checkpoint))
+            raise superoffload.OffloadError(f"{checkpoint / name} does not hold what was written (its checksum is another).")
+    superoffload.verify_state(optimizer_folder(checkpoint))
     return manifest
 
 

@@ -17,8 +17,8 @@ from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.data.batches import Batch, assemble, width
 from so_tui_trainer.data.documents import Documents
-from so_tui_trainer.data.feed import Feed
 from so_tui_trainer.data.packing import fill
+from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
@@ -104,7 +104,7 @@ class Evaluation:
         training = model.training
         model.eval()
         try:
-            with torch.no_grad(), Feed(self._batches(ranks.size), ranks.device) as batches:
+            with torch.no_grad(), Prefetcher(self._batches(ranks.size), ranks.device) as batches:
                 for batch in batches:
                     total += model(batch, 1.0)
         finally:

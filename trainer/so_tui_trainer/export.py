@@ -13,9 +13,9 @@ import torch
 from msgspec import Struct
 
 import so_tui
+import superoffload
 from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
 from so_tui.units import disk_size
-from so_tui_trainer import offload
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
@@ -67,7 +67,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
 def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
     """The bf16 weights that a checkpoint's masters stand for, by their name in the model. Raises ValueError for one that does not fit."""
     found = {}
-    for full_name, master in offload.saved_masters(optimizer_folder(checkpoint)):
+    for full_name, master in superoffload.saved_master_weights(optimizer_folder(checkpoint)):
         name = full_name.removeprefix(PREFIX)
         if name not in shapes or shapes[name].numel() != len(master):
             raise ValueError(f"{name} of the checkpoint, {len(master)} elements, does not fit the model")

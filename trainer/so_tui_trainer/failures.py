@@ -11,7 +11,7 @@ from msgspec import Struct
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError
-from so_tui_trainer.offload.errors import NonFiniteGradientError, WorkerLostError
+from superoffload.errors import NonFiniteGradientError, WorkerLostError
 
 _NO_HOST_MEMORY = "this host ran out of memory"
 _LOWER_RATE = (

@@ -8,15 +8,16 @@ from typing import Any, Literal
 import torch
 from msgspec import Struct
 
+import superoffload
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import PhaseRecord, StepRecord, WarningRecord
-from so_tui_trainer import checkpoint, offload
+from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.control import Control
 from so_tui_trainer.data.batches import Batches, Portion, Work
-from so_tui_trainer.data.feed import Feed
+from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
@@ -69,7 +70,7 @@ class Loop:
 
     def train(self, control: Control) -> Outcome:
         """Train to the last step, or until someone asks to stop. Raises NonFiniteError, TrainingError, and whatever the engine raises."""
-        with Feed(self.batches.portions(self.step + 1, self.total_steps), self.ranks.device) as feed:
+        with Prefetcher(self.batches.portions(self.step + 1, self.total_steps), self.ranks.device) as feed:
             self._train(feed, control)
         control.close()
         self.metrics.check()
@@ -79,7 +80,7 @@ class Loop:
         saved = self.saved if self.saved_step == self.step else ""
         return Outcome(state=state, step=self.step, saved=saved, summary=self.metrics.summary())
 
-    def _train(self, feed: Feed[Portion], control: Control) -> None:
+    def _train(self, feed: Prefetcher[Portion], control: Control) -> None:
         stopped = False
         self.clock.restart()
         while self.step < self.total_steps and not stopped:
@@ -97,13 +98,13 @@ class Loop:
                 self.save()
                 control.saved()
 
-    def train_step(self, number: int, feed: Feed[Portion]) -> Step:
+    def train_step(self, number: int, feed: Prefetcher[Portion]) -> Step:
         """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
         rate = learning_rate(number, self.total_steps, self.spec.train)
-        offload.set_learning_rate(self.engine, rate)
+        superoffload.set_learning_rate(self.engine, rate)
         loss, router_loss = torch.zeros((), device=self.ranks.device), None
         self.clock.lap("other")
-        for _ in range(self.spec.micro_steps):
+        for _ in range(self.spec.gradient_accumulation_steps):
             work, batch = next(feed)
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean
@@ -124,8 +125,8 @@ class Loop:
 
     def log(self, step: Step) -> None:
         """Write the step's record. Raises NonFiniteError; TrainingError when random weights start where they cannot."""
-        cost = offload.stats(self.engine)
-        gauges = Gauges(offload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
+        cost = superoffload.stats(self.engine)
+        gauges = Gauges(superoffload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
         record = self.metrics.log(step, gauges)
         self.last_loss = record.loss
         if self.ranks.first:
@@ -174,7 +175,7 @@ class Loop:
     def _leave_out(self) -> None:
         """What happened since the last step is no part of the next one."""
         self.clock.restart()
-        offload.leave_out_waits(self.engine)
+        superoffload.leave_out_waits(self.engine)
 
     def _count(self, number: int, work: Work) -> None:
         self.step = number

@@ -1,6 +1,6 @@
 """The one owner of a run's figures: what each rank measured is gathered, and rank 0 writes one record a logged step.
 
-Definitions are in ``docs/metrics.md``; formulas in ``so_tui.plan.flops``.
+Definitions are in ``docs/metrics.md``; formulas in ``so_tui.model.flops``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.plan.architecture import Architecture, architecture
-from so_tui.plan.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
-from so_tui.plan.loss import recomputed_logits
+from so_tui.model.architecture import Architecture, architecture
+from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
+from so_tui.model.loss import recomputed_logits
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
 from so_tui.spec import RunSpec
@@ -109,7 +109,7 @@ class Gauges(NamedTuple):
     """How long the forward pass waited for weights of the step before: it is the optimizer's time, not the forward's."""
 
 
-class Everyone(NamedTuple):
+class AllRankMetrics(NamedTuple):
     """What the ranks measured, put together."""
 
     loss: float
@@ -166,7 +166,7 @@ class Metrics:
         self._raise_if_bad(bad)
         if gauges.gradient_norm is not None and not math.isfinite(gauges.gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
-        everyone = Everyone(
+        everyone = AllRankMetrics(
             loss=sum(losses) / self._ranks.size,
             gpu_memory_peak_bytes=int(max(peaks)) or None,
             host_memory_bytes=int(sum(memory)),
@@ -203,7 +203,7 @@ class Metrics:
             for step in steps
         ]
 
-    def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, everyone: Everyone) -> StepRecord:
+    def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, everyone: AllRankMetrics) -> StepRecord:
         rates = self._rates(step.work, times)
         return StepRecord(
             attempt=self._recorder.attempt,
@@ -261,7 +261,7 @@ def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, work: Work)
     lengths = work.document_lengths.tolist()
     executed = hw_flops(flops, work.computed_tokens, lengths, checkpointing=spec.model.repeats_whole_layers, head_recomputed=False)
     executed -= 6.0 * flops.head_parameters * (work.computed_tokens - work.trained_tokens)
-    micro_batches = spec.micro_steps * spec.ranks
+    micro_batches = spec.gradient_accumulation_steps * spec.ranks
     twice = recomputed_logits(work.trained_tokens // micro_batches, shape.vocabulary)
     return executed + 2.0 * shape.hidden * twice * micro_batches
 

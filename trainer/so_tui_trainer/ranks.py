@@ -48,12 +48,12 @@ class Ranks(NamedTuple):
 
 def join(use_gpu: bool) -> Ranks:
     """Join the process group that DeepSpeed's launcher prepared in the environment."""
-    from so_tui_trainer import offload  # imports DeepSpeed
+    import superoffload  # imports DeepSpeed
 
     local_rank = int(os.environ["LOCAL_RANK"])
     if use_gpu:
         torch.cuda.set_device(local_rank)
-    offload.join_process_group()
+    superoffload.join_process_group()
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     group = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)

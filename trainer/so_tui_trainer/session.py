@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from so_tui.plan.flops import peak_flops
+import superoffload
+from so_tui.model.flops import peak_flops
 from so_tui.plan.types import Plan
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs import control as run_control
@@ -32,7 +33,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import RunSpec
-from so_tui_trainer import binding, checkpoint, failures, offload, signals, training_data
+from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
@@ -177,8 +178,8 @@ class Session:
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
-        self.engine = offload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
-        binding.settle(mine)
+        self.engine = superoffload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
+        binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:
             data.batches.go_on(found.manifest.step, found.manifest.consumed_sequences)
@@ -221,7 +222,7 @@ class Session:
                 ranks=ranks.size,
                 total_steps=total_steps,
                 parameters=parameters,
-                micro_steps=self.spec.micro_steps,
+                gradient_accumulation_steps=self.spec.gradient_accumulation_steps,
                 tokens_per_step=self.plan.tokens_per_step,
                 hostnames=hostnames,
                 device_name=device_name,
@@ -273,7 +274,7 @@ class Session:
 
     def _close(self) -> None:
         if self.engine is not None:
-            offload.close(self.engine)
+            superoffload.close(self.engine)
         dist.barrier()
         dist.destroy_process_group()
 

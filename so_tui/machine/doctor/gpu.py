@@ -21,7 +21,7 @@ def vendor(look: Look) -> Iterator[Finding]:
             severity="blocks",
             title="AMD GPUs are not supported",
             evidence=", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd),
-            cost="The offload engine uses CUDA streams and page-locked copies that were never run on ROCm.",
+            cost="The offload engine uses CUDA streams and pinned copies that were never run on ROCm.",
             remedy="Use a machine with NVIDIA GPUs, or hide these (a machine without visible GPUs trains on the CPU).",
         )
 

@@ -48,7 +48,7 @@ def shared_memory(look: Look) -> Iterator[Finding]:
 
 
 def locked_memory(look: Look) -> Iterator[Finding]:
-    """Only where there are RDMA cards: CUDA's own page-locked memory is not counted against the limit."""
+    """Only where there are RDMA cards: CUDA's own pinned memory is not counted against the limit."""
     if not look.tree or not look.nvidia or not look.tree.names("/sys/class/infiniband"):
         return
     match = re.search(r"^Max locked memory\s+(\d+)", look.text("/proc/self/limits"), re.MULTILINE)
@@ -69,7 +69,7 @@ def swap(look: Look) -> Iterator[Finding]:
             severity="note",
             title="Swap is on",
             evidence=f"/proc/swaps: {gib(sum(sizes))}",
-            cost="A run that outgrows memory becomes very slow instead of ending with a clear error. Page-locked states never swap.",
+            cost="A run that outgrows memory becomes very slow instead of ending with a clear error. Pinned states never swap.",
             remedy="As root: `swapoff -a`, if this machine is there to train.",
         )
 

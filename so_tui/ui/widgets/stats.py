@@ -67,7 +67,7 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
     state = snapshot.state
     assert state is not None
     pieces: list[Content] = []
-    step_s = snapshot.recent_mean("step_s")
+    step_s = snapshot.recent_median("step_s")
     if snapshot.live and snapshot.stop_asked:
         pieces.append(Content.styled("asked to stop", "$warning"))
     elif snapshot.training and steps_left > 0 and math.isfinite(step_s):
@@ -110,9 +110,9 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     """Where the time of a step goes, medians over the newest steps: one line, in wide terminals the bar above its legend."""
     if not snapshot.recent:
         return Content.styled("step anatomy: after the first step", "$faint")
-    values = [max(0.0, snapshot.recent_mean(name)) for name in PARTS]
+    values = [max(0.0, snapshot.recent_median(name)) for name in PARTS]
     parts = [Part(name, value, duration(value), style) for name, value, style in zip(_PART_NAMES, values, _PART_STYLES, strict=True)]
-    head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_mean('step_s'))}  ")
+    head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_median('step_s'))}  ")
     named = legend(parts)
     room = width - head.cell_length - named.cell_length - 2
     if room >= 12:

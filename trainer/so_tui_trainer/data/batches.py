@@ -60,7 +60,7 @@ class Batch:
         return replace(self, predictors=self.predictors[:0], targets=self.targets[:0])
 
     def pinned(self) -> Batch:
-        """The batch in page-locked memory, from which ``to`` copies without waiting."""
+        """The batch in pinned memory, from which ``to`` copies without waiting."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -115,7 +115,7 @@ class Batches:
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
-        self.sequences_per_step = spec.train.micro_batch * spec.micro_steps * spec.ranks
+        self.sequences_per_step = spec.train.micro_batch * spec.gradient_accumulation_steps * spec.ranks
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
         self._step_before, self._consumed_before = 0, 0
 
@@ -161,7 +161,7 @@ class Batches:
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of step ``step`` (from 1), on the CPU."""
         micro_batch, ranks = self._spec.train.micro_batch, self._spec.ranks
-        for micro_step in range(self._spec.micro_steps):
+        for micro_step in range(self._spec.gradient_accumulation_steps):
             turn = micro_step * ranks + self._rank
             yield self._batch(self._indices(self.consumed(step - 1) + turn * micro_batch, micro_batch))
 

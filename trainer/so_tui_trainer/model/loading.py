@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from so_tui_trainer import offload
+import superoffload
 from so_tui_trainer.model import matching
 from so_tui_trainer.model.matching import Match
 from so_tui_trainer.model.stored import Stored
@@ -39,7 +39,7 @@ def empty_model(
     from transformers.initialization import no_init_weights
 
     factory: Any = AutoModelForCausalLM
-    with no_init_weights(), offload.cut_over_ranks(ds_config):
+    with no_init_weights(), superoffload.shard(ds_config):
         causal: PreTrainedModel = factory.from_config(
             config, dtype=torch.bfloat16, attn_implementation=implementation, trust_remote_code=trust_remote_code
         )
@@ -69,21 +69,21 @@ def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Ma
         elif wanted:
             made = matching.realised(meta, conversion, lambda name: index[name].read())
             for name, place in wanted.items():
-                part, start = _own_part(place)
+                part, start = _local_shard(place)
                 part.copy_(made[name].flatten()[start : start + len(part)])
 
 
 def _fill_from_file(place: torch.Tensor, stored: Stored) -> None:
-    part, start = _own_part(place)
+    part, start = _local_shard(place)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
         piece = part[begin : begin + step]
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
 
 
-def _own_part(place: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _local_shard(place: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What this rank keeps of a tensor, flat, and where in the flattened tensor that begins; buffers are whole on every rank."""
-    return offload.own_part(place) if isinstance(place, nn.Parameter) else (place.data.view(-1), 0)
+    return superoffload.local_shard(place) if isinstance(place, nn.Parameter) else (place.data.view(-1), 0)
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:

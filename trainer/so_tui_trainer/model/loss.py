@@ -1,6 +1,6 @@
 """Cross-entropy from hidden states, in blocks of the vocabulary: the logits of a micro-batch never exist whole.
 
-How it is cut, and what that costs, stands in ``so_tui.plan.loss``. The head's weight is a direct parameter of the module, so ZeRO-3's own
+How it is cut, and what that costs, stands in ``so_tui.model.loss``. The head's weight is a direct parameter of the module, so ZeRO-3's own
 hooks gather it before ``forward`` and reduce its gradient after ``backward``, as for any other module; a weight tied to the embedding
 works the same way.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from so_tui.plan.loss import block_columns, kept_blocks
+from so_tui.model.loss import block_columns, kept_blocks
 from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp
 
 

@@ -17,7 +17,7 @@ def build() -> dict[str, object]:
     import torch
 
     from so_tui.spec import first_line
-    from so_tui_trainer.offload import kernel
+    from superoffload import kernel
 
     began = time.monotonic()
     kernel.library()

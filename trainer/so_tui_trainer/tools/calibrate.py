@@ -105,7 +105,7 @@ def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> flo
 
 
 def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subprocess.Popen[str]:
-    from so_tui_trainer.offload import kernel, worker
+    from superoffload import kernel, worker
 
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))

@@ -212,7 +212,7 @@ def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
 
 def _refuse_unplannable(model: ModelSpec) -> None:
     """Raises InputError where the planner would find no shape to reckon with."""
-    from so_tui.plan.flops import flops_of
+    from so_tui.model.flops import flops_of
 
     try:
         flops_of(model)

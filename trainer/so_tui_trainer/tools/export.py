@@ -22,7 +22,7 @@ def export_run(request: Answer) -> Iterator[Answer]:
     stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory
     from so_tui_trainer.export import export, refuse_foreign
-    from so_tui_trainer.offload import OffloadError
+    from superoffload import OffloadError
 
     run = RunDirectory(Path(request["run"]))
     folder = Path(request.get("to") or run.path / "export").expanduser().resolve()

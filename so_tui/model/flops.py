@@ -1,0 +1,146 @@
+"""Floating-point operations of a training step, three ways of counting them, and what GPUs can do at most.
+
+- model: 6 per active matmul parameter and token, plus causal attention within each document. No recompute. MFU is this over the peak.
+- hardware: what is executed; activation checkpointing runs the forward of every block again (8 per parameter and token).
+- seed: the formula of the DeepSpeedExamples SuperOffload script, for comparison with published figures. It counts padding, recompute,
+  the embedding table and full attention on ``hidden_size``.
+
+A multiply-add counts as two. Backward counts as twice the forward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
+
+from msgspec import Struct
+
+from so_tui.model.architecture import Architecture, architecture
+from so_tui.spec.types import ModelSpec, ParameterBlock, TensorKind
+
+PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
+    # Dense bf16, tensor cores, no sparsity; NVIDIA data sheets. The first pattern found in the name counts.
+    (r"GB300|GB200", 2500e12),
+    (r"B300|B200", 2250e12),
+    (r"GH200", 989.5e12),
+    (r"H[12]00 NVL", 835.5e12),
+    (r"H100 PCIe", 756e12),
+    (r"H100|H200|H800", 989.5e12),
+    (r"H20", 148e12),
+    (r"A100|A800", 312e12),
+    (r"L40S", 362e12),
+    (r"L4", 121e12),
+)
+
+
+class Flops(Struct, frozen=True, kw_only=True):
+    """What one token costs in a model."""
+
+    active_parameters: int
+    """Parameters that one token is multiplied with: experts by their chosen share, a tied head counted, the embedding look-up not."""
+    head_parameters: int
+    """Those of ``active_parameters`` in the output head (vocabulary x hidden)."""
+    attention_width: int
+    """Query heads x head dimension."""
+    full_layers: int
+    windowed_layers: int
+    window: int | None
+
+    def attention_forward(self, document_lengths: Iterable[int]) -> float:
+        """FLOPs of QK^T and AV in one forward over documents of these lengths (tokens): 4 x width x pairs seen, all layers."""
+        full = windowed = 0.0
+        for length in document_lengths:
+            full += attention_pairs(length)
+            windowed += attention_pairs(length, self.window)
+        return 4.0 * self.attention_width * (self.full_layers * full + self.windowed_layers * windowed)
+
+
+def flops_of(model: ModelSpec) -> Flops:
+    """Raises InputError when ``model.config`` or ``model.parameters`` do not say enough."""
+    return flops_for(model.parameters, architecture(model.config))
+
+
+@lru_cache(maxsize=64)
+def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
+    """The same for a model whose shape is known already."""
+    return Flops(
+        active_parameters=active_parameters(blocks, shape),
+        head_parameters=shape.vocabulary * shape.hidden,
+        attention_width=shape.query_width,
+        full_layers=shape.full_layers,
+        windowed_layers=shape.windowed_layers,
+        window=shape.window,
+    )
+
+
+def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
+    """Matmul parameters that one token meets: all ``linear`` ones, and ``experts_per_token`` of the ``experts`` stacked in ``expert`` ones.
+
+    A tied head multiplies too, whatever it shares its storage with; norms, biases and the embedding look-up do not count.
+    """
+    blocks = tuple(blocks)
+    return _of_kind(blocks, "linear") + _of_kind(blocks, "expert") - idle_parameters(blocks, shape)
+
+
+def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
+    """Expert parameters that one token does not meet; 0 in dense models."""
+    if not shape.experts:
+        return 0
+    return _of_kind(blocks, "expert") * (shape.experts - shape.experts_per_token) // shape.experts
+
+
+def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
+    return sum(block.repeat * prod(tensor.shape) for block in blocks for tensor in block.tensors if tensor.kind == kind)
+
+
+def attention_pairs(length: int, window: int | None = None) -> float:
+    """Query-key pairs of causal attention in a document: length^2 / 2, less where a sliding window of ``window`` positions cuts it off."""
+    if window is None or length <= window:
+        return length * length / 2
+    return window * length - window * window / 2
+
+
+def model_flops(flops: Flops, tokens: int, document_lengths: Iterable[int]) -> float:
+    """Forward and backward of ``tokens`` tokens in documents of these lengths, without recompute: 6 N T + 3 x attention."""
+    return 6.0 * flops.active_parameters * tokens + 3.0 * flops.attention_forward(document_lengths)
+
+
+def hw_flops(flops: Flops, tokens: int, document_lengths: Iterable[int], *, checkpointing: bool, head_recomputed: bool = False) -> float:
+    """What the GPU executes for ``tokens`` positions, computed padding included: with ``checkpointing`` 8 N T + 4 x attention.
+
+    ``head_recomputed``: whether the output head runs again in backward. The trainer's does not: its loss forms gradients in the forward,
+    and multiplies again only what ``so_tui.model.loss`` counts.
+    """
+    attention = flops.attention_forward(document_lengths)
+    blocks, head = flops.active_parameters - flops.head_parameters, flops.head_parameters
+    passes = 4.0 if checkpointing else 3.0
+    head_passes = passes if head_recomputed else 3.0
+    return 2.0 * tokens * (passes * blocks + head_passes * head) + passes * attention
+
+
+def seed_flops_per_sequence(parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool) -> float:
+    """The original script's count for one sequence padded to ``sequence_length``; ``parameters`` are all of the model's.
+
+    2 c P L + 4 c layers hidden L^2 with c = 4 when activations are recomputed, else 3.
+    """
+    passes = 4 if checkpointing else 3
+    return 2.0 * passes * parameters * sequence_length + 4.0 * passes * layers * hidden * sequence_length**2
+
+
+def seed_tflops_total(
+    parameters: int, shape: Architecture, sequence_length: int, sequences: int, step_s: float, *, checkpointing: bool
+) -> float:
+    """TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of ``step_s`` seconds, summed over GPUs."""
+    per_sequence = seed_flops_per_sequence(parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing)
+    return per_sequence * sequences / step_s / 1e12
+
+
+@lru_cache(maxsize=64)
+def peak_flops(gpu_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when unknown."""
+    for pattern, flops in PEAK_BF16_FLOPS:
+        if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE):
+            return flops
+    return None

@@ -1,0 +1,123 @@
+"""FLOPs against counts made by hand, and GPU names against their peaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.model.architecture import architecture
+from so_tui.model.flops import (
+    Flops,
+    attention_pairs,
+    flops_of,
+    hw_flops,
+    idle_parameters,
+    model_flops,
+    peak_flops,
+    seed_flops_per_sequence,
+    seed_tflops_total,
+)
+from so_tui.spec import InputError, load_catalog
+
+PRESETS = load_catalog().presets
+DENSE = Flops(active_parameters=1000, head_parameters=100, attention_width=64, full_layers=2, windowed_layers=0, window=None)
+
+
+def test_a_dense_model_costs_six_per_parameter_and_token_plus_causal_attention() -> None:
+    # 6 N T; attention: 2 layers x 4 x 64 x (8^2 + 4^2) / 2 forward, three times that with backward.
+    assert model_flops(DENSE, 12, [8, 4]) == 6 * 1000 * 12 + 3 * 2 * 4 * 64 * (64 + 16) / 2
+
+
+def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
+    attention = 2 * 4 * 64 * 32
+    assert hw_flops(DENSE, 8, [8], checkpointing=False) == 6 * 1000 * 8 + 3 * attention == model_flops(DENSE, 8, [8])
+    assert hw_flops(DENSE, 8, [8], checkpointing=True) == 8 * 900 * 8 + 6 * 100 * 8 + 4 * attention
+    assert hw_flops(DENSE, 8, [8], checkpointing=True, head_recomputed=True) == 8 * 1000 * 8 + 4 * attention
+
+
+def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:
+    shape = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61, "vocab_size": 129280, "intermediate_size": 18432}
+    latent = {"model_type": "deepseek_v3", "head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    assert architecture(shape | latent).head_dim == 192
+
+
+def test_short_documents_cost_less_attention_than_one_long_one() -> None:
+    assert model_flops(DENSE, 64, [8] * 8) < model_flops(DENSE, 64, [64])
+
+
+@pytest.mark.parametrize(("length", "window", "pairs"), [(4, None, 8), (4, 4, 8), (4, 128, 8), (10, 4, 32), (256, 128, 24576)])
+def test_a_sliding_window_cuts_pairs_off(length: int, window: int | None, pairs: float) -> None:
+    assert attention_pairs(length, window) == pairs
+
+
+def test_a_real_dense_model() -> None:
+    """Llama 3.1 8B: per layer q, o 4096^2, k, v 4096 x 1024, three 4096 x 14336; 32 layers and the head."""
+    expected = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert flops_of(PRESETS["llama-3.1-8b"].spec.model).active_parameters == expected
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 3.04), ("gpt-oss-20b", 3.03)])
+def test_experts_count_by_the_share_a_token_meets(name: str, billions: float) -> None:
+    model = PRESETS[name].spec.model
+    shape = architecture(model.config)
+    active = flops_of(model).active_parameters
+    assert active < 0.25 * model.parameter_count
+    assert idle_parameters(model.parameters, shape) + active <= model.parameter_count
+    assert active / 1e9 == pytest.approx(billions, rel=0.25)
+
+
+def test_gpt_oss_alternates_sliding_and_full_attention() -> None:
+    flops = flops_of(PRESETS["gpt-oss-20b"].spec.model)
+    assert (flops.full_layers, flops.windowed_layers, flops.window) == (12, 12, 128)
+
+
+def test_every_preset_has_a_shape() -> None:
+    for preset in PRESETS.values():
+        shape = architecture(preset.spec.model.config)
+        assert shape.heads % shape.kv_heads == 0
+        assert shape.layers == shape.full_layers + shape.windowed_layers
+
+
+def test_a_config_without_a_shape_names_every_missing_key() -> None:
+    with pytest.raises(InputError) as caught:
+        architecture({"model_type": "llama", "hidden_size": "wide"})
+    fields = {problem.field for problem in caught.value.problems}
+    assert {"model.config.hidden_size", "model.config.num_hidden_layers", "model.config.vocab_size"} <= fields
+
+
+def test_the_published_formula_counts_padding_recompute_and_full_attention() -> None:
+    # 2 c P L + 4 c layers hidden L^2, c = 4
+    assert seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True) == 8e9 * 4096 + 16 * 32 * 4096 * 4096**2
+    shape = architecture(PRESETS["llama-3.1-8b"].spec.model.config)
+    per_sequence = seed_flops_per_sequence(8_030_261_248, 32, 4096, 4096, checkpointing=True)
+    assert seed_tflops_total(8_030_261_248, shape, 4096, 8, 2.0, checkpointing=True) == pytest.approx(4 * per_sequence / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA GH200 480GB", 989.5),
+        ("GH200 480GB", 989.5),
+        ("NVIDIA GH200 144G HBM3e", 989.5),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+    ],
+)
+def test_peaks_by_product_name(name: str, tflops: float) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+def test_an_unknown_gpu_has_no_peak() -> None:
+    assert peak_flops("Voodoo 3dfx") is None
+    assert peak_flops("") is None
+
+
+@pytest.mark.parametrize(("model_type", "windowed"), [("mistral", 4), ("starcoder2", 4), ("llama", 0)])
+def test_some_models_have_their_window_in_every_layer(model_type: str, windowed: int) -> None:
+    config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 100}
+    assert architecture(config | {"intermediate_size": 128, "sliding_window": 512}).windowed_layers == windowed

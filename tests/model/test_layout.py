@@ -1,0 +1,110 @@
+"""The one arithmetic: how states are cut over ranks, sub-groups and devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.model.layout import (
+    Parameter,
+    deepspeed_gpu_sub_groups,
+    expand,
+    gpu_sub_groups,
+    layout_of,
+    partition_numel,
+    state_layout,
+    sub_group_slices,
+)
+from so_tui.spec.errors import InputError
+from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
+
+BLOCKS = (
+    ParameterBlock(tensors=(Tensor("embed.weight", (100, 8), True, "embedding"),)),
+    ParameterBlock(
+        repeat=3,
+        tensors=(Tensor("layers.{i}.norm.weight", (8,), False, "other"), Tensor("layers.{i}.up.weight", (33, 8), True, "linear")),
+    ),
+    ParameterBlock(tensors=(Tensor("head.weight", (100, 8), True, "linear", "embed.weight"),)),
+)
+
+
+def spec(ratio: float = 0.9, sub_group_size: int = 1000, mode: str = "superoffload", engine: str = "so-tui") -> RunSpec:
+    return RunSpec(
+        name="small",
+        model=ModelSpec(id="x", parameters=BLOCKS),
+        data=DataSpec(source="x"),
+        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=engine),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(("numel", "ranks", "share"), [(8, 1, 8), (8, 4, 2), (9, 4, 3), (1, 4, 1), (0, 4, 0)])
+def test_a_share_is_rounded_up(numel: int, ranks: int, share: int) -> None:
+    assert partition_numel(numel, ranks) == share
+
+
+def test_sub_groups_cover_the_list_in_order_and_reach_the_size() -> None:
+    numels = [5, 1, 7, 2, 2, 9, 1]
+    slices = sub_group_slices(numels, 6)
+    assert [index for start, stop in slices for index in range(start, stop)] == list(range(len(numels)))
+    assert all(sum(numels[start:stop]) >= 6 for start, stop in slices[:-1])
+
+
+@pytest.mark.parametrize("ratio", [i / 20 for i in range(21)])
+@pytest.mark.parametrize("numels", [[1] * 10, [3, 1, 4, 1, 5, 9, 2, 6], [400_000_000] * 32 + [700_000]])
+def test_the_gpu_keeps_as_much_as_the_ratio_allows_and_no_more(numels: list[int], ratio: float) -> None:
+    kept = gpu_sub_groups(numels, ratio)
+    allowed = (1 - ratio) * sum(numels)
+    assert sum(numels[:kept]) <= allowed + 1e-6 * sum(numels)
+    assert kept == len(numels) or sum(numels[: kept + 1]) > allowed
+
+
+def test_rounding_is_not_left_to_floating_point() -> None:
+    assert gpu_sub_groups([1] * 10, 0.9) == 1
+    assert deepspeed_gpu_sub_groups(10, 0.9) == 0
+    assert gpu_sub_groups([1] * 10, 0.0) == 10
+    assert gpu_sub_groups([1] * 10, 1.0) == 0
+
+
+def test_the_table_expands_in_order_with_indices_filled_in() -> None:
+    names = [tensor.name for tensor in expand(BLOCKS)]
+    assert names[:3] == ["embed.weight", "layers.0.norm.weight", "layers.0.up.weight"]
+    assert len(names) == 8
+
+
+def test_decay_comes_first_and_tied_tensors_count_once() -> None:
+    layout = state_layout(spec(), ranks=2)
+    assert layout.parameters == 800 + 3 * (8 + 264)
+    assert [sub_group.group for sub_group in layout.sub_groups] == ["decay", "no-decay"]
+    assert layout.sub_groups[0].names == ("embed.weight", "layers.0.up.weight", "layers.1.up.weight", "layers.2.up.weight")
+    assert layout.sub_groups[0].numel == 400 + 3 * 132
+    assert layout.weights_bytes == 2 * layout.numel == 2 * (796 + 12)
+
+
+def test_state_bytes_by_device() -> None:
+    layout = state_layout(spec(ratio=0.5, sub_group_size=1000), ranks=1)
+    assert [(sub_group.numel, sub_group.device) for sub_group in layout.sub_groups] == [(1064, "cpu"), (528, "cpu"), (24, "cpu")]
+    layout = state_layout(spec(ratio=0.3, sub_group_size=1000), ranks=1)
+    assert layout.gpu_sub_groups == 1
+    assert (layout.gpu_numel, layout.cpu_numel) == (1064, 552)
+    states = layout.master_weights_bytes("cpu") + layout.gradients_bytes("cpu") + layout.moments_bytes("cpu")
+    assert states == 16 * 552
+
+
+def test_each_mode_follows_its_own_rule() -> None:
+    assert state_layout(spec(ratio=0.9, mode="gpu"), 1).cpu_numel == 0
+    assert state_layout(spec(ratio=0.6, sub_group_size=1000, mode="zerooffload"), 1).gpu_sub_groups == 1
+    assert state_layout(spec(ratio=0.6, sub_group_size=1000), 1).gpu_sub_groups == 0
+    assert state_layout(spec(ratio=0.6, sub_group_size=1000, engine="deepspeed"), 1).gpu_sub_groups == 1
+
+
+def test_more_ratio_never_puts_more_on_the_gpu() -> None:
+    parameters = tuple(Parameter(f"p{i}", 1000 + 37 * i, i % 5 != 0) for i in range(60))
+    on_gpu = [layout_of(parameters, 2, 4000, ratio / 20, "so-tui").gpu_numel for ratio in range(21)]
+    assert on_gpu == sorted(on_gpu, reverse=True)
+    assert on_gpu[0] == layout_of(parameters, 2, 4000, 0.0, "so-tui").numel
+    assert on_gpu[-1] == 0
+
+
+def test_a_spec_without_a_table_is_an_input_error() -> None:
+    bare = RunSpec(name="bare", model=ModelSpec(id="x"), data=DataSpec(source="x"))
+    with pytest.raises(InputError, match=r"model\.parameters"):
+        state_layout(bare, 1)

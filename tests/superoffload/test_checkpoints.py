@@ -1,0 +1,172 @@
+"""Whole checkpoints in their folder, with a small engine of one rank: what counts, what is proven, what goes."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from so_tui.runs import RunDirectory, control
+from so_tui.spec import RunSpec
+from so_tui.spec.types import CheckpointSpec
+from so_tui_trainer import checkpoint, checkpoint_folder
+from so_tui_trainer.control import Control
+from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.ranks import Ranks
+from tests.support import engine as support
+
+
+@pytest.fixture(scope="module")
+def alone() -> Ranks:
+    support.ensure_process_group()
+    return Ranks(0, 1, torch.device("cpu"), torch.distributed.new_group(backend="gloo"))
+
+
+def spec(keep: int = 2) -> RunSpec:
+    return msgspec.structs.replace(support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep))
+
+
+def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
+    return Path(checkpoint.save(made, support.manifest(step, run), folder, ranks, attempt=1).path)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp_path: Path, alone: Ranks) -> None:
+    run = spec(keep=5)
+    with support.engine(run) as made:
+        paths = [save(made, tmp_path, step, alone, run) for step in (5, 10, 15, 20, 25)]
+        assert checkpoint.newest(tmp_path) == (paths[4], checkpoint.read_manifest(paths[4]), ())
+        cut_short(paths[4] / "optimizer" / "rank_00000.states")
+        (paths[3] / "checkpoint.json").write_text('{"step":')
+        (paths[2] / "random.rank0.pt").unlink()
+        states = paths[1] / "optimizer" / "rank_00000.states"
+        states.write_bytes(bytes(states.stat().st_size))
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        assert (found.path, found.manifest.step) == (paths[0], 5)
+        assert [damage.path for damage in found.damaged] == paths[:0:-1]
+        reasons = ("bytes where the checkpoint says", "truncated", "random.rank0.pt", "checksum")
+        for damage, reason in zip(found.damaged, reasons, strict=True):
+            assert reason in damage.reason
+        kept = checkpoint.set_aside(found.damaged[0].path)
+        assert kept.name == "step-000025.damaged"
+        # What was set aside does not count, not even when the same step is saved and damaged again.
+        cut_short(save(made, tmp_path, 25, alone, run) / "checkpoint.json")
+        assert checkpoint.set_aside(paths[4]).name == "step-000025.damaged.2"
+        cut_short(paths[0] / "checkpoint.json")
+        with pytest.raises(TrainingError, match=r"none of the checkpoints in .* can be read \(step-000020: "):
+            checkpoint.newest(tmp_path)
+    assert checkpoint.newest(tmp_path / "nowhere") is None
+
+
+def test_older_ones_stay_until_the_new_one_is_proven_readable(tmp_path: Path, alone: Ranks) -> None:
+    run = spec(keep=1)
+    with support.engine(run) as made:
+        first = save(made, tmp_path, 1, alone, run)
+        partial = checkpoint_folder.begin(tmp_path, 2)
+        checkpoint.offload.save_state(made, checkpoint.optimizer_folder(partial))
+        states = checkpoint.optimizer_folder(partial) / "rank_00000.states"
+        states.write_bytes(bytes(states.stat().st_size))  # the disk did not keep what it was given
+        with pytest.raises(checkpoint.offload.OffloadError, match="does not hold what was written"):
+            checkpoint_folder.complete(partial, support.manifest(2, run))
+        assert first.name in names(tmp_path)
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        assert found.path == first
+        checkpoint.set_aside(found.damaged[0].path)
+        third = save(made, tmp_path, 3, alone, run)
+        assert names(tmp_path) == ["step-000002.damaged", third.name]
+
+
+def test_what_a_killed_save_left_is_removed_and_the_rest_is_restored_whole(tmp_path: Path, alone: Ranks) -> None:
+    run = spec()
+    data = support.batches(4)
+    with support.engine(run) as made:
+        support.train(made, data[:2])
+        path = save(made, tmp_path, 2, alone, run)
+        drawn = torch.rand(3)
+        losses = support.train(made, data[2:])
+        checkpoint.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath("rank_00000.states").write_bytes(b"half")
+        checkpoint.load(made, path, checkpoint.read_manifest(path), alone)
+        assert torch.equal(torch.rand(3), drawn)
+        assert support.train(made, data[2:]) == losses
+        save(made, tmp_path, 4, alone, run)
+        assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
+def test_a_checkpoint_that_has_no_room_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught:
+        checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
+    assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: a checkpoint needs 1000000000.0 GB, and ")
+    assert "then resume" in caught.value.suggestion
+
+
+def test_one_bit_in_a_small_file_shows(tmp_path: Path, alone: Ranks) -> None:
+    run = spec(keep=5)
+    with support.engine(run) as made:
+        paths = [save(made, tmp_path, step, alone, run) for step in (1, 2, 3)]
+    files = (paths[2] / "random.rank0.pt", paths[1] / "optimizer" / "rank_00000.json")
+    for file, position in zip(files, (2000, files[1].read_bytes().index(b'"numel": ') + 9), strict=True):
+        data = bytearray(file.read_bytes())
+        data[position] ^= 1
+        file.write_bytes(data)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.path == paths[0]
+    for damage, file in zip(found.damaged, files, strict=True):
+        assert f"{file} does not hold what was written" in damage.reason
+
+
+def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path: Path, alone: Ranks) -> None:
+    run = spec(keep=1)
+    with support.engine(run) as made:
+        model = save(made, tmp_path / "model", 1, alone, run)
+    folder, end = tmp_path / "run", time.monotonic() + 2
+    folder.mkdir()
+    shutil.copytree(model, folder / "step-000001")
+
+    def go_on() -> None:
+        """As a run that saves and removes all the time."""
+        for step in itertools.count(2):
+            shutil.copytree(model, folder / "new.partial")
+            (folder / "new.partial").rename(folder / f"step-{step:06d}")
+            shutil.rmtree((folder / f"step-{step - 1:06d}").rename(folder / "old.partial"))
+            if time.monotonic() > end:
+                return
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    while other.is_alive():
+        found = checkpoint.newest(folder)
+        assert found is not None
+        assert not found.damaged
+    other.join()
+
+
+def test_the_clock_asks_for_a_checkpoint_of_the_next_step(tmp_path: Path, alone: Ranks) -> None:
+    run = RunDirectory(tmp_path)
+    watched = Control(run, alone, every_s=0.2)
+    assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
+    time.sleep(0.2)
+    assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
+    time.sleep(0.15)
+    watched.saved()  # by the steps, say: a whole interval from here
+    time.sleep(0.1)
+    assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
+    control.request(run, "checkpoint")
+    assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
+    watched.close()

@@ -1,0 +1,233 @@
+"""What our SuperOffload optimizer does when it is started, used or ended in the wrong way: says so, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import superoffload
+from superoffload import kernel
+from superoffload.deepspeed_adapter.engine import super_offload
+from superoffload.optimizer import SuperOffload
+from superoffload.sub_groups import Gradient, SubGroup
+from tests.support import engine as support
+
+
+def traces() -> list[str]:
+    """What an engine in this process could leave behind: shared memory, child processes, threads."""
+    gc.collect()
+    memory = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    memory += Path("/proc/self/maps").read_text().splitlines()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("adam-worker")]
+    return [line for line in memory if "so-tui-offload" in line] + children + threads
+
+
+def test_another_deepspeed_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.__version__", "0.19.9")
+    with pytest.raises(superoffload.OffloadError, match=r"DeepSpeed 0\.19\.9 is installed"), support.engine(support.spec("superoffload")):
+        pass
+    assert not traces()
+
+
+def test_without_a_compiler_it_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with (
+        pytest.raises(superoffload.OffloadError, match=r"needs a C\+\+ compiler with OpenMP"),
+        support.engine(support.spec("superoffload")),
+    ):
+        pass
+    assert not traces()
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'unrecognized option -fopenmp' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with (
+        pytest.raises(superoffload.OffloadError, match=r"could not compile .*\n.*unrecognized option"),
+        support.engine(support.spec("superoffload")),
+    ):
+        pass
+    assert not traces()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder that belongs to somebody else")
+def test_a_kernel_is_kept_in_a_folder_of_our_own_or_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert kernel.library().parent == tmp_path / "so-tui-kernels-0"
+    os.chown(tmp_path / "so-tui-kernels-0", 4321, 4321)
+    with pytest.raises(superoffload.OffloadError, match=r"No folder of your own .*so-tui-kernels-0"):
+        kernel.library()
+
+
+def test_without_a_compiler_a_kernel_kept_for_this_cpu_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(superoffload.OffloadError, match=r"needs a C\+\+ compiler .* keeps no kernel for this CPU"):
+        kernel.library()
+    monkeypatch.setenv("PATH", path)
+    built = kernel.library()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert kernel.library() == built
+    other = built.with_name(f"adam-{'0' * 16}-{'0' * 16}.so")
+    built.rename(other)
+    with pytest.raises(superoffload.OffloadError, match="keeps no kernel for this CPU"):
+        kernel.library()
+
+
+def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = msgspec.structs.replace(support.binding(), adam_cpus=(100_000,))
+    monkeypatch.setattr(support, "binding", lambda: nowhere)
+    with (
+        pytest.raises(superoffload.WorkerLostError, match=r"ended with code 1 in begin of sub-group 0.*in the log"),
+        support.engine(support.spec("superoffload")),
+    ):
+        pass
+    assert not traces()
+
+
+def test_when_deepspeed_fails_after_our_optimizer_started_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = support.ds_config
+    monkeypatch.setattr(support, "ds_config", lambda *settings: {**config(*settings), "scheduler": {"type": "Nonsense"}})
+    with pytest.raises(Exception, match="Nonsense"), support.engine(support.spec("superoffload")):
+        pass
+    assert not traces()
+
+
+def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
+    group = SubGroup(torch.zeros(10, dtype=torch.float16), 0, ("weight",), (0,), on_gpu=False)
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10))])
+    with pytest.raises(superoffload.OffloadError, match="these are in float16"):
+        SuperOffload([group], adamw, accumulation=1, clipping=0.0, cpus=[0], all_reduce=lambda values: None)
+    assert not traces()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", ratio)) as made:
+        support.train(made, support.batches(2))
+        core = super_offload(made)
+        assert core is not None
+        superoffload.close(made)
+        superoffload.close(made)
+        for use in (core.synchronize, core.gradient_norm, core.step, lambda: superoffload.save_state(made, tmp_path)):
+            with pytest.raises(superoffload.OffloadError, match="is closed"):
+                use()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 1), (1.0, 3)])
+def test_the_middle_of_a_step_is_neither_saved_nor_loaded_into(clipping: float, accumulation: int, tmp_path: Path) -> None:
+    """Gradients that came in already would be lost in the one case, and be stepped with on other weights in the other."""
+    run = support.spec("superoffload", 1.0, clipping=clipping, accumulation=accumulation)
+    with support.engine(run) as made:
+        support.train(made, support.batches(accumulation))
+        superoffload.save_state(made, tmp_path)
+        made.backward(made(support.batches(1)[0]))
+        for use in (superoffload.save_state, superoffload.load_state):
+            with pytest.raises(superoffload.OffloadError, match="in the middle of a step"):
+                use(made, tmp_path)
+        made.step()
+        support.train(made, support.batches(accumulation - 1))
+        superoffload.save_state(made, tmp_path)
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("something in the model")
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_ended_in_the_middle_of_a_step_it_leaves_nothing_and_another_can_start(clipping: float, capfd: pytest.CaptureFixture[str]) -> None:
+    run = support.spec("superoffload", 1.0, clipping=clipping, sub_group_size=1)
+    with support.engine(run) as made:
+        expected = support.train(made, support.batches(2))
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="something in the model"), support.engine(run) as made:  # noqa: PT012
+        support.train(made, support.batches(1))
+        made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Failing.apply(output))  # type: ignore[no-untyped-call]
+        support.train(made, support.batches(1))
+    assert time.monotonic() - begun < 10
+    assert not traces()
+    with support.engine(run) as made:
+        assert support.train(made, support.batches(2)) == expected
+        made.backward(made(support.batches(1)[0]))
+    assert not traces()
+    assert "Traceback" not in capfd.readouterr().err  # of the worker, when its line is cut
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_whole_group_is_left_to_the_training_process(number: signal.Signals) -> None:
+    """Otherwise a run that is asked to stop would end with a lost worker as the reason."""
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        pid = superoffload.worker_pid(made)
+        assert pid is not None
+        os.kill(pid, number)
+        time.sleep(0.1)
+        support.train(made, support.batches(2))
+        superoffload.synchronize(made)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_one_bad_number_in_the_second_of_three_micro_steps_is_found(clipping: float) -> None:
+    with support.engine(support.spec("superoffload", 1.0, clipping=clipping, accumulation=3)) as made:
+        core = super_offload(made)
+        assert core is not None
+        receive = core.receive
+
+        def spoiling(gradients: Sequence[Gradient], *, boundary: bool) -> None:
+            for gradient in gradients:
+                if (made.gradient_accumulation_steps, gradient.sub_group, gradient.member) == (4, 2, 0):
+                    gradient.values.flatten()[7] = float("inf")
+            receive(gradients, boundary=boundary)
+
+        core.receive = spoiling  # type: ignore[method-assign]
+        with pytest.raises(superoffload.NonFiniteGradientError, match="Step 2: the gradient of sub-group 2 ") as caught:  # noqa: PT012
+            support.train(made, support.batches(6))
+            superoffload.synchronize(made)
+        assert caught.value.poisoned == (clipping == 0)
+
+
+def test_weights_changed_by_hand_are_taken_into_the_masters_when_asked() -> None:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    with support.engine(support.spec("superoffload", 1.0, learning_rate=0.0)) as made:
+        support.train(made, support.batches(1))
+        weight = made.module.blocks[0].up.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.fill_(0.5)
+        made.optimizer.refresh_fp32_params()
+        support.train(made, support.batches(1))
+        assert safe_get_full_fp32_param(weight).eq(0.5).all()
+        with deepspeed.zero.GatheredParameters([weight]):
+            assert weight.eq(0.5).all()
+        assert safe_get_full_optimizer_state(weight, "exp_avg_sq").max() > 0
+        with pytest.raises(superoffload.OffloadError, match="keeps no gradients"):
+            safe_get_full_grad(weight)

@@ -1,0 +1,254 @@
+"""What only a CUDA device can show of the offload engine: pinned memory, copies beside computing, weights that land late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import superoffload
+from so_tui.spec.types import RunSpec
+from superoffload.deepspeed_adapter.engine import sub_group_states, super_offload
+from tests.superoffload import test_ranks
+from tests.support import engine as support
+from tests.support.python_path import checkout_path
+from tests.support.reference_adamw import Reference, distance
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(support.DEVICE.type != "cuda", reason="DeepSpeed runs on the CPU in this process: select these tests with -m gpu"),
+]
+
+STEPS = 20
+WIDTH = 256
+"""Wide enough that copies and Adam take longer than handing them over: 1.6 million parameters, matrices of 131072."""
+SUB_GROUP = 300_000
+BUCKET = 200_000
+"""Elements. One matrix fills it, so every gradient is reduced in a bucket that the next one overwrites."""
+
+
+@contextmanager
+def engine(run: RunSpec) -> Iterator[Any]:
+    torch.manual_seed(run.train.seed)
+    model = support.Model(width=WIDTH)
+    torch.nn.init.normal_(model.embedding.weight, std=0.02)  # the head too: with torch's 1.0 the first losses would be in the hundreds
+    with support.engine(run, model=model, bucket=BUCKET) as made:
+        yield made
+
+
+def spec(mode: Literal["superoffload", "zerooffload", "gpu"], ratio: float, **settings: Any) -> RunSpec:
+    return support.spec(mode, ratio, sub_group_size=SUB_GROUP, **{"learning_rate": 1e-3, **settings})
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("clipping", [0.0, 1e-3, 1e6])
+def test_twenty_steps_are_those_of_float32_adamw(clipping: float, accumulation: int) -> None:
+    """The host never waits for the GPU on behalf of the test: gradients are recorded there, and the reference is stepped at the end."""
+    data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
+    rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
+    with engine(spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation)) as made:
+        reference = Reference(made, clipping)
+        taken = []
+        for step, rate in enumerate(rates):
+            superoffload.set_learning_rate(made, rate)
+            for tokens in data[step * accumulation : (step + 1) * accumulation]:
+                made.backward(made(tokens))
+                made.step()
+            taken.append(reference.take())
+        superoffload.synchronize(made)
+        norms = [reference.step(rate, gradients) for rate, gradients in zip(rates, taken, strict=True)]
+        assert superoffload.gradient_norm(made) == pytest.approx(norms[-1], rel=1e-6)
+        assert len({group.on_gpu for group in reference.core.sub_groups}) == 2
+        torch.cuda.synchronize()  # the last weights, which no forward has waited for
+        for state, expected in zip(sub_group_states(made), reference.masters, strict=True):
+            assert distance(state.master, expected.detach()) < 1e-6
+            assert distance(state.exp_avg, reference.optimizer.state[expected]["exp_avg"]) < 1e-6
+            assert distance(state.exp_avg_sq, reference.optimizer.state[expected]["exp_avg_sq"]) < 1e-6
+            assert torch.equal(state.weights, state.master.to(support.DEVICE, torch.bfloat16))
+
+
+def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
+    data = support.batches(STEPS)
+    ends = []
+    for lazy in (True, False):
+        with engine(spec("superoffload", 0.5, clipping=1.0)) as made:
+            super_offload(made).lazy_weights = lazy  # type: ignore[union-attr]
+            ends.append((support.train(made, data), support.states(made, tmp_path / str(lazy))))
+    assert ends[0] == ends[1]
+
+
+@contextmanager
+def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
+    """DeepSpeed moves this process to a share of its cores, which is undone here. Its worker must have ended with the engine."""
+    cores = os.sched_getaffinity(0)
+    try:
+        with engine(run) as made:
+            worker = made.optimizer.superoffload_cpu_optimizer.cpuadam_process
+            yield made
+        assert not worker.is_alive()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_losses_follow_deepspeeds_own_superoffload() -> None:
+    """Both do AdamW in float32 on the same bf16 gradients, but round differently in the last bit of a master now and then.
+
+    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight goes, the gradients of the next step differ too;
+    over 15 steps 2 % of the loss leaves room for this, and for nothing as large as a lost, doubled or late update.
+    """
+    data = support.batches(1) * 15  # one batch, so the loss falls and tells whether updates are made
+    with deepspeeds_own(spec("superoffload", 1.0, implementation="deepspeed", learning_rate=3e-4)) as theirs:
+        expected = support.train(theirs, data)
+    with engine(spec("superoffload", 1.0, learning_rate=3e-4)) as ours:
+        found = support.train(ours, data)
+    assert found == pytest.approx(expected, rel=2e-2)
+    assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.parametrize(("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 0.5), ("gpu", 0.0)])
+def test_a_resumed_run_goes_on_bit_by_bit(mode: Literal["superoffload", "zerooffload", "gpu"], ratio: float, tmp_path: Path) -> None:
+    run = spec(mode, ratio, clipping=1.0)
+    data = support.batches(15)
+    with engine(run) as whole:
+        support.train(whole, data[:5])
+        superoffload.save_state(whole, tmp_path / "middle")
+        losses = support.train(whole, data[5:])
+        expected = support.states(whole, tmp_path / "whole")
+    with engine(run) as second:
+        support.train(second, support.batches(2, seed=9))  # what it did before must leave no trace
+        superoffload.load_state(second, tmp_path / "middle")
+        assert support.train(second, data[5:]) == losses
+        assert support.states(second, tmp_path / "end") == expected
+
+
+def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Every mode, twenty steps; the worker ends with its rank."""
+    (rank,) = test_ranks.start("first", tmp_path, 1, accelerator="cuda")
+    worker = test_ranks.worker_of(rank)
+    rank.kill()
+    rank.communicate()
+    assert test_ranks.gone([worker])
+    test_ranks.finish(test_ranks.start("second", tmp_path, 1, accelerator="cuda"))
+
+
+def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> None:
+    with engine(spec("superoffload", 0.5, clipping=1.0)) as first:
+        support.train(first, support.batches(5))
+        superoffload.save_state(first, tmp_path / "first")
+    expected = support.by_name(tmp_path / "first")
+    modes: tuple[tuple[Literal["superoffload", "zerooffload", "gpu"], float], ...] = (
+        ("gpu", 0.0),
+        ("zerooffload", 0.5),
+        ("superoffload", 1.0),
+    )
+    before = tmp_path / "first"
+    for mode, ratio in modes:
+        with engine(support.spec(mode, ratio, clipping=1.0, sub_group_size=2 * SUB_GROUP)) as made:
+            superoffload.load_state(made, before)
+            before = tmp_path / mode
+            superoffload.save_state(made, before)
+        assert support.by_name(before) == expected
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(clipping: float, tmp_path: Path) -> None:
+    with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
+        support.train(made, support.batches(2))
+        support.poison(made)
+        with pytest.raises(superoffload.NonFiniteGradientError, match=r"Step 3: the gradient of sub-group \d+ \(\S+ ... \S+\)") as caught:  # noqa: PT012
+            support.train(made, support.batches(1))
+            superoffload.synchronize(made)
+        assert caught.value.step == 3
+        assert caught.value.poisoned == (clipping == 0)
+        if caught.value.poisoned:
+            with pytest.raises(superoffload.NonFiniteGradientError):
+                superoffload.save_state(made, tmp_path)
+            assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_killed_worker_is_reported_within_seconds(clipping: float) -> None:
+    with engine(spec("superoffload", 1.0, clipping=clipping)) as made:
+        support.train(made, support.batches(2))
+        os.kill(superoffload.worker_pid(made), signal.SIGKILL)  # type: ignore[arg-type]
+        begin = time.monotonic()
+        with pytest.raises(superoffload.WorkerLostError, match=r"ended by SIGKILL"):  # noqa: PT012
+            support.train(made, support.batches(2))
+            superoffload.synchronize(made)
+        assert time.monotonic() - begin < 5
+
+
+def open_files(pid: int) -> str:
+    links = " ".join(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    return links + Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_worker_touches_no_gpu_driver() -> None:
+    with engine(spec("superoffload", 0.5)) as made:
+        support.train(made, support.batches(2))
+        pid = superoffload.worker_pid(made)
+        assert pid is not None
+        assert "libcuda" in open_files(os.getpid())
+        assert not any(trace in open_files(pid) for trace in ("libcuda", "/dev/nvidia"))
+
+
+def test_the_worker_is_no_compute_process_of_any_gpu() -> None:
+    import pynvml
+
+    with engine(spec("superoffload", 0.5)) as made:
+        support.train(made, support.batches(2))
+        pynvml.nvmlInit()
+        try:
+            devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            listed = {process.pid for device in devices for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device)}
+        except pynvml.NVMLError as error:
+            pytest.skip(f"NVML does not list compute processes here: {error}")
+        finally:
+            pynvml.nvmlShutdown()
+        if os.getpid() not in listed:
+            pytest.skip("NVML lists processes by numbers of another namespace: not even this one is among them")
+        assert superoffload.worker_pid(made) not in listed
+
+
+WEIGHTS_FROM_A_THREAD = """
+from threading import Thread
+import torch
+from superoffload.transfers import transfers_for
+
+torch.cuda.set_device(1)
+transfers = transfers_for(torch.device("cuda", 1))
+host, weights = torch.ones(1000, pin_memory=True), torch.zeros(1000, device="cuda:1")
+waiting = torch.cuda.Event()
+torch.cuda._sleep(100_000_000)
+waiting.record()
+
+def serve():
+    transfers.attach()
+    while not waiting.query():
+        pass
+    transfers.weights_to_gpu(weights, host).done.synchronize()
+
+link = Thread(target=serve)
+link.start()
+link.join()
+print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_that_a_thread_brings_open_no_context_on_another_gpu() -> None:
+    """Half a gigabyte of the first GPU for each rank of the others."""
+    command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
+    environment = os.environ | {"PYTHONPATH": checkout_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["1000.0", "False"]

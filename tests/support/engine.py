@@ -1,0 +1,242 @@
+"""A small model and a one-rank DeepSpeed engine around it, in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import numpy as np
+import torch
+
+import superoffload
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
+from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec, TrainSpec
+from so_tui_trainer.checkpoint import Manifest
+from superoffload import checkpoint
+
+torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+WIDTH = 25
+LAYERS = 6
+DEVICE = torch.device("cuda" if os.environ["DS_ACCELERATOR"] == "cuda" else "cpu")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + added
+
+
+class Model(torch.nn.Module):
+    """An embedding tied to the head, and a parameter that is frozen."""
+
+    def __init__(self, vocabulary: int = 50, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.frozen = torch.nn.Parameter(torch.ones(width), requires_grad=False)
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x * self.frozen)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class OddModel(Model):
+    """With parameters of one and two elements, and one that is larger than a sub-group."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=211)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.turn = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        turn = torch.cos(self.turn).sum() / 2 + torch.sin(self.turn[0])
+        return super().forward(tokens) * self.scale.squeeze(0) * turn
+
+
+class Poison(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+def poison(made: Any) -> None:
+    """Every gradient below the third block is NaN from now on."""
+    made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))  # type: ignore[no-untyped-call]
+
+
+def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without, as the trainer makes them."""
+    parameters = list(model.parameters())
+    shape = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
+    return [
+        {"params": [p for p, s in zip(parameters, shape, strict=True) if len(s) >= 2], "weight_decay": 0.05},
+        {"params": [p for p, s in zip(parameters, shape, strict=True) if len(s) < 2], "weight_decay": 0.0},
+    ]
+
+
+def spec(
+    mode: Literal["auto", "superoffload", "zerooffload", "gpu"],
+    ratio: float = 1.0,
+    *,
+    clipping: float = 0.0,
+    accumulation: int = 1,
+    sub_group_size: int = 2000,
+    implementation: Literal["so-tui", "deepspeed"] = "so-tui",
+    **train: Any,
+) -> RunSpec:
+    return RunSpec(
+        name="small",
+        model=ModelSpec(id="small"),
+        data=DataSpec(source="none"),
+        train=TrainSpec(
+            micro_batch=2,
+            gradient_accumulation=accumulation,
+            steps=20,
+            gradient_clipping=clipping,
+            **{"learning_rate": 1e-2, "beta2": 0.95, **train},
+        ),
+        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=implementation),
+    )
+
+
+def binding(rank: int = 0) -> RankBinding:
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    return RankBinding(
+        rank=rank,
+        gpu=None,
+        numa_node=None,
+        cpus=cpus,
+        main_cpus=cpus[:1],
+        adam_cpus=cpus[1:] or cpus,
+        memory_policy=MemoryPolicy(mode="default"),
+        deepspeed=DeepSpeedBinding(cpus=cpus, numactl=(), omp_num_threads=1, matches=True),
+    )
+
+
+def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3000) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "sub_group_size": run.offload.sub_group_size,
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 100,
+    }
+    if run.offload.mode != "gpu":
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": run.offload.ratio, "pin_memory": False}
+    if run.offload.mode == "superoffload" and run.offload.engine == "deepspeed":
+        zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.5}
+    return {
+        "train_micro_batch_size_per_gpu": run.train.micro_batch,
+        "gradient_accumulation_steps": run.train.gradient_accumulation,
+        "gradient_clipping": run.train.gradient_clipping,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+
+
+def ensure_process_group() -> None:
+    """One rank, over gloo or NCCL, in this process; started once."""
+    if torch.distributed.is_initialized():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    superoffload.join_process_group(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+
+
+@contextmanager
+def engine(
+    run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, *, bucket: int = 3000, **keywords: Any
+) -> Iterator[Any]:
+    """An initialised engine on ``DEVICE``, closed at the end whatever happens. ``bucket``: elements that are reduced together."""
+    ensure_process_group()
+    if model is None:
+        torch.manual_seed(run.train.seed)
+        model = Model()
+    model = model.to(DEVICE, dtype)
+    made = superoffload.initialize(model, parameter_groups(model), ds_config(run, dtype, bucket), run, binding(), **keywords)
+    try:
+        yield made
+    finally:
+        superoffload.close(made)
+
+
+def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 50, (2, 16), generator=generator) for _ in range(count)]
+
+
+def train(made: Any, data: list[torch.Tensor]) -> list[float]:
+    """One micro-step per batch; the losses."""
+    losses = []
+    for tokens in data:
+        loss = made(tokens.to(DEVICE))
+        made.backward(loss)
+        made.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
+    """The saved state of every parameter, whoever saved which part of it: step, then master and moments as bytes without padding."""
+    saved = checkpoint.manifests(folder)
+    files = [np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32) for manifest in saved]
+    found = {}
+    start = 0
+    for group in saved[0].sub_groups:
+        offset = start
+        for name, numel in zip(group.names, group.numels, strict=True):
+            share = -(-numel // len(saved))
+            pieces = [np.concatenate([file[offset + kind * group.numel :][:share] for file in files])[:numel] for kind in range(3)]
+            found[name] = (group.step, [piece.tobytes() for piece in pieces])
+            offset += share
+        start += 3 * group.numel
+    return found
+
+
+def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
+    """Of a checkpoint of the small model."""
+    return Manifest(
+        step=step,
+        total_steps=20,
+        ranks=ranks,
+        consumed_sequences=2 * step * ranks,
+        useful_tokens=0,
+        trained_tokens=0,
+        data="made-up",
+        last_loss=None,
+        spec=run,
+    )
+
+
+def states(made: Any, folder: Path) -> bytes:
+    """What ``save_state`` writes, as bytes: equal bytes are equal states."""
+    superoffload.save_state(made, folder)
+    return (folder / "rank_00000.states").read_bytes()
