@@ -9,15 +9,14 @@ stepped together. All sizes below are per rank unless they say otherwise.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from math import prod
 from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.model.sharding import deepspeed_gpu_sub_groups, gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.types import ParameterBlock, RunSpec, Tensor
 
@@ -92,48 +91,6 @@ class StateLayout(Struct, frozen=True):
     def on(self, device: Device) -> int:
         """Parameters of this rank whose optimizer states lie on ``device``."""
         return self.gpu_numel if device == "gpu" else self.cpu_numel
-
-
-def partition_numel(numel: int, ranks: int) -> int:
-    """Elements of one rank's share of a parameter: cut evenly, the last share padded."""
-    return -(-numel // ranks)
-
-
-def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[int, int], ...]:
-    """Index ranges ``(start, stop)`` of the sub-groups of one parameter group.
-
-    Greedy, as DeepSpeed's ``_create_fp16_sub_groups``: append parameters until their sum reaches ``sub_group_size``. Every sub-group but
-    the last holds at least ``sub_group_size`` elements, and none as much as that plus its last parameter.
-    """
-    slices: list[tuple[int, int]] = []
-    start = total = 0
-    for index, numel in enumerate(numels):
-        total += numel
-        if total >= sub_group_size:
-            slices.append((start, index + 1))
-            start, total = index + 1, 0
-    if start < len(numels):
-        slices.append((start, len(numels)))
-    return tuple(slices)
-
-
-def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
-    """How many of the first sub-groups stay on the GPU: as many parameters as possible, but no more than ``1 - ratio`` of them.
-
-    The first ones, because backward reaches them last: what it reaches first has the longest time to be stepped on the CPU.
-    """
-    total = sum(numels)
-    # The slack is for (1 - 0.9) * 10, which is a little less than 1 in floating point.
-    budget = (1 - ratio) * total + 1e-12 * total
-    return bisect_right(list(accumulate(numels)), budget)
-
-
-def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
-    """The same decision as DeepSpeed 0.19.8 makes it (``stage3.py``, ``subgroup_to_device``): by count, rounded down.
-
-    At ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in floating point.
-    """
-    return int((1 - ratio) * sub_groups)
 
 
 def expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:

@@ -10,7 +10,8 @@ from functools import lru_cache
 from math import prod
 
 from so_tui.model.architecture import Architecture
-from so_tui.model.layout import StateLayout, partition_numel
+from so_tui.model.layout import StateLayout
+from so_tui.model.sharding import OWN_LARGEST_BUCKET, partition_numel
 from so_tui.plan.constants import constants
 from so_tui.plan.terms import count, own_engine
 from so_tui.plan.types import MemoryTerm, Place
@@ -22,8 +23,6 @@ GATHERED_AHEAD = 400_000_000
 """Parameters that several ranks gather ahead of the layer that computes, and by which the host may be ahead of the GPU; where a layer is
 larger, a layer.
 """
-OWN_LARGEST_BUCKET = 100_000_000
-"""Parameters in a reduce bucket of the project's own SuperOffload, at most."""
 BUCKETS_AHEAD = 3
 """Buckets of gradients by which the host may be ahead of the GPU: ZeRO-3 waits for all but two reductions before it begins another."""
 ZEROOFFLOAD_BUCKETS_AHEAD = 2

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from so_tui.model.layout import partition_numel, sub_group_slices
+from so_tui.model.sharding import partition_numel, sub_group_slices
 
 stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
 superoffload = pytest.importorskip("deepspeed.runtime.superoffload.superoffload_stage3")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import superoffload
-from so_tui.model.layout import partition_numel
+from so_tui.model.sharding import partition_numel
 from superoffload.resharding import parts
 from tests.support import engine as support
 

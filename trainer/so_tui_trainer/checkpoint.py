@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import superoffload
-from so_tui.model.layout import partition_numel
+from so_tui.model.sharding import partition_numel
 from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import RunSpec
 from so_tui_trainer import checkpoint_folder

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
-from so_tui.model.layout import partition_numel
+from so_tui.model.sharding import partition_numel
 from superoffload.checkpoint import Manifest, manifests, open_states, read_into, tensors_of
 from superoffload.deepspeed_adapter.engine import SubGroupState
 from superoffload.errors import StateMismatchError

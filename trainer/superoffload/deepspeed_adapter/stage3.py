@@ -15,8 +15,7 @@ from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from so_tui.model.layout import gpu_sub_groups, sub_group_slices
-from so_tui.plan.communication import OWN_LARGEST_BUCKET
+from so_tui.model.sharding import OWN_LARGEST_BUCKET, gpu_sub_groups, sub_group_slices
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
 from superoffload.sub_groups import Gradient, SubGroup

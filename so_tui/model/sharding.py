@@ -1,0 +1,56 @@
+"""How parameters are sharded over ranks and cut into sub-groups, as arithmetic on plain numbers.
+
+The engine that trains cuts its states by these functions, and the planner predicts memory and time by the same ones. Nothing here
+knows of a spec, a plan or torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+OWN_LARGEST_BUCKET = 100_000_000
+"""Parameters in a reduce bucket of the project's own SuperOffload, at most."""
+
+
+def partition_numel(numel: int, ranks: int) -> int:
+    """Elements of one rank's share of a parameter: cut evenly, the last share padded."""
+    return -(-numel // ranks)
+
+
+def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[int, int], ...]:
+    """Index ranges ``(start, stop)`` of the sub-groups of one parameter group.
+
+    Greedy, as DeepSpeed's ``_create_fp16_sub_groups``: append parameters until their sum reaches ``sub_group_size``. Every sub-group but
+    the last holds at least ``sub_group_size`` elements, and none as much as that plus its last parameter.
+    """
+    slices: list[tuple[int, int]] = []
+    start = total = 0
+    for index, numel in enumerate(numels):
+        total += numel
+        if total >= sub_group_size:
+            slices.append((start, index + 1))
+            start, total = index + 1, 0
+    if start < len(numels):
+        slices.append((start, len(numels)))
+    return tuple(slices)
+
+
+def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
+    """How many of the first sub-groups stay on the GPU: as many parameters as possible, but no more than ``1 - ratio`` of them.
+
+    The first ones, because backward reaches them last: what it reaches first has the longest time to be stepped on the CPU.
+    """
+    total = sum(numels)
+    # The slack is for (1 - 0.9) * 10, which is a little less than 1 in floating point.
+    budget = (1 - ratio) * total + 1e-12 * total
+    return bisect_right(list(accumulate(numels)), budget)
+
+
+def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
+    """The same decision as DeepSpeed 0.19.8 makes it (``stage3.py``, ``subgroup_to_device``): by count, rounded down.
+
+    At ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in floating point.
+    """
+    return int((1 - ratio) * sub_groups)
