@@ -147,6 +147,7 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
 
     import superoffload
     from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.engine_settings import engine_settings
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
 
@@ -154,7 +155,7 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
-    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
+    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, engine_settings(spec, mine))
     binding.apply_main_cores(mine)
     return Ready(spec, ranks.device, documents, model, engine)
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError
-from superoffload.errors import NonFiniteGradientError, WorkerLostError
+from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
 _NO_HOST_MEMORY = "this host ran out of memory"
 _LOWER_RATE = (
@@ -82,7 +82,7 @@ def _words(error: BaseException, spec: RunSpec) -> tuple[str, str]:
             return str(error), _LOWER_RATE
         case WorkerLostError():
             return str(error), f"If the kernel ended it for want of memory (`dmesg` says so): {less_host_memory(spec)}"
-        case SoTuiError():  # its message says what to do
+        case SoTuiError() | OffloadError():  # its message says what to do
             return str(error), ""
         case MemoryError() | OSError(errno=errno.ENOMEM):
             return _NO_HOST_MEMORY, less_host_memory(spec)
