@@ -38,7 +38,7 @@ def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir:
     answer = call_tool("check_inputs", {"spec": spec_tree(spec)}, timeout_s=_CHECK_TIMEOUT_S)
     if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)
-    return (*plan.warnings, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
+    return (*plan.warning_texts, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:

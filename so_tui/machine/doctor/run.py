@@ -15,13 +15,13 @@ _LITTLE_DISK_BYTES = 10_000_000_000
 
 def fits(look: Look) -> Iterator[Finding]:
     if look.plan and not look.plan.fits:
-        why = [reason for reason in look.plan.reasons if reason not in look.plan.remedies]
+        why = [reason for reason in look.plan.reason_texts if reason not in look.plan.remedy_texts]
         yield Finding(
             severity="blocks",
             title="The plan does not fit this machine",
             evidence="; ".join(why),
             cost="`so-tui run` refuses it.",
-            remedy="; or ".join(look.plan.remedies) or f"`so-tui plan {look.plan.spec.name}` shows the arithmetic.",
+            remedy="; or ".join(look.plan.remedy_texts) or f"`so-tui plan {look.plan.spec.name}` shows the arithmetic.",
         )
 
 

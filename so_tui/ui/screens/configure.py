@@ -248,7 +248,7 @@ class ConfigureScreen(Page):
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
             forced = planned.plan.spec if planned.command else None
-            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reasons, retry_forced=forced))
+            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reason_texts, retry_forced=forced))
         else:
             self.so.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
 
@@ -256,7 +256,7 @@ class ConfigureScreen(Page):
         if planned.problems:
             text = f"{label(planned.problems[0].field)}: {planned.problems[0].message}"
         else:
-            text = planned.plan.reasons[0] if planned.plan else ""
+            text = planned.plan.reason_texts[0] if planned.plan else ""
         self.notify(text, title="Not launched", severity="error", markup=False)
         rows = self.query(FieldRow).filter(".-wrong")
         if rows:
