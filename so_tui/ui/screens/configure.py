@@ -193,7 +193,7 @@ class ConfigureScreen(Page):
             count = plural(len(message.problems), "field")
             self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to mend before this can be planned", "bold $error"))
             lines = [
-                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.remedy}")
+                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.advice}")
                 for problem in message.problems
             ]
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
@@ -216,7 +216,7 @@ class ConfigureScreen(Page):
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]  # a source of a mixture has no row
-            problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
+            problems.setdefault(path, problem.remedy or f"{problem.message}.")
         edits = self._edits
         given_mode = edits.get("offload.mode", self._base_values.get("offload.mode", ""))
         for row in self.query(FieldRow):
