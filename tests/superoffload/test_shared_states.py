@@ -13,7 +13,7 @@ import torch
 
 import superoffload
 from so_tui.machine.memory import available_bytes
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from superoffload.shared_states import MEMORY_NAME, SharedStates
 
 SHARED = Path("/dev/shm")
@@ -83,7 +83,7 @@ def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    available = partial(available_bytes, Tree(tmp_path))
+    available = partial(available_bytes, SystemFiles(tmp_path))
     with pytest.raises(superoffload.OffloadError, match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available"):
         SharedStates([300_000_000], torch.bfloat16, accumulate=False, pin=False, available_bytes=available)
     SharedStates([250_000_000], torch.bfloat16, accumulate=False, pin=False, available_bytes=available).close()

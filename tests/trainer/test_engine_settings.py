@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from so_tui.machine.memory import available_bytes
-from so_tui.machine.tree import Tree
-from so_tui.plan.communication import run_ahead_parameters
+from so_tui.machine.system_files import SystemFiles
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import run_ahead_parameters
 from so_tui.spec import find_preset, with_values
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.engine_settings import engine_settings
@@ -50,7 +51,7 @@ def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
         epsilon=1e-7,
         weight_decay=0.02,
         adam_cpus=binding().adam_cpus,
-        run_ahead_parameters=run_ahead_parameters(run.model.parameters),
+        run_ahead_parameters=run_ahead_parameters(profile_of(run.model).largest_layer),
         available_bytes=found.available_bytes,
     )
 
@@ -62,7 +63,7 @@ def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:
 
 def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own reading of the available memory is about the whole host."""
-    limited = Tree(tmp_path)
+    limited = SystemFiles(tmp_path)
     files = {
         "proc/meminfo": "MemAvailable:   400000000 kB\n",
         "proc/self/cgroup": "0::/job\n",
@@ -73,7 +74,7 @@ def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.M
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("so_tui_trainer.engine_settings.Tree", lambda: limited)
+    monkeypatch.setattr("so_tui_trainer.engine_settings.SystemFiles", lambda: limited)
     assert engine_settings(spec(), binding()).available_bytes() == available_bytes(limited) == 3_000_000_000
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from so_tui.machine.memory import available_bytes
-from so_tui.machine.tree import Tree
-from so_tui.plan.communication import run_ahead_parameters
+from so_tui.machine.system_files import SystemFiles
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import run_ahead_parameters
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from superoffload.errors import OffloadError
@@ -35,6 +36,6 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
         epsilon=train.epsilon,
         weight_decay=train.weight_decay,
         adam_cpus=binding.adam_cpus or binding.cpus,
-        run_ahead_parameters=run_ahead_parameters(spec.model.parameters),
-        available_bytes=lambda: available_bytes(Tree()),  # which, unlike the engine's own default, also reads control group limits
+        run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer),
+        available_bytes=lambda: available_bytes(SystemFiles()),  # which, unlike the engine's own default, also reads control group limits
     )
