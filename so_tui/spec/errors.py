@@ -10,6 +10,8 @@ from msgspec import Struct
 class Problem(Struct, frozen=True, kw_only=True):
     """One thing that is wrong with what the user gave."""
 
+    code: str = ""
+    """What is wrong, in kebab-case and independent of the wording: ``unknown-key``. Documented where it is raised."""
     field: str
     """Dotted name of the field (``offload.ratio``), or what stands for it (``preset``, ``--machine``)."""
     value: str
