@@ -138,6 +138,8 @@ class EndRecord(Record, frozen=True, kw_only=True):
     step: int
     reason: str = ""
     suggestion: str = ""
+    code: str = ""
+    """Why, as an ``OutcomeCode``; empty in records of older versions."""
     saved: str = ""
     """The checkpoint that holds the last state; empty when nothing was saved."""
     summary: dict[str, float] = {}
@@ -222,6 +224,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     detail: str = ""
     reason: str = ""
     suggestion: str = ""
+    code: str = ""
+    """How it ended and why, as an ``OutcomeCode``; empty before the end and in states of older versions."""
     started: float | None = None
     ended: float | None = None
     attempt_started: float | None = None
