@@ -28,8 +28,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
         mine = visible_machine(machine, os.environ)
         held = locks.take_gpus(locks.lock_folder(), mine.gpus, locks.Holder(run="calibrate", pid=os.getpid()))
     except locks.LockTakenError as error:
-        message = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
-        raise Refused([Refusal("gpu-in-use", message)]) from error
+        busy = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
+        raise Refused([Refusal("gpu-in-use", busy)]) from error
     try:
         for answer in stream_tool("calibrate", request_of(mine)):
             if message := answer.get("message"):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from superoffload.ds_config import engine_config
-
 from so_tui.plan.communication import largest_block, live_parameters
 from so_tui.plan.types import Plan
+from superoffload.ds_config import engine_config
 
 
 def ds_config(plan: Plan) -> dict[str, Any]:

@@ -130,7 +130,9 @@ def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
         yield Variable(name=name, value=threads, reason="one thread for each Adam core; a site default of 1 would be very slow")
     for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
         if name in inherited:
-            yield Variable(name=name, value=None, reason="conflicts with the binding; DeepSpeed's launcher refuses to start with KMP_AFFINITY")
+            yield Variable(
+                name=name, value=None, reason="conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY"
+            )
     yield Variable(name="TOKENIZERS_PARALLELISM", value="false", reason="keeps the tokenizer's thread pool off the bound cores")
 
 

@@ -12,19 +12,15 @@ from typing import Any
 
 import msgspec
 
-from so_tui.launch import command, environment, locks
+from so_tui.launch import environment, locks
 from so_tui.launch.attempt_files import indented, read_launch
-from so_tui.launch.environment import Variable
 from so_tui.launch.node_check import refuse_different_node
-from so_tui.launch.placeholders import Placeholder
+from so_tui.launch.preparation import LOCAL_ADDRESS, Launch
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
 from so_tui.spec import SoTuiError
 from so_tui.spec.files import write_atomic
-
-_ADDRESS = "127.0.0.1"
-"""Where the ranks meet: all of them are on this host."""
 
 
 class NoCommandError(SoTuiError):
@@ -68,21 +64,14 @@ class Job:
         refuse_different_node(self.launch, inspect_machine())
         self.port, port_lock = locks.take_port(folder, holder)
         self._locks = (*self._locks, port_lock)
-        values = {
-            Placeholder.RUN: str(self._run.path),
-            Placeholder.ATTEMPT: str(self._attempt),
-            Placeholder.ADDRESS: _ADDRESS,
-            Placeholder.PORT: str(self.port),
-        }
-        argv = command.resolved(self.launch.argv, values)
-        changes = environment.resolved(self.launch.environment, values)
-        self._write_command(argv, changes)
+        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, port=self.port)
+        self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
-                    argv,
-                    env=environment.apply(changes, os.environ),
+                    launch.argv,
+                    env=environment.apply(launch.environment, os.environ),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -124,15 +113,15 @@ class Job:
         chosen = {rank.gpu for rank in self.launch.plan.binding}
         return [gpu for gpu in self.launch.machine.gpus if gpu.index in chosen]
 
-    def _write_command(self, argv: tuple[str, ...], changes: tuple[Variable, ...]) -> None:
-        shown = environment.shown(changes)
+    def _write_command(self, launch: Launch) -> None:
+        shown = environment.shown(launch.environment)
         record: dict[str, Any] = {
-            "argv": argv,
-            "address": _ADDRESS,
+            "argv": launch.argv,
+            "address": LOCAL_ADDRESS,
             "port": self.port,
             "host": self._host,
             "started": time.time(),
-            "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in changes],
+            "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],
             "inherited": environment.inherited_of_interest(os.environ),
         }
         write_atomic(self._run.command_path(self._attempt), indented(record))

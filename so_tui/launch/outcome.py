@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.runs.liveness import EXIT_CODES
-from so_tui.runs.outcome import OutcomeCode, outcome_code
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import EndRecord, Process
 
 EndState = Literal["finished", "stopped", "failed", "lost"]
@@ -29,7 +29,7 @@ class Failure(Struct, frozen=True):
     suggestion: str = ""
     step: int = 0
     code: str = ""
-    """An ``OutcomeCode``; empty in files of older versions."""
+    """Empty in files of older versions."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -62,7 +62,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """How the attempt ended and why. ``outcome_text`` puts it into words."""
 
     state: EndState
-    code: OutcomeCode
+    code: str
+    """An ``OutcomeCode``, or the trainer's own code."""
     who: Who | None = None
     """The process whose end was the cause."""
     rank: int | None = None
@@ -95,7 +96,7 @@ def conclude(evidence: Evidence) -> Outcome:
         return _recorded(end)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
-        code = outcome_code(first.code)
+        code = first.code or OutcomeCode.UNEXPECTED
         return Outcome(state="failed", code=code, who="rank", rank=first.rank, reported=first.reason, advice=first.suggestion)
     if evidence.stop_overdue_s is not None:
         return Outcome(state="failed", code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s)
@@ -119,7 +120,7 @@ def ended_by(code: int | None) -> int | None:
 
 
 def _recorded(end: EndRecord) -> Outcome:
-    codes = {"finished": OutcomeCode.FINISHED, "stopped": OutcomeCode.STOPPED, "failed": outcome_code(end.code)}
+    codes: dict[str, str] = {"finished": OutcomeCode.FINISHED, "stopped": OutcomeCode.STOPPED, "failed": end.code or OutcomeCode.UNEXPECTED}
     return Outcome(state=end.state, code=codes[end.state], reported=end.reason, advice=end.suggestion)
 
 
@@ -148,7 +149,7 @@ def _by_exit(evidence: Evidence) -> Outcome:
     if vanished or (signum := ended_by(code)) is not None:
         return Outcome(state="failed", code=_LOST[who], who=who, rank=rank, pid=pid, signal=None if vanished else signum)
     error = _last_error(evidence.log)
-    return Outcome(state="failed", code=OutcomeCode.FAILED, who=who, rank=rank, pid=pid, exit_code=code, detail=error)
+    return Outcome(state="failed", code=OutcomeCode.UNEXPECTED, who=who, rank=rank, pid=pid, exit_code=code, detail=error)
 
 
 _LOST: dict[Who, OutcomeCode] = {

@@ -12,18 +12,16 @@ from so_tui.runs.outcome import OutcomeCode
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
-_NEED_OTHER_SETTINGS = frozenset(
-    {
-        OutcomeCode.OUT_OF_GPU_MEMORY,
-        OutcomeCode.OUT_OF_HOST_MEMORY,
-        OutcomeCode.KILLED_FOR_MEMORY,
-        OutcomeCode.NON_FINITE,
-        OutcomeCode.BAD_INPUT,
-        OutcomeCode.ADAM_TIMEOUT,
-        OutcomeCode.ADAM_WORKER_LOST,
-    }
-)
-_ADVICE = {
+_SAME_SETTINGS = frozenset(OutcomeCode) - {
+    OutcomeCode.OUT_OF_GPU_MEMORY,
+    OutcomeCode.OUT_OF_HOST_MEMORY,
+    OutcomeCode.KILLED_FOR_MEMORY,
+    OutcomeCode.NON_FINITE,
+    OutcomeCode.ADAM_TIMEOUT,
+    OutcomeCode.ADAM_WORKER_LOST,
+}
+"""After these a resume may use the same settings. Any other code, such as that of a problem with the input, calls for others."""
+_ADVICE: dict[str, str] = {
     OutcomeCode.DISK_FULL: "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
     OutcomeCode.ADAM_TIMEOUT: "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`",
     OutcomeCode.MODULE_MISSING: "Install the training extra: pip install 'so-tui[train]'",
@@ -33,7 +31,7 @@ _ADVICE = {
     OutcomeCode.NODE_DIFFERS: "Start it again here, so that it is planned for this node",
     OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
 }
-_REASONS = {
+_REASONS: dict[str, str] = {
     OutcomeCode.OUT_OF_GPU_MEMORY: "out of GPU memory: {detail}",
     OutcomeCode.DISK_FULL: "the disk of the run directory or of /dev/shm is full",
     OutcomeCode.ADAM_TIMEOUT: "CPU Adam did not answer in time",
@@ -42,7 +40,7 @@ _REASONS = {
     OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
     OutcomeCode.KILLED_FOR_MEMORY: "the kernel killed {count} process{es} on this host for lack of memory",
     OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:.0f} s and was killed; nothing was saved after the last checkpoint",
-    OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot, for example), and the trainer left no end record",
+    OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
     OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
     OutcomeCode.NODE_DIFFERS: "could not be started: {detail}",
     OutcomeCode.NOT_STARTED: "could not be started: {detail}",
@@ -73,7 +71,7 @@ def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
     if outcome.state in ("finished", "stopped"):
         return OutcomeText(outcome.reported, outcome.advice)
     advice = outcome.advice if outcome.reported else _advice(outcome, run)
-    again = _resuming(run, " --set KEY=VALUE" if outcome.code in _NEED_OTHER_SETTINGS else "")
+    again = _resuming(run, "" if outcome.code in _SAME_SETTINGS else " --set KEY=VALUE")
     return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
 
 
@@ -99,7 +97,7 @@ def _advice(outcome: Outcome, run: RunFacts) -> str:
             return run.less_host_memory
         case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
             return "Native code crashed. See the last lines of the log" if outcome.signal in _CRASHES else _WHO_KILLS
-        case OutcomeCode.FAILED:
+        case OutcomeCode.UNEXPECTED:
             return f"See the log: `so-tui logs {run.name}`"
     return _ADVICE.get(outcome.code, "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from so_tui.launch import command, environment
 from so_tui.launch.ds_config import ds_config
 from so_tui.launch.environment import Variable
 from so_tui.launch.local_paths import with_absolute_paths
+from so_tui.launch.placeholders import Placeholder
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
@@ -23,6 +25,8 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
 
+LOCAL_ADDRESS = "127.0.0.1"
+"""Where ranks of one host meet."""
 _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 
 
@@ -49,6 +53,17 @@ class Launch(Struct, frozen=True, kw_only=True):
     def spec(self) -> RunSpec:
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
+
+    def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS) -> Launch:
+        """Return the launch with the node's values in place of the placeholders."""
+        values = {
+            Placeholder.RUN: str(run),
+            Placeholder.ATTEMPT: str(attempt),
+            Placeholder.ADDRESS: address,
+            Placeholder.PORT: str(port),
+        }
+        argv, changes = command.resolved(self.argv, values), environment.resolved(self.environment, values)
+        return msgspec.structs.replace(self, argv=argv, environment=changes)
 
 
 def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
@@ -187,9 +202,7 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
     if fixed:
         message, remedy = "cannot change when a run is resumed", "Start a new run with it, or resume without it"
-        raise InputError(
-            [Problem(code="fixed-for-a-run", field=key, value=values[key], message=message, remedy=remedy) for key in fixed]
-        )
+        raise InputError([Problem(code="fixed-for-a-run", field=key, value=values[key], message=message, remedy=remedy) for key in fixed])
     return with_values(spec, values) if values else spec
 
 

@@ -41,7 +41,7 @@ def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: flo
         state,
         state=outcome.state,
         detail="",
-        code=outcome.code.value,
+        code=str(outcome.code),
         reason=text.reason,
         suggestion=text.suggestion,
         ended=ended,

@@ -1,4 +1,8 @@
-"""Why runs end, as codes that the trainer, the supervisor and readers share. The words beside a code are made where it is reported."""
+"""Why runs end, as codes that do not depend on the wording beside them.
+
+The supervisor writes one into ``state.json``. A failure that the trainer reported keeps the trainer's code, which may also be that of a
+problem with the input (``Problem.code``) or one of a newer version.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,14 @@ class OutcomeCode(StrEnum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    OUT_OF_GPU_MEMORY = "out-of-gpu-memory"
-    OUT_OF_HOST_MEMORY = "out-of-host-memory"
+    OUT_OF_GPU_MEMORY = "gpu-out-of-memory"
+    OUT_OF_HOST_MEMORY = "host-out-of-memory"
     """An allocation failed."""
     KILLED_FOR_MEMORY = "killed-for-memory"
     """The kernel's out-of-memory killer ended a process."""
     DISK_FULL = "disk-full"
-    NON_FINITE = "non-finite"
+    NON_FINITE = "not-finite"
     """A loss or a gradient was not finite."""
-    BAD_INPUT = "bad-input"
-    """The data, the model or a setting, found wrong after the start."""
     ADAM_WORKER_LOST = "adam-worker-lost"
     ADAM_TIMEOUT = "adam-timeout"
     """The Adam worker made no progress for too long."""
@@ -28,8 +30,10 @@ class OutcomeCode(StrEnum):
     LAUNCHER_LOST = "launcher-lost"
     RUNNER_LOST = "runner-lost"
     """The process that starts DeepSpeed's launcher."""
-    FAILED = "failed"
+    UNEXPECTED = "unexpected"
     """A process ended with an error that has no code of its own."""
+    ERROR = "error"
+    """An error of so-tui or its engine that has no code of its own; its message says what to do."""
     MODULE_MISSING = "module-missing"
     NUMACTL_FAILED = "numactl-failed"
     PORT_IN_USE = "port-in-use"
@@ -42,11 +46,3 @@ class OutcomeCode(StrEnum):
     """A requested stop took longer than its grace time."""
     UNOBSERVED = "unobserved"
     """Everything was gone when a supervisor looked, without the trainer's end record."""
-
-
-def outcome_code(text: str, default: OutcomeCode = OutcomeCode.FAILED) -> OutcomeCode:
-    """Return the code that a record holds, or ``default`` for an empty one or one of a newer version."""
-    try:
-        return OutcomeCode(text)
-    except ValueError:
-        return default

@@ -136,10 +136,10 @@ class EndRecord(Record, frozen=True, kw_only=True):
 
     state: Literal["finished", "stopped", "failed"]
     step: int
+    code: str = ""
+    """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if it finished, and in older records."""
     reason: str = ""
     suggestion: str = ""
-    code: str = ""
-    """Why, as an ``OutcomeCode``; empty in records of older versions."""
     saved: str = ""
     """The checkpoint that holds the last state; empty when nothing was saved."""
     summary: dict[str, float] = {}
@@ -225,7 +225,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     reason: str = ""
     suggestion: str = ""
     code: str = ""
-    """How it ended and why, as an ``OutcomeCode``; empty before the end and in states of older versions."""
+    """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and in older states."""
     started: float | None = None
     ended: float | None = None
     attempt_started: float | None = None

@@ -268,6 +268,7 @@ class PresetsScreen(FilteredPage):
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reasons))
             return
         from so_tui.launch import launch_of
+        from so_tui.spec import Refused
 
         assert self.so.machine is not None
         try:
