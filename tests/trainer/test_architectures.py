@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from so_tui.spec import InputError, ModelSpec, load_catalog
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, flash, recompute
-from so_tui_trainer.model.build import TrainedModel, load_config, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout, load_config
 from so_tui_trainer.model.matching import meta_model
 
 SMALL: dict[str, Any] = {
@@ -84,7 +84,7 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
     torch.manual_seed(0)
     config = load_config(model)
-    without_dropout(config)
+    disable_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="128"), 0)

@@ -15,7 +15,7 @@ from so_tui.runs import create_run
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec import InputError
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.documents import Counts, Part
+from so_tui_trainer.data.documents import Counts, SourcePart
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.build import TrainedModel, load_config
@@ -46,7 +46,7 @@ def test_a_row_that_was_cut_is_held_out_whole() -> None:
     """Rows of one to three documents; the second source begins with the number that the first one ended with."""
     cut = np.array([1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 7, 7])
     counts = Counts(3, 0, 0)
-    sources = (Part("a", 1.0, "text", 6, counts), Part("b", 1.0, "text", 6, counts))
+    sources = (SourcePart("a", 1.0, "text", 6, counts), SourcePart("b", 1.0, "text", 6, counts))
     docs = documents(12)._replace(rows=cut, parts=sources)
     held_out = divide(docs, spec(data__held_out="3")).held_out
     rows = [(document < 6, cut[document]) for document in range(12)]

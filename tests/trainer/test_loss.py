@@ -147,7 +147,7 @@ def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
     for micro_batch, accumulation in (("6", "1"), ("2", "3")):
         shape = spec(gpus="1", train__micro_batch=micro_batch, train__gradient_accumulation=accumulation)
         batches = Batches(documents(), shape, 0)
-        weight = 1 / batches.work(1).trained_tokens
+        weight = 1 / batches.counts(1).trained_tokens
         losses.append(sum(model(batch, weight).item() for batch in batches.micro_batches(1)))
     assert losses[0] == pytest.approx(losses[1])
 

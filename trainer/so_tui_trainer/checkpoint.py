@@ -50,7 +50,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
     parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
     share = sum(partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size) for parameter in parameters)
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-    with _together(ranks, "no checkpoint can be written"):
+    with _all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
             checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field, elsewhere=bool(spec.checkpoint.folder))
 
@@ -62,18 +62,18 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     """
     began = time.monotonic()
     make_room(engine, folder, manifest.spec, ranks)
-    with _together(ranks, "the checkpoint cannot be started"):
+    with _all_ranks(ranks, "the checkpoint cannot be started"):
         made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
-    partial = ranks.from_first(made)
+    partial = ranks.broadcast(made)
     written = 0
-    with _together(ranks, "the checkpoint could not be written", cleanup=partial):
+    with _all_ranks(ranks, "the checkpoint could not be written", cleanup=partial):
         written = superoffload.save_state(engine, optimizer_folder(partial))
         _save_random_state(_random_file(partial, ranks.rank))
-    total = int(sum(row[0] for row in ranks.table([float(written)])))
-    with _together(ranks, "the checkpoint could not be finished", cleanup=partial):
+    total = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
+    with _all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
         final = checkpoint_folder.complete(partial, manifest) if ranks.first else None
     seconds = time.monotonic() - began
-    path = str(ranks.from_first(final))
+    path = str(ranks.broadcast(final))
     return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
 
 
@@ -82,7 +82,7 @@ def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Non
 
     With another number of ranks the random number generators stay as they were seeded: nothing in training draws from them but dropout.
     """
-    with _together(ranks, f"{checkpoint} could not be loaded"):
+    with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
         superoffload.load_state(engine, optimizer_folder(checkpoint))
         if manifest.ranks == ranks.size:
             # Written by ``save`` above: plain tensors and tuples, but numpy's state is not on torch's list of safe types.
@@ -94,16 +94,16 @@ def _random_file(checkpoint: Path, rank: int) -> Path:
 
 
 @contextmanager
-def _together(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
+def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
     """Run a part of the work on every rank, then agree on whether it worked: one rank's error is an error of all."""
     error: Exception | None = None
     try:
         yield
     except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
         error = caught
-    told = error.reason if isinstance(error, TrainingError) else "" if error is None else str(error)
+    reason = error.reason if isinstance(error, TrainingError) else "" if error is None else str(error)
     advice = error.suggestion if isinstance(error, TrainingError) else ""
-    problems = [(text, suggestion) for text, suggestion in ranks.gather((told, advice)) if text]
+    problems = [(text, suggestion) for text, suggestion in ranks.all_gather((reason, advice)) if text]
     if not problems and error is None:
         return
     if cleanup is not None and ranks.first:

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Part = Literal["data", "forward", "backward", "optimizer", "other"]
-PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
+StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
+STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
 class StepTimes(NamedTuple):
@@ -29,17 +29,17 @@ class Laps:
     """The laps of one step; ``read`` waits until the GPU has passed the last one."""
 
     def __init__(self, start: torch.cuda.Event | float) -> None:
-        self._stamps: list[tuple[Part, torch.cuda.Event | float]] = []
+        self._stamps: list[tuple[StepPart, torch.cuda.Event | float]] = []
         self._start = start
 
-    def add(self, part: Part, stamp: torch.cuda.Event | float) -> None:
+    def add(self, part: StepPart, stamp: torch.cuda.Event | float) -> None:
         self._stamps.append((part, stamp))
 
     def read(self) -> StepTimes:
-        seconds = dict.fromkeys(PARTS, 0.0)
+        seconds = dict.fromkeys(STEP_PARTS, 0.0)
         before = self._start
         for part, stamp in self._stamps:
-            seconds[part] += _between(before, stamp)
+            seconds[part] += _elapsed_s(before, stamp)
             before = stamp
         return StepTimes(**seconds)
 
@@ -57,7 +57,7 @@ class StepClock:
         self._last = self._stamp()
         self._laps = Laps(self._last)
 
-    def lap(self, part: Part) -> None:
+    def lap(self, part: StepPart) -> None:
         """Everything since the last lap belongs to ``part``."""
         self._last = self._stamp()
         self._laps.add(part, self._last)
@@ -75,7 +75,7 @@ class StepClock:
         return event
 
 
-def _between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+def _elapsed_s(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)

@@ -34,7 +34,7 @@ class Control:
 
     def stop_early(self) -> None:
         """To be called by all ranks, between parts of the loading. Raises StoppedEarlyError, on all alike, when a stop is asked for."""
-        if self._ranks.from_first("stop" in control.pending(self._run)):
+        if self._ranks.broadcast("stop" in control.pending(self._run)):
             raise StoppedEarlyError
 
     def poll(self) -> frozenset[control.Action]:

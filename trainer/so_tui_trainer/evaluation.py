@@ -23,14 +23,14 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
 
-class Parts(NamedTuple):
+class HeldOutSplit(NamedTuple):
     """Indices of documents, ascending; no document is in both."""
 
     training: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.int64]
 
 
-def divide(documents: Documents, spec: RunSpec) -> Parts:
+def divide(documents: Documents, spec: RunSpec) -> HeldOutSplit:
     """The documents to train on and those to hold out, by seed alone: every rank and every attempt finds the same.
 
     A row that was cut into several documents is held out whole. Raises InputError when nothing would be left on one of the sides.
@@ -40,7 +40,7 @@ def divide(documents: Documents, spec: RunSpec) -> Parts:
     count = held_out_rows(spec, rows)
     out = np.zeros(rows, dtype=np.bool_)
     out[np.random.default_rng((spec.train.seed, rows)).permutation(rows)[:count]] = True
-    return Parts(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
+    return HeldOutSplit(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
 
 
 def held_out_rows(spec: RunSpec, rows: int) -> int:
@@ -109,7 +109,7 @@ class Evaluation:
                     total += model(batch, 1.0)
         finally:
             model.train(training)
-        loss = sum(row[0] for row in ranks.table([float(total)])) / self.tokens
+        loss = sum(row[0] for row in ranks.all_gather_row([float(total)])) / self.tokens
         if not math.isfinite(loss):
             raise NonFiniteError(step, "evaluation loss")
         return EvaluationRecord(

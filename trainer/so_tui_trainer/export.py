@@ -25,10 +25,10 @@ from so_tui_trainer.model.matching import meta_model
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-_MARK = "so_tui_export.json"
+_MARKER_NAME = "so_tui_export.json"
 
 
-class Mark(Struct, frozen=True, kw_only=True):
+class ExportMarker(Struct, frozen=True, kw_only=True):
     """Lies in every export: what it was made from, and that it may be replaced. Models of other origin look alike but for this file."""
 
     run: str
@@ -58,7 +58,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)
     model.generation_config = generation_config(spec.model, config, tokenizer)
-    with replacing(folder, Mark(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
+    with replacing(folder, ExportMarker(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
@@ -101,9 +101,9 @@ def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: Pre
 
 def refuse_foreign(folder: Path) -> None:
     """Raises InputError when something lies at ``folder`` that is neither an export nor an empty folder."""
-    if not folder.exists() or (folder.is_dir() and ((folder / _MARK).is_file() or not any(folder.iterdir()))):
+    if not folder.exists() or (folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir()))):
         return
-    message = f"holds files that are no export of so-tui (no {_MARK})" if folder.is_dir() else "is not a folder"
+    message = f"holds files that are no export of so-tui (no {_MARKER_NAME})" if folder.is_dir() else "is not a folder"
     raise InputError([Problem(field="--to", value=str(folder), message=message, remedy="Name a new or an empty folder with --to.")])
 
 
@@ -117,7 +117,7 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def replacing(folder: Path, mark: Mark) -> Iterator[Path]:
+def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
     """A marked folder beside ``folder`` to write into, which takes its place when everything went well and goes when not."""
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     for left in (partial, old):  # by an export that was killed
@@ -125,7 +125,7 @@ def replacing(folder: Path, mark: Mark) -> Iterator[Path]:
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
-        (partial / _MARK).write_bytes(msgspec.json.encode(mark))
+        (partial / _MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
         refuse_foreign(folder)  # writing takes minutes, in which someone else may have put something there
         if folder.exists():

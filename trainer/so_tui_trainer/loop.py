@@ -16,11 +16,11 @@ from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.control import Control
-from so_tui_trainer.data.batches import Batches, Portion, Work
+from so_tui_trainer.data.batches import Batches, MicroBatch, StepCounts
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
+from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate
 
@@ -70,8 +70,8 @@ class Loop:
 
     def train(self, control: Control) -> Outcome:
         """Train to the last step, or until someone asks to stop. Raises NonFiniteError, TrainingError, and whatever the engine raises."""
-        with Prefetcher(self.batches.portions(self.step + 1, self.total_steps), self.ranks.device) as feed:
-            self._train(feed, control)
+        with Prefetcher(self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device) as prefetcher:
+            self._train(prefetcher, control)
         control.close()
         self.metrics.check()
         if self.spec.checkpoint.at_end or self.spec.checkpoint.export:
@@ -80,11 +80,11 @@ class Loop:
         saved = self.saved if self.saved_step == self.step else ""
         return Outcome(state=state, step=self.step, saved=saved, summary=self.metrics.summary())
 
-    def _train(self, feed: Prefetcher[Portion], control: Control) -> None:
+    def _train(self, prefetcher: Prefetcher[MicroBatch], control: Control) -> None:
         stopped = False
         self.clock.restart()
         while self.step < self.total_steps and not stopped:
-            step = self.train_step(self.step + 1, feed)
+            step = self.train_step(self.step + 1, prefetcher)
             self.metrics.watch(step)
             if step.number % self.spec.train.log_interval == 0 or step.number in (1, self.total_steps):
                 self.log(step)
@@ -98,18 +98,18 @@ class Loop:
                 self.save()
                 control.saved()
 
-    def train_step(self, number: int, feed: Prefetcher[Portion]) -> Step:
+    def train_step(self, number: int, prefetcher: Prefetcher[MicroBatch]) -> Step:
         """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
         rate = learning_rate(number, self.total_steps, self.spec.train)
         superoffload.set_learning_rate(self.engine, rate)
         loss, router_loss = torch.zeros((), device=self.ranks.device), None
         self.clock.lap("other")
         for _ in range(self.spec.gradient_accumulation_steps):
-            work, batch = next(feed)
+            counts, batch = next(prefetcher)
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean
             # over all trained tokens of the step.
-            part = self.engine(batch, self.ranks.size / work.trained_tokens, self.ranks.size / work.useful_tokens)
+            part = self.engine(batch, self.ranks.size / counts.trained_tokens, self.ranks.size / counts.useful_tokens)
             self.clock.lap("forward")
             self.engine.backward(part, scale_wrt_gas=False)
             self.clock.lap("backward")
@@ -118,16 +118,16 @@ class Loop:
             loss += part.detach()
             if (balance := self.engine.module.last_router_loss) is not None:
                 router_loss = balance if router_loss is None else router_loss + balance
-        self._count(number, work)
+        self._count(number, counts)
         if router_loss is not None:
             loss -= self.spec.train.router_loss_coefficient * router_loss
-        return Step(number, work, rate, loss, self.clock.end_step(), router_loss)
+        return Step(number, counts, rate, loss, self.clock.end_step(), router_loss)
 
     def log(self, step: Step) -> None:
         """Write the step's record. Raises NonFiniteError; TrainingError when random weights start where they cannot."""
         cost = superoffload.stats(self.engine)
-        gauges = Gauges(superoffload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
-        record = self.metrics.log(step, gauges)
+        engine_stats = EngineStats(superoffload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
+        record = self.metrics.log(step, engine_stats)
         self.last_loss = record.loss
         if self.ranks.first:
             print(_line(record, self.total_steps), flush=True)
@@ -177,10 +177,10 @@ class Loop:
         self.clock.restart()
         superoffload.leave_out_waits(self.engine)
 
-    def _count(self, number: int, work: Work) -> None:
+    def _count(self, number: int, counts: StepCounts) -> None:
         self.step = number
-        self.useful_tokens += work.useful_tokens
-        self.trained_tokens += work.trained_tokens
+        self.useful_tokens += counts.useful_tokens
+        self.trained_tokens += counts.trained_tokens
 
     def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
         self.recorder.write(PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail))

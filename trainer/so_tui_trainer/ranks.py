@@ -25,20 +25,20 @@ class Ranks(NamedTuple):
     def barrier(self) -> None:
         dist.barrier(group=self.group)
 
-    def gather(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """Everyone's value, in rank order, on every rank."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def from_first(self, value: Value | None) -> Value:
+    def broadcast(self, value: Value | None) -> Value:
         """Rank 0's value on every rank; what the others pass does not matter."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         result: Value = box[0]
         return result
 
-    def table(self, row: list[float]) -> list[list[float]]:
+    def all_gather_row(self, row: list[float]) -> list[list[float]]:
         """Everyone's row of numbers, in rank order, on every rank; rows are equally long. Cheaper than ``gather``."""
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]

@@ -46,7 +46,7 @@ from so_tui_trainer.trackers import trackers_of
 def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> int:
     """Load, train, save, and write the end record; 0 when the run did what was asked, 1 when it failed."""
     session = Session(run, attempt, plan, report)
-    session.obey_signals()
+    session.install_signal_handlers()
     try:
         session.finish(session.train())
     except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
@@ -79,9 +79,9 @@ class Session:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._phase("loading", "starting the ranks")
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
-        bindings = ranks.gather(self.report)
+        bindings = ranks.all_gather(self.report)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
-        found = ranks.from_first(self._newest() if ranks.first else None)
+        found = ranks.broadcast(self._newest() if ranks.first else None)
         control = Control(self.run, ranks, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
             self.loop = loop = self._load(ranks, found, control)
@@ -130,9 +130,9 @@ class Session:
         except OSError as trouble:  # a full disk, say: the log, on its own descriptor, may still take it
             print(f"{failure.reason}. {failure.suggestion} (not written down: {trouble})", file=sys.stderr)
 
-    def obey_signals(self) -> None:
+    def install_signal_handlers(self) -> None:
         """Ask the run to stop with a checkpoint when a scheduler warns, as any user would; say why it ends when it is told to."""
-        signals.heed(self._ask_to_stop, self._write_failure)
+        signals.install_handlers(self._ask_to_stop, self._write_failure)
 
     def _ask_to_stop(self) -> None:
         try:
@@ -162,10 +162,10 @@ class Session:
         if found is None:
             return None
         for damage in found.damaged:
-            kept = checkpoint.set_aside(damage.path)
+            moved_to = checkpoint.set_aside(damage.path)
             self._warn(
                 f"{damage.path.name} cannot be read ({damage.reason}); going on from {found.path.name}",
-                f"It is kept as {kept}; delete it when nothing in it is wanted.",
+                f"It is kept as {moved_to}; delete it when nothing in it is wanted.",
             )
         return found
 
@@ -182,7 +182,7 @@ class Session:
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:
-            data.batches.go_on(found.manifest.step, found.manifest.consumed_sequences)
+            data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
         expected = expected_first_loss(model.causal.config) if self.spec.model.weights == "random" else None
@@ -209,7 +209,7 @@ class Session:
         loop.resume(str(found.path), found.manifest)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
-        hostnames = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+        hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname())))
         cuda = ranks.device.type == "cuda"
         device_name = torch.cuda.get_device_name(ranks.device) if cuda else ""
         peak = peak_flops(device_name) if cuda else None

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 
-def heed(warned: Callable[[], None], ended: Callable[[], None]) -> None:
+def install_handlers(warned: Callable[[], None], ended: Callable[[], None]) -> None:
     """On USR1, a scheduler's warning, call ``warned``. On TERM call ``ended`` and leave at once, with 143.
 
     Both are called in a thread, even when the main thread waits for a rank that will never come: Python runs signal handlers in the main

@@ -14,9 +14,9 @@ from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.ranks import Ranks
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 """Takes what is being done now."""
-Warn = Callable[[str, str], None]
+OnWarning = Callable[[str, str], None]
 """Takes a message and a suggestion."""
 
 
@@ -28,12 +28,12 @@ class TrainingData(NamedTuple):
     evaluation: Evaluation | None
 
 
-def read(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> TrainingData:
+def read(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> TrainingData:
     """The data of the spec, tokenised by rank 0 where they are not yet. Raises InputError: unreadable, or nothing would be left."""
-    documents = _documents(spec, ranks, tell, warn)
+    documents = _documents(spec, ranks, on_progress, warn)
     training, held_out = divide(documents, spec)
     other = evaluation_spec(spec)
-    evaluated = documents if other is None else _documents(other, ranks, tell, warn)
+    evaluated = documents if other is None else _documents(other, ranks, on_progress, warn)
     members = held_out if other is None else np.arange(len(evaluated.lengths))
     pin = ranks.device.type == "cuda"
     return TrainingData(
@@ -44,7 +44,7 @@ def read(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> TrainingData:
     )
 
 
-def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: Warn) -> None:
+def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarning) -> None:
     """Hold the documents against the model's shape. Raises InputError when its vocabulary has no room for some token."""
     largest = int(documents.tokens.max())
     if largest >= config.vocab_size:
@@ -56,13 +56,13 @@ def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: Warn) ->
         warn(f"some documents are longer than the {positions} positions the model was made for", "Lower `data.sequence_length`.")
 
 
-def _documents(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> Documents:
+def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> Documents:
     """Tokenised by rank 0, read by all."""
 
     def progress(rows: int, total: int) -> None:
-        tell(f"tokenising the data, {rows:,} of {total:,} rows")
+        on_progress(f"tokenising the data, {rows:,} of {total:,} rows")
 
-    folder = ranks.from_first(tokens.prepare(spec, tell=progress) if ranks.first else None)
+    folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None)
     documents = cache.read(folder, spec.data)
     for warning in documents.warnings:
         warn(warning, "")

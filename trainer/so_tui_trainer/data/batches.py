@@ -41,7 +41,7 @@ class Batch:
     boundaries: Tensor
     """[documents + 1] int32: cumulative document lengths over the flattened rows, padding included"""
     predictors: Tensor
-    """[trained] int64: places in the flattened rows whose next token carries loss. Found on the host: the device need not be asked."""
+    """[trained] int64: indices in the flattened rows whose next token carries loss"""
     targets: Tensor
     """[trained] int64: these next tokens"""
     longest: int
@@ -69,7 +69,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepCounts:
     """What a step works on, all ranks and micro-batches together."""
 
     useful_tokens: int
@@ -80,18 +80,18 @@ class Work:
     sequences: int
 
 
-class Portion(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch of one rank, and the step it is part of."""
 
-    work: Work
+    counts: StepCounts
     batch: Batch
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.batch.tensors
 
-    def to(self, device: torch.device) -> Portion:
-        return Portion(self.work, self.batch.to(device))
+    def to(self, device: torch.device) -> MicroBatch:
+        return MicroBatch(self.counts, self.batch.to(device))
 
 
 class Batches:
@@ -119,7 +119,7 @@ class Batches:
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
         self._step_before, self._consumed_before = 0, 0
 
-    def go_on(self, step: int, consumed: int) -> None:
+    def resume_at(self, step: int, consumed: int) -> None:
         """After a resume: step ``step`` is done, and with it the first ``consumed`` sequences of the order, whatever a step takes now."""
         self._step_before, self._consumed_before = step, consumed
 
@@ -146,11 +146,11 @@ class Batches:
         left = max(0, sequences - self._consumed_before)
         return max(1, self._step_before + math.ceil(left / self.sequences_per_step))
 
-    def work(self, step: int) -> Work:
+    def counts(self, step: int) -> StepCounts:
         """What step ``step`` (from 1) works on."""
         indices = self._indices(self.consumed(step - 1), self.sequences_per_step)
         micro_batches = indices.reshape(-1, self._spec.train.micro_batch)
-        return Work(
+        return StepCounts(
             useful_tokens=int(self._useful[indices].sum()),
             trained_tokens=int(self._trained[indices].sum()),
             document_lengths=np.concatenate([self._lengths[self.sequences.of(int(index))] for index in indices]),
@@ -165,17 +165,19 @@ class Batches:
             turn = micro_step * ranks + self._rank
             yield self._batch(self._indices(self.consumed(step - 1) + turn * micro_batch, micro_batch))
 
-    def portions(self, first_step: int, last_step: int) -> Iterator[Portion]:
+    def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches of these steps (the last one included), in order."""
         for step in range(first_step, last_step + 1):
-            work = self.work(step)
+            counts = self.counts(step)
             for batch in self.micro_batches(step):
-                yield Portion(work, batch)
+                yield MicroBatch(counts, batch)
 
     def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
         positions = np.arange(first, first + count)
-        epochs, places = np.divmod(positions, len(self.sequences))
-        return np.array([self._epoch_order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)], dtype=np.int64)
+        epochs, indices_in_epoch = np.divmod(positions, len(self.sequences))
+        return np.array(
+            [self._epoch_order(int(epoch))[index] for epoch, index in zip(epochs, indices_in_epoch, strict=True)], dtype=np.int64
+        )
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(len(self.sequences))
@@ -208,12 +210,12 @@ def assemble(documents: Documents, sequences: Sequences, indices: npt.NDArray[np
         column = 0
         for document in sequences.of(int(sequence)):
             start, stop = documents.offsets[document], documents.offsets[document + 1]
-            place = slice(column, column + int(stop - start))
-            ids[row, place] = documents.tokens[start:stop]
-            trained[row, place] = documents.trained[start:stop]
-            positions[row, place] = np.arange(stop - start)
+            columns = slice(column, column + int(stop - start))
+            ids[row, columns] = documents.tokens[start:stop]
+            trained[row, columns] = documents.trained[start:stop]
+            positions[row, columns] = np.arange(stop - start)
             lengths.append(int(stop - start))
-            column = place.stop
+            column = columns.stop
         real[row, :column] = True
         if column < width:
             positions[row, column:] = np.arange(width - column)

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from so_tui.spec import DataSpec, InputError, Problem, RunSpec
 from so_tui.spec.folders import cache_home
-from so_tui_trainer.data.documents import Counts, Documents, Part
+from so_tui_trainer.data.documents import Counts, Documents, SourcePart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ def read(folder: Path, data: DataSpec) -> Documents:
     info = _info(folder)
     tokens, trained, offsets, rows = (np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items())
     parts = tuple(
-        Part(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))

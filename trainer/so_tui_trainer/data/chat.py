@@ -68,18 +68,20 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")
     if not plain.templated:
         if not end:
-            raise InputError([_endless("has no end-of-text token", tokenizer)])
+            raise InputError([_no_stop_token("has no end-of-text token", tokenizer)])
         return plain
     question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
     try:
         closing = plain.render([question, answer]).partition(answer.content)[2]
         asked, asking = plain.render([question]), plain.render([question], ask=True)
     except TemplateError as error:
-        raise InputError([_endless(f"has a chat template that takes no conversation ({error})", tokenizer)]) from error
+        raise InputError([_no_stop_token(f"has a chat template that takes no conversation ({error})", tokenizer)]) from error
     asking = asking.removeprefix(asked) if asking.startswith(asked) else ""
     stop = _special_at_start(tokenizer, closing)
     if stop == "" and not end:
-        raise InputError([_endless("has no end-of-text token, and its chat template ends an answer with no special token", tokenizer)])
+        raise InputError(
+            [_no_stop_token("has no end-of-text token, and its chat template ends an answer with no special token", tokenizer)]
+        )
     return Chat(tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing)))
 
 
@@ -88,7 +90,7 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
 
     Of a conversation without answers nothing is left. An answer that only calls tools, which the layout does not write, is context.
     """
-    conversation = tuple(_unended(chat, message) if message.role in ("assistant", TEXT) else message for message in conversation)
+    conversation = tuple(_without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message for message in conversation)
     answers = [index for index, message in enumerate(conversation) if message.answers]
     if loss == "last-turn":
         answers = answers[-1:]
@@ -100,7 +102,7 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
     return [Segment("".join(part.text for part in parts), any(part.trained for part in parts))] if loss == "all" else parts
 
 
-def _unended(chat: Chat, message: Message) -> Message:
+def _without_stop_token(chat: Chat, message: Message) -> Message:
     """The message without a stop token that the data has already: it would be trained twice."""
     said = message.content.rstrip()
     ending = next((token for token in (chat.stop, chat.end) if token and said.endswith(token)), "")
@@ -125,23 +127,23 @@ def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> 
 def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> list[Segment]:
     """From the end of what asks for the answer to the end of its stop token."""
     whole = chat.render(conversation)
-    contents = _contents(chat, conversation, whole)
+    contents = _content_spans(chat, conversation, whole)
     parts, position = [], 0
     for index in answers:
         start, stop = contents[index]
         following = [contents[later][0] for later in sorted(contents) if later > index]
-        end, closed = _closed(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
-        start = _begin(chat, conversation[:index], whole, position, start)
+        end, closed = _answer_end(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
+        start = _answer_start(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
         parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), bool(said))]
         position = end
     return [*parts, Segment(whole[position:], False)]
 
 
-def _contents(chat: Chat, conversation: Conversation, whole: str) -> dict[int, Span]:
+def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[int, Span]:
     """Of each message of the assistant, where its content lies in the rendered text. Raises TemplateError where that cannot be told."""
     said = [index for index, message in enumerate(conversation) if message.role == "assistant"]
-    marked = chat.render([_marked(message, index) if index in said else message for index, message in enumerate(conversation)])
+    marked = chat.render([_with_placeholder(message, index) if index in said else message for index, message in enumerate(conversation)])
     around = re.split("|".join(re.escape(_placeholder(index)) for index in said), marked)
     found: dict[int, Span] = {}
     position = len(around[0])
@@ -157,29 +159,29 @@ def _contents(chat: Chat, conversation: Conversation, whole: str) -> dict[int, S
                     break
             else:
                 break
-    return found if len(found) == len(said) else {index: _differing(chat, conversation, whole, index) for index in said}
+    return found if len(found) == len(said) else {index: _changed_span(chat, conversation, whole, index) for index in said}
 
 
-def _differing(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
+def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
     """Where the text changes when one message changes: for templates that rewrite what a message says (split off its reasoning, say)."""
     before, after = conversation[:index], conversation[index + 1 :]
-    other = chat.render([*before, _marked(conversation[index], index), *after])
+    other = chat.render([*before, _with_placeholder(conversation[index], index), *after])
     if _placeholder(index) in other:
-        start = _common(whole, other)
-        return start, len(whole) - min(_common(whole[::-1], other[::-1]), len(whole) - start)
-    other = chat.render([*before, _called(conversation[index]), *after])
+        start = _common_prefix_length(whole, other)
+        return start, len(whole) - min(_common_prefix_length(whole[::-1], other[::-1]), len(whole) - start)
+    other = chat.render([*before, _with_placeholder_calls(conversation[index]), *after])
     if _CALLED in other:  # what follows may have the name as well: where the call ends is found by its stop token
-        start = _common(whole, other)
+        start = _common_prefix_length(whole, other)
         return start, start
     raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
 
 
-def _common(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """Characters that two texts have in common at their start."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _begin(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
+def _answer_start(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
     """Where the model takes over: behind what asks for the answer. The template may write more before the content, which is learnt too."""
     again = bool(chat.asking) and whole.count(chat.asking, position, content) > 1  # a thought or a call in a message of its own
     if (again or not chat.asking) and any(message.role != TOOLS for message in before):
@@ -199,7 +201,7 @@ def _header_end(whole: str, at: int, content: int) -> int:
     return at if not whole[at:content].strip() else content
 
 
-def _closed(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> tuple[int, bool]:
+def _answer_end(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> tuple[int, bool]:
     """Where the last answer of ``said`` ends with its stop token, and whether it has one there. Calls may stand before it.
 
     Templates may close earlier turns with another token than the last one; what does not stop the model is not learnt, but for the end
@@ -222,11 +224,11 @@ def _placeholder(index: int) -> str:
     return f"\ue000{index}\ue001"
 
 
-def _marked(message: Message, index: int) -> Message:
+def _with_placeholder(message: Message, index: int) -> Message:
     return message._replace(content=_placeholder(index))
 
 
-def _called(message: Message) -> Message:
+def _with_placeholder_calls(message: Message) -> Message:
     """The message with the names of what it calls replaced."""
     extra = dict(message.extra)
     calls = extra.get("tool_calls")
@@ -261,6 +263,6 @@ def _stop_warnings(tokenizer: PreTrainedTokenizerBase, stop: str, end: str, clos
     return []
 
 
-def _endless(message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
+def _no_stop_token(message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
     remedy = "Use the tokenizer of an instruction-tuned model, or set eos_token in its tokenizer_config.json."
     return Problem(field="model.tokenizer", value=str(tokenizer.name_or_path), message=message, remedy=remedy)

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from so_tui.spec import InputError, Problem
 
-MOST_ROUNDS = 10_000
+MAX_ROUNDS = 10_000
 """How often an epoch may meet a document, at most: beyond it is a weight that was meant otherwise, and no memory for the epoch."""
 _PART_DOCUMENTS = 10_000
 
@@ -33,7 +33,7 @@ class Counts(Struct, frozen=True):
         return Counts(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
 
-class Part(Struct, frozen=True):
+class SourcePart(Struct, frozen=True):
     """The documents of one source; they lie in a row."""
 
     source: str
@@ -53,7 +53,7 @@ class Documents(NamedTuple):
     counts: Counts
     fingerprint: str
     """Hash of the rows, the tokenizer and the options: equal data has an equal fingerprint."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SourcePart, ...] = ()
     """The sources in order; empty: one source."""
     rows: npt.NDArray[np.int64] | None = None
     """Per document: the number of its row in its source, from 1; None: each row is a document."""
@@ -84,18 +84,18 @@ class Documents(NamedTuple):
         if len(self.parts) < 2:
             return members
         ends = np.cumsum([part.documents for part in self.parts])
-        own = np.split(members, np.searchsorted(members, ends[:-1]))
-        self._check_weights([len(mine) for mine in own])
-        return mixture(own, [part.weight for part in self.parts], seed)
+        source_members = np.split(members, np.searchsorted(members, ends[:-1]))
+        self._check_weights([len(mine) for mine in source_members])
+        return mixture(source_members, [part.weight for part in self.parts], seed)
 
     def _check_weights(self, sizes: Sequence[int]) -> None:
         """``sizes``: documents of each source. Raises InputError."""
         per_document = [(part.weight / size, part) for part, size in zip(self.parts, sizes, strict=True) if size]
         most, part = max(per_document, key=lambda pair: pair[0])
         rounds = most / min(weight for weight, _ in per_document)
-        if rounds > MOST_ROUNDS:
+        if rounds > MAX_ROUNDS:
             message = f"is so much that an epoch, which meets every row of every source, would meet its rows {rounds:,.0f} times each"
-            remedy = f'Lower it, or take a part of the largest source (split = "train[:10%]"); {MOST_ROUNDS:,} times is the most.'
+            remedy = f'Lower it, or take a part of the largest source (split = "train[:10%]"); {MAX_ROUNDS:,} times is the most.'
             raise InputError(
                 [Problem(field="data.source", value=f"weight {part.weight:g} of {part.source}", message=message, remedy=remedy)]
             )
@@ -107,12 +107,12 @@ def mixture(members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], 
     Every document is met at least once; what a source lacks for its share is filled with copies of all its documents, and the rest with
     some of them chosen by ``seed``. A source without documents has no share.
     """
-    present = [(own, weight) for own, weight in zip(members, weights, strict=True) if len(own)]
+    present = [(source_members, weight) for source_members, weight in zip(members, weights, strict=True) if len(source_members)]
     total_weight = sum(weight for _, weight in present)
-    size = max(len(own) * total_weight / weight for own, weight in present)
+    size = max(len(source_members) * total_weight / weight for source_members, weight in present)
     rng = np.random.default_rng(seed)
     chosen = []
-    for own, weight in present:
-        copies, rest = divmod(max(len(own), round(size * weight / total_weight)), len(own))
-        chosen += [np.tile(own, copies), np.sort(rng.choice(own, rest, replace=False))]
+    for source_members, weight in present:
+        copies, rest = divmod(max(len(source_members), round(size * weight / total_weight)), len(source_members))
+        chosen += [np.tile(source_members, copies), np.sort(rng.choice(source_members, rest, replace=False))]
     return np.concatenate(chosen)

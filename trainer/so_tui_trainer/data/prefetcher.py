@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-AHEAD = 2
+PREFETCH_DEPTH = 2
 """How many wait: one for the next micro-step, and one more for a slow one to make."""
 
 
@@ -22,7 +22,7 @@ class Movable(Protocol):
     def to(self, device: torch.device) -> Movable: ...
 
 
-_PATIENCE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 Item = TypeVar("Item", bound=Movable)
 
@@ -37,9 +37,9 @@ class Prefetcher(Generic[Item]):
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
         self._source, self._device = source, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = queue.Queue(AHEAD)
+        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = queue.Queue(PREFETCH_DEPTH)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._fill, name="prefetcher", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Prefetcher[Item]:
@@ -68,7 +68,7 @@ class Prefetcher(Generic[Item]):
     def close(self) -> None:
         """End the thread, whatever it was about to bring; one that reads from a disk that hangs is left to itself. Safe to call twice."""
         self._closing.set()
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._queue.get(timeout=0.01)
@@ -82,13 +82,13 @@ class Prefetcher(Generic[Item]):
             for item in self._source:
                 if self._closing.is_set():
                     return
-                self._queue.put(self._sent(item))
+                self._queue.put(self._moved(item))
         except Exception as error:  # noqa: BLE001 -- raised where the item is asked for
             self._queue.put(error)
         else:
             self._queue.put(StopIteration())
 
-    def _sent(self, item: Item) -> tuple[Item, torch.cuda.Event | None]:
+    def _moved(self, item: Item) -> tuple[Item, torch.cuda.Event | None]:
         if self._stream is None:
             return item, None
         with torch.cuda.stream(self._stream):

@@ -64,7 +64,7 @@ def _history(row: Row) -> Iterator[Message]:
     pairs = row.get("history")
     for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or not len(pair) == 2 or not all(isinstance(said, str) for said in pair):
-            raise RowError(f"history[{index}]", f"is {_shown(pair)}, not a pair of texts")
+            raise RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
         yield Message("user", pair[0])
         yield Message("assistant", pair[1])
 
@@ -103,21 +103,21 @@ def _turns(row: Row, column: str) -> Conversation:
     """A list of turns, in OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     turns = row[column] if row[column] is not None else ()
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise RowError(column, f"is {_shown(turns)}, not a list of turns")
+        raise RowError(column, f"is {_short_repr(turns)}, not a list of turns")
     return tuple(_turn(turn, f"{column}[{index}]") for index, turn in enumerate(turns))
 
 
 def _turn(turn: object, column: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise RowError(column, f"is {_shown(turn)}, not a turn with `role` and `content`")
+        raise RowError(column, f"is {_short_repr(turn)}, not a turn with `role` and `content`")
     for role_key, content_key in _TURN_KEYS:
         if turn.get(role_key) is None:
             continue
         role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
         if role is None:
-            raise RowError(f"{column}.{role_key}", f"is {_shown(turn[role_key])}, which is none of {', '.join(_ROLES)}")
+            raise RowError(f"{column}.{role_key}", f"is {_short_repr(turn[role_key])}, which is none of {', '.join(_ROLES)}")
         extra = tuple(
-            (name, _calls(value, f"{column}.{name}") if name == "tool_calls" else _known(value))
+            (name, _tool_calls(value, f"{column}.{name}") if name == "tool_calls" else _without_nulls(value))
             for name, value in turn.items()
             if name not in (role_key, content_key) and value is not None
         )
@@ -143,17 +143,17 @@ def _text(row: Row, column: str) -> str:
         return value
     if isinstance(value, bool | int | float):
         return json.dumps(value)  # true, not Python's True
-    raise RowError(column, f"is {_shown(value)}, not text")
+    raise RowError(column, f"is {_short_repr(value)}, not text")
 
 
-def _known(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """A value without what is null in it: where rows differ in their keys, columns have all of them."""
     if isinstance(value, Mapping):
-        return {name: _known(inner) for name, inner in value.items() if inner is not None}
-    return [_known(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _around(row: Row, layout: Layout) -> Conversation:
+def _with_context(row: Row, layout: Layout) -> Conversation:
     """The row's conversation, behind what stands in columns of its own: tools, and what the system says."""
     said = layout.read(row)
     if not said or said[0].role == TEXT:
@@ -161,11 +161,11 @@ def _around(row: Row, layout: Layout) -> Conversation:
     system = row.get("system")
     if isinstance(system, str) and system.strip() and said[0].role != "system":
         said = (Message("system", system), *said)
-    tools = [] if layout.name == "alpaca" else _listed(row.get(TOOLS), TOOLS)
+    tools = [] if layout.name == "alpaca" else _as_list(row.get(TOOLS), TOOLS)
     return (Message(TOOLS, "", ((TOOLS, tools),)), *said) if tools else said
 
 
-def _listed(value: object, column: str) -> list[Any]:
+def _as_list(value: object, column: str) -> list[Any]:
     """A list, or one that is written as JSON; a single object is one of one, nothing an empty one."""
     if isinstance(value, str):
         try:
@@ -173,19 +173,19 @@ def _listed(value: object, column: str) -> list[Any]:
         except json.JSONDecodeError as error:
             raise RowError(column, f"is no JSON ({error.msg})") from error
     else:
-        known = _known(value)
+        known = _without_nulls(value)
     if not known:
         return []
     if isinstance(known, Mapping):
         return [known]
     if not isinstance(known, list):
-        raise RowError(column, f"is {_shown(value)}, not a list")
+        raise RowError(column, f"is {_short_repr(value)}, not a list")
     return known
 
 
-def _calls(value: object, column: str) -> list[Any]:
+def _tool_calls(value: object, column: str) -> list[Any]:
     """What is called, with arguments as chat templates want them: as an object, where OpenAI has JSON in a string."""
-    return [_with_arguments(call) for call in _listed(value, column)]
+    return [_with_arguments(call) for call in _as_list(value, column)]
 
 
 def _with_arguments(call: Any) -> Any:
@@ -200,7 +200,7 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "arguments": given} if isinstance(given, dict) else call
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = "empty" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -249,7 +249,7 @@ def layout_of_row(row: Row, usual: Layout) -> Layout:
 def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
     """Row ``number`` (from 1) of a source. Raises InputError naming the row and the column."""
     try:
-        return _around(row, layout)
+        return _with_context(row, layout)
     except RowError as error:
         raise bad_row(source, number, f"{error} (read as {layout.name})") from error
 

@@ -72,7 +72,7 @@ def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prepare(spec: RunSpec, cache_dir: Path | None = None, tell: Callable[[int, int], None] | None = None) -> Path:
+def prepare(spec: RunSpec, cache_dir: Path | None = None, on_progress: Callable[[int, int], None] | None = None) -> Path:
     """``preparing`` to its end; ``tell`` is told its progress."""
     steps = preparing(spec, cache_dir)
     while True:
@@ -81,8 +81,8 @@ def prepare(spec: RunSpec, cache_dir: Path | None = None, tell: Callable[[int, i
         except StopIteration as end:
             folder: Path = end.value
             return folder
-        if tell is not None:
-            tell(*rows)
+        if on_progress is not None:
+            on_progress(*rows)
 
 
 def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progress, None, Path]:
@@ -95,11 +95,11 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
     folder = (cache_dir or cache.default_folder()) / cache.fingerprint(sources, tokenizer, spec)
     if not cache.intact(folder):
         yield from _tokenise(sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder)
-    _tell_plans(spec, folder)
+    _store_workload(spec, folder)
     return folder
 
 
-def _tell_plans(spec: RunSpec, folder: Path) -> None:
+def _store_workload(spec: RunSpec, folder: Path) -> None:
     """What these data are, for the plans of later runs. Looked at once: the flags of all tokens are read for it."""
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
@@ -134,9 +134,9 @@ class Encoder:
         Segments are encoded apart, as the prompt is when the model is asked: no token spans the border of what is trained. Tokenizers
         that put a space before every text they are given get it whole instead, and the token at the border counts as what it ends in.
         """
-        return self._apart(batch) if joins(self.chat.tokenizer) else self._whole(batch)
+        return self._encode_segments(batch) if encodes_segments_apart(self.chat.tokenizer) else self._encode_joined(batch)
 
-    def _apart(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+    def _encode_segments(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         texts = [segment.text for parts in batch for segment in parts]
         encoded = iter(self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
         found = []
@@ -146,7 +146,7 @@ class Encoder:
             found.append((np.array([token for piece in pieces for token in piece], dtype=np.int32), flags.astype(np.bool_)))
         return found
 
-    def _whole(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+    def _encode_joined(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         texts = ["".join(segment.text for segment in parts) for parts in batch]
         encoded = self.chat.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         found = []
@@ -174,23 +174,25 @@ class Encoder:
                     raise bad_row(opened.source.source, number, f"the chat template refuses it: {error}") from error
             for index, (conversation, tokens) in enumerate(zip(batch, self.encode(parts), strict=True), number - len(batch) + 1):
                 bare = bool(conversation) and conversation[0].role == TEXT
-                yield self._fitted(index, leading if bare or not self.chat.templated else [], tokens, bare=bare)
+                yield self._fit(index, leading if bare or not self.chat.templated else [], tokens, bare=bare)
 
-    def _fitted(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
+    def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
         """What of a row lies within a sequence; nothing behind the last trained token, which no other token learns from."""
         limit = self.sequence_length
         ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
         trained = np.concatenate((np.zeros(len(leading), dtype=np.bool_), tokens[1]))
         ids, trained = ids[: _end(trained)], trained[: _end(trained)]
         pieces = [(ids[at : at + limit], trained[at : at + limit].copy()) for at in range(0, len(ids), limit)]
-        kept = []
+        documents = []
         for piece, flags in pieces if bare else pieces[:1]:
             if len(flags):
                 flags[0] = False
             if end := _end(flags):
-                kept.append((piece[:end], flags[:end]))
+                documents.append((piece[:end], flags[:end]))
         longer = len(ids) > limit
-        return Encoded(row, kept, truncated=longer and not bare and bool(kept), too_long=longer and not kept, cut=len(kept) > 1)
+        return Encoded(
+            row, documents, truncated=longer and not bare and bool(documents), too_long=longer and not documents, cut=len(documents) > 1
+        )
 
 
 class Encoded(NamedTuple):
@@ -213,7 +215,7 @@ def _end(flags: npt.NDArray[np.bool_]) -> int:
     return int(found[-1]) + 1 if len(found) else 0
 
 
-def joins(tokenizer: PreTrainedTokenizerBase) -> bool:
+def encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether texts that are encoded apart are, end to end, the text encoded whole, as far as words go."""
     one, other, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb"))
     return bool([*one, *other] == both) or not tokenizer.is_fast
@@ -262,7 +264,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
         worker = _Worker(encoder, tuple(sources), writer.partial)
         position = rows = 0
         writer.append("offsets", np.zeros(1, dtype=np.int64))
-        for done in _shared(worker, tasks, processes_for(total), stack):
+        for done in _run_tasks(worker, tasks, processes_for(total), stack):
             ends = position + np.cumsum(done.lengths)
             position = int(ends[-1]) if len(ends) else position
             writer.take("tokens", done.stem.with_suffix(".tokens"))
@@ -275,7 +277,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
             yield rows, total
         for opened, count, found in zip(sources, counts, documents, strict=True):
             if not found:
-                raise _nothing_trained(opened, count, encoder.sequence_length)
+                raise _no_trained_tokens(opened, count, encoder.sequence_length)
         tallies = tuple(cache.Tally(o.layout.name, n, c) for o, n, c in zip(sources, documents, counts, strict=True))
         writer.close(tallies, (*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings))
 
@@ -300,7 +302,7 @@ class _Worker(NamedTuple):
         return _Done(task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts)
 
 
-def _shared(worker: _Worker, tasks: Sequence[_Task], processes: int, stack: ExitStack) -> Iterator[_Done]:
+def _run_tasks(worker: _Worker, tasks: Sequence[_Task], processes: int, stack: ExitStack) -> Iterator[_Done]:
     """The tasks' results, in order; ``stack`` ends the processes. Raises InputError."""
     if processes == 1:
         yield from map(worker.work, tasks)
@@ -311,22 +313,22 @@ def _shared(worker: _Worker, tasks: Sequence[_Task], processes: int, stack: Exit
     yield from pool.map(_work, tasks)
 
 
-_own: dict[str, Any] = {}
+_process_state: dict[str, Any] = {}
 """What this process was started for, where it is one of a pool."""
 
 
 def _start(worker: _Worker) -> None:
     die_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _own["worker"] = worker
+    _process_state["worker"] = worker
 
 
 def _work(task: _Task) -> _Done:
-    done: _Done = _own["worker"].work(task)
+    done: _Done = _process_state["worker"].work(task)
     return done
 
 
-def _nothing_trained(opened: Opened, counts: Counts, limit: int) -> InputError:
+def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:
     message = f"none of its {counts.rows} rows has a trained token within {limit} tokens"
     if counts.dropped_too_long:
         remedy = f"The prompt alone of {counts.dropped_too_long} rows is longer: raise `data.sequence_length`."

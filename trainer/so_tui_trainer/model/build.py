@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PREFIX = "causal."
 """What stands before a parameter's name in the Hugging Face model."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_BLIND = {"opt", "nemotron"}
+_UNSUPPORTED_TYPES = {"opt", "nemotron"}
 """Models that go through transformers' attention, but make their mask without looking at positions, or do not hand on to attention where
 documents start."""
 _LOGIT_SCALES = ("logits_scaling", "logit_scale")
@@ -102,7 +102,7 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
     Raises InputError: model not to be had, weights that are not the model's, or a kind of model that is not supported.
     """
     config = load_config(spec.model)
-    without_dropout(config)
+    disable_dropout(config)
     causal, implementation = _causal(spec.model, config, device, ds_config)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
@@ -110,13 +110,13 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
         kernels.install(causal)
     policy = spec.model.activation_checkpointing
     recompute.install(causal, "full" if policy == "auto" else policy)
-    gather_whole(causal, spec)
+    set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
     return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
 
 
-def without_dropout(config: PretrainedConfig) -> None:
+def disable_dropout(config: PretrainedConfig) -> None:
     """Fine-tuning runs without dropout, whatever pre-training used (Seed-OSS names 0.1): the varlen kernels have none."""
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
@@ -190,7 +190,7 @@ def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_
     return causal, implementation
 
 
-def gather_whole(causal: PreTrainedModel, spec: RunSpec) -> None:
+def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
     """Tell ZeRO-3 which blocks to gather in one piece: those of experts, since which experts a token meets is not known beforehand, and
     every layer. Module by module, the Python of gathering takes longer than a layer's forward, on one rank too, where there is nothing to
     gather; and it looks so far ahead that it waits for weights that are still being stepped.
@@ -227,7 +227,7 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     elif recurrent:
         message = f"it has layers of {', '.join(sorted(recurrent))}, in which documents packed into one sequence would see each other"
         remedy = "Choose a model with attention in every layer."
-    elif not type(causal)._supports_attention_backend or config.model_type in _BLIND:
+    elif not type(causal)._supports_attention_backend or config.model_type in _UNSUPPORTED_TYPES:
         message = f"documents packed into one sequence cannot be told apart in transformers' code for {config.model_type}"
         remedy = "Choose a model of a newer kind."
     else:

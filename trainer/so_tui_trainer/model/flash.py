@@ -55,7 +55,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels
     ) -> Tensor:
-        out, normaliser = recompute.keep(lambda: _forward(query, key, value, sinks, documents, kernels))
+        out, normaliser = recompute.save_or_reuse(lambda: _forward(query, key, value, sinks, documents, kernels))
         ctx.save_for_backward(query, key, value, sinks, out, normaliser)
         ctx.documents, ctx.kernels = documents, kernels
         return out

@@ -58,32 +58,32 @@ def initialise(causal: PreTrainedModel) -> None:
 @torch.no_grad()
 def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Mapping[str, Stored]) -> None:
     """Fill the model's weights and stored buffers from a checkpoint that matches it. Raises OSError."""
-    places: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(causal.named_buffers())
+    tensors: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(causal.named_buffers())
     done: set[int] = set()
     for conversion in found.conversions:
-        wanted = {name: places[name] for name in conversion.shapes if name in places and id(places[name]) not in done}
-        done |= {id(place) for place in wanted.values()}
+        wanted = {name: tensors[name] for name in conversion.shapes if name in tensors and id(tensors[name]) not in done}
+        done |= {id(tensor) for tensor in wanted.values()}
         if conversion.converter is None:
-            for place in wanted.values():
-                _fill_from_file(place, index[conversion.sources[0][1]])
+            for tensor in wanted.values():
+                _fill_from_file(tensor, index[conversion.sources[0][1]])
         elif wanted:
             made = matching.realised(meta, conversion, lambda name: index[name].read())
-            for name, place in wanted.items():
-                part, start = _local_shard(place)
+            for name, tensor in wanted.items():
+                part, start = _local_shard(tensor)
                 part.copy_(made[name].flatten()[start : start + len(part)])
 
 
-def _fill_from_file(place: torch.Tensor, stored: Stored) -> None:
-    part, start = _local_shard(place)
+def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
+    part, start = _local_shard(tensor)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
         piece = part[begin : begin + step]
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
 
 
-def _local_shard(place: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What this rank keeps of a tensor, flat, and where in the flattened tensor that begins; buffers are whole on every rank."""
-    return superoffload.local_shard(place) if isinstance(place, nn.Parameter) else (place.data.view(-1), 0)
+    return superoffload.local_shard(tensor) if isinstance(tensor, nn.Parameter) else (tensor.data.view(-1), 0)
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:

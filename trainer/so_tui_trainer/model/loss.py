@@ -33,7 +33,7 @@ class HeadLoss(nn.Module):
         """
         chosen = hidden.flatten(0, -2).index_select(0, predictors)
         if not torch.is_grad_enabled():
-            normaliser, score, _ = _normalise(chosen, self.weight, targets, keep=0)
+            normaliser, score, _ = _normalise(chosen, self.weight, targets, save=0)
             return (normaliser - score).sum() * scale
         loss: Tensor = _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale)  # type: ignore[no-untyped-call]
         return loss
@@ -44,11 +44,11 @@ class _BlockedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
-        normaliser, score, kept = _normalise(hidden, weight, targets, keep=kept_blocks(len(hidden), len(weight)))
+        normaliser, score, saved_blocks = _normalise(hidden, weight, targets, save=kept_blocks(len(hidden), len(weight)))
         hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         weight_gradient = torch.empty_like(weight)
         for block in _blocks(len(hidden), len(weight)):
-            logits = kept.pop(block.start, None)
+            logits = saved_blocks.pop(block.start, None)
             logits = hidden @ weight[block].t() if logits is None else logits
             gradient = cross_entropy_gradient(logits, normaliser, targets - block.start, scale)
             del logits
@@ -66,19 +66,19 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None, None
 
 
-def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, *, keep: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-    """Each token's log of the summed exponentials, the logit of its target (both [trained], fp32), and the first ``keep`` blocks."""
+def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, *, save: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Each token's log of the summed exponentials, the logit of its target (both [trained], fp32), and the first ``save`` blocks."""
     normaliser = torch.full(targets.shape, -math.inf, dtype=torch.float32, device=hidden.device)
     score = torch.zeros_like(normaliser)
-    kept: dict[int, Tensor] = {}
+    saved_blocks: dict[int, Tensor] = {}
     for index, block in enumerate(_blocks(len(hidden), len(weight))):
         logits = hidden @ weight[block].t()
         column, inside = _columns(targets - block.start, logits.shape[1])
         score += logits.gather(-1, column[:, None])[:, 0] * inside
         normaliser = torch.logaddexp(normaliser, log_sum_exp(logits))
-        if index < keep:
-            kept[block.start] = logits
-    return normaliser, score, kept
+        if index < save:
+            saved_blocks[block.start] = logits
+    return normaliser, score, saved_blocks
 
 
 def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -116,10 +116,10 @@ def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
 def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
     """A safetensors file; under another name until it is whole."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     for name, output in tensors.items():
-        header[name] = {"dtype": _NAMES[output.dtype], "shape": output.shape, "data_offsets": (place, place + output.bytes)}
-        place += output.bytes
+        header[name] = {"dtype": _NAMES[output.dtype], "shape": output.shape, "data_offsets": (offset, offset + output.bytes)}
+        offset += output.bytes
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
     unfinished = path.with_suffix(".unfinished")

@@ -21,19 +21,19 @@ def weights_folder(model: ModelSpec) -> Path:
     Whoever comes first does the work, and others (ranks, `so-tui prepare`) wait for it. Raises InputError: not to be had, quantised in a
     way that cannot be trained, no room on the disk.
     """
-    for line in prepared(model):
+    for line in prepare_weights(model):
         print(line, flush=True)
-    return trainable(_downloaded(model))
+    return trainable_folder(_downloaded(model))
 
 
-def prepared(model: ModelSpec) -> Iterator[str]:
+def prepare_weights(model: ModelSpec) -> Iterator[str]:
     """The work of ``weights_folder``, a line of progress before each part of it."""
     source = _downloaded(model)
-    target = trainable(source)
+    target = trainable_folder(source)
     if target.is_dir():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.with_name(target.name + ".lock")):
+    with _locked(target.with_name(target.name + ".lock")):
         yield from mxfp4.convert(source, target)
 
 
@@ -45,7 +45,7 @@ def downloaded(model: ModelSpec) -> Path | None:
         return None
 
 
-def trainable(source: Path) -> Path:
+def trainable_folder(source: Path) -> Path:
     """Where the weights of a model's folder are, or will be, as they can be trained: the folder itself, unless they are in MXFP4.
 
     Raises InputError when they are quantised in another way.
@@ -92,7 +92,7 @@ def _problem(value: str, message: str, remedy: str) -> InputError:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Holds the file's lock; it goes when the process does, however that ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

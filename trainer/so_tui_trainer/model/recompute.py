@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Policy = Literal["full", "selective", "none"]
-Computed = tuple[Tensor, ...]
-Keeper = Callable[[Callable[[], Computed]], Computed]
+Results = tuple[Tensor, ...]
+ResultStore = Callable[[Callable[[], Results]], Results]
 
 
 class _Local(threading.local):
-    keeper: Keeper | None = None
+    store: ResultStore | None = None
     """Of the pass that this thread is in: forward runs in the caller's thread, the repetition in autograd's."""
 
 
@@ -45,37 +45,37 @@ def install(causal: PreTrainedModel, policy: Policy) -> None:
     # Not reentrant: that would run ZeRO-3's end-of-backward work several times per backward. There is no dropout to repeat, and
     # whether both passes save equal shapes is what the tests check.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    options["context_fn"] = _contexts if policy == "selective" else _contexts_of_full
+    options["context_fn"] = _selective_contexts if policy == "selective" else _full_contexts
     for layer in causal.modules():
         if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
-            inner, ending = _products(layer)
+            inner, ending = _linear_layers(layer)
             for module in ending:
-                module.forward = partial(_torchs_own, module)  # type: ignore[method-assign]
+                module.forward = partial(_plain_linear, module)  # type: ignore[method-assign]
             for module in inner if policy == "selective" else ():
-                module.forward = partial(_product, module)  # type: ignore[method-assign]
+                module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
     causal._set_gradient_checkpointing(True, partial(checkpoint, **options))
 
 
-def keep(compute: Callable[[], Computed]) -> Computed:
+def save_or_reuse(compute: Callable[[], Results]) -> Results:
     """The result of ``compute``; in a layer's repetition, what it was the first time. For the forward of an ``autograd.Function``."""
-    keeper = _local.keeper
-    return compute() if keeper is None else keeper(compute)
+    store = _local.store
+    return compute() if store is None else store(compute)
 
 
-def repeated() -> bool:
+def in_checkpointed_layer() -> bool:
     """Whether this is in a layer whose forward is repeated, in the first pass or the second."""
-    return _local.keeper is not None
+    return _local.store is not None
 
 
-class Product(torch.autograd.Function):
-    """``torch.nn.functional.linear``, whose result is kept under ``selective``."""
+class SavedLinear(torch.autograd.Function):
+    """``torch.nn.functional.linear``, whose result is saved under ``selective``."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``inputs``: [..., in], ``weight``: [out, in], ``bias``: [out]; the result: [..., out]."""
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        (result,) = keep(lambda: (linear(inputs, weight, bias),))
+        (result,) = save_or_reuse(lambda: (linear(inputs, weight, bias),))
         return result
 
     @staticmethod
@@ -89,39 +89,39 @@ class Product(torch.autograd.Function):
         return of_inputs, of_weight, of_bias
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around a layer's first pass and around its repetition, in torch's terms."""
-    kept: deque[Computed] = deque()
+    saved: deque[Results] = deque()
 
-    def first(compute: Callable[[], Computed]) -> Computed:
+    def first(compute: Callable[[], Results]) -> Results:
         computed = compute()
         # Detached: what is returned becomes part of the graph, which holds these contexts, and so would keep itself alive.
-        kept.append(tuple(tensor.detach() for tensor in computed))
+        saved.append(tuple(tensor.detach() for tensor in computed))
         return computed
 
-    def again(compute: Callable[[], Computed]) -> Computed:
-        return kept.popleft()
+    def again(compute: Callable[[], Results]) -> Results:
+        return saved.popleft()
 
-    return _keeping(first), _keeping(again)
+    return _with_store(first), _with_store(again)
 
 
-def _contexts_of_full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    def computed(compute: Callable[[], Computed]) -> Computed:
+def _full_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def computed(compute: Callable[[], Results]) -> Results:
         return compute()
 
-    return _keeping(computed), _keeping(computed)
+    return _with_store(computed), _with_store(computed)
 
 
 @contextmanager
-def _keeping(keeper: Keeper) -> Iterator[None]:
-    before, _local.keeper = _local.keeper, keeper
+def _with_store(store: ResultStore) -> Iterator[None]:
+    before, _local.store = _local.store, store
     try:
         yield
     finally:
-        _local.keeper = before
+        _local.store = before
 
 
-def _products(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
+def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """Those within a layer, and the one that ends it: the last of a feed-forward block that has its own, after attention."""
     found = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
     modules = [module for _, module in found]
@@ -129,12 +129,12 @@ def _products(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
     return (modules[:-1], modules[-1:]) if ends else (modules, [])
 
 
-def _product(module: nn.Linear, inputs: Tensor) -> Tensor:
-    result: Tensor = Product.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
+def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    result: Tensor = SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
     return result
 
 
-def _torchs_own(module: nn.Linear, inputs: Tensor) -> Tensor:
+def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
     """For the product that ends a layer. Nothing but a sum comes after it, so the repetition stops where its inputs are saved: before it
     is computed, if it is torch's own, which saves first. DeepSpeed's, which ``nn.functional.linear`` is under ZeRO-3, saves afterwards.
     """

@@ -14,7 +14,7 @@ from so_tui.units import disk_size
 from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files, stay_offline_when_cut_off
 
-_ROWS_LOOKED_AT = 100
+_CHECKED_ROWS = 100
 
 
 def check(request: Answer) -> Iterator[Answer]:
@@ -23,9 +23,9 @@ def check(request: Answer) -> Iterator[Answer]:
     spec = requested_spec(request)
     problems: list[Answer] = []
     warnings: list[str] = []
-    for look in (_tokenizer, _weights, _data, _evaluation):
+    for check_one in (_tokenizer, _weights, _data, _evaluation):
         try:
-            warnings += look(spec)
+            warnings += check_one(spec)
         except InputError as error:
             problems += [problem for problem in problems_json(error) if problem not in problems]  # several need the tokenizer
     yield {"problems": problems, "warnings": warnings, "done": True}
@@ -61,10 +61,10 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
     """Names and shapes of the stored tensors against the model's; for MXFP4 weights also whether their bf16 folder is there, or fits."""
     from so_tui_trainer.model import matching, mxfp4
     from so_tui_trainer.model.build import load_config
-    from so_tui_trainer.model.pretrained import trainable
+    from so_tui_trainer.model.pretrained import trainable_folder
     from so_tui_trainer.model.stored import read_index
 
-    folder = trainable(source)
+    folder = trainable_folder(source)
     if not folder.is_dir():
         needed = mxfp4.missing_bytes(source, folder)
         mxfp4.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
@@ -88,7 +88,7 @@ def _data(spec: RunSpec) -> list[str]:
     sources = open_sources(spec.data)
     held_out_rows(spec, sum(len(opened.rows) for opened in sources))
     for opened in sources:
-        for _ in encoder.documents(opened, 0, _ROWS_LOOKED_AT):
+        for _ in encoder.documents(opened, 0, _CHECKED_ROWS):
             pass
     return [*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings]
 

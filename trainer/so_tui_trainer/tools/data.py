@@ -129,7 +129,7 @@ def _sequence(documents: Documents, sequences: Sequences) -> Answer:
     order = np.argsort(np.diff(sequences.offsets), kind="stable")
     held = sequences.of(int(order[len(order) // 2]))
     return {
-        "documents": [{**_place(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
+        "documents": [{**_origin(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
         "tokens": int(documents.lengths[held].sum()),
     }
 
@@ -141,7 +141,7 @@ def _in_turn(documents: Documents) -> Iterator[int]:
     return (index for index in chain.from_iterable(turns) if index is not None)
 
 
-def _place(documents: Documents, index: int) -> Answer:
+def _origin(documents: Documents, index: int) -> Answer:
     """Where a document comes from."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
     part = int(np.searchsorted(firsts, index, side="right")) - 1
@@ -154,7 +154,7 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
     tokens = zip(documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True)
     pieces = [(str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in groupby(tokens, key=lambda item: item[1])]
     return {
-        **_place(documents, index),
+        **_origin(documents, index),
         "tokens": stop - start,
         "trained_tokens": int(documents.trained[start:stop].sum()),
         "pieces": pieces,

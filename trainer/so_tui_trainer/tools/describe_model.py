@@ -52,13 +52,13 @@ def describe(request: Answer) -> Iterator[Answer]:
     """Raises InputError."""
     stay_offline_when_cut_off()
     asked = ModelSpec(
-        id=_absolute(request["model"]),
+        id=_resolve_model(request["model"]),
         revision=request.get("revision") or "main",
         tokenizer=request.get("tokenizer") or "",
         weights="random" if request.get("weights") == "random" else "pretrained",
         trust_remote_code=bool(request.get("trust_remote_code")),
     )
-    _look_on_hub(asked)
+    _check_hub(asked)
     # torch and transformers take seconds to import.
     from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
@@ -72,7 +72,7 @@ def describe(request: Answer) -> Iterator[Answer]:
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
     except (ValueError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
-        reason = f"its shape cannot be built: {_said(error)}"
+        reason = f"its shape cannot be built: {_reason(error)}"
         _refuse(asked, reason, "Check its config.json; some models need packages of their own, or a newer transformers.")
     _refuse_head(asked, causal)
     found = msgspec.structs.replace(
@@ -90,7 +90,7 @@ def describe(request: Answer) -> Iterator[Answer]:
 
 def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
     """``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as TOML."""
-    shape: dict[str, Any] = _plain({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
+    shape: dict[str, Any] = _toml_values({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
     return shape | planned_shape(config, causal)
 
 
@@ -108,7 +108,7 @@ def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(blocks))
 
 
-def _absolute(model: str) -> str:
+def _resolve_model(model: str) -> str:
     """A folder by its whole path, since runs start elsewhere; a name on the hub as it is. Raises InputError."""
     text = resolve_source(model.strip())
     path = Path(text).expanduser()
@@ -126,7 +126,7 @@ def _absolute(model: str) -> str:
     return text
 
 
-def _look_on_hub(model: ModelSpec) -> None:
+def _check_hub(model: ModelSpec) -> None:
     """Raises InputError: no such model or revision, no network and nothing cached, no config.json."""
     if not Path(resolve_source(model.id)).is_dir():
         files = remote_files(model)
@@ -143,11 +143,11 @@ def _read_config(model: ModelSpec) -> PretrainedConfig:
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
-        _explain(model, error)
+        _refuse_unreadable(model, error)
     return config
 
 
-def _explain(model: ModelSpec, error: Exception) -> NoReturn:
+def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     """Raises InputError with the reason behind what transformers said."""
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
@@ -164,7 +164,7 @@ def _explain(model: ModelSpec, error: Exception) -> NoReturn:
 
         message = f"is of a kind that transformers {__version__} does not know"
         _refuse(model, message, "Install a newer transformers, or choose another model.", error)
-    _refuse(model, f"its config.json cannot be read ({_said(error)})", "Mend or fetch it again.", error)
+    _refuse(model, f"its config.json cannot be read ({_reason(error)})", "Mend or fetch it again.", error)
 
 
 def _caused_by(error: BaseException | None, name: str) -> bool:
@@ -264,12 +264,12 @@ def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
     return max(inputs, default=None)
 
 
-def _plain(value: Any) -> Any:
+def _toml_values(value: Any) -> Any:
     """The same without None and without tables whose keys are no text."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if isinstance(key, str) and item is not None and not _numbered(item)}
+        return {key: _toml_values(item) for key, item in value.items() if isinstance(key, str) and item is not None and not _numbered(item)}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value if item is not None]
+        return [_toml_values(item) for item in value if item is not None]
     return value
 
 
@@ -277,10 +277,10 @@ def _numbered(value: Any) -> bool:
     return isinstance(value, dict) and any(not isinstance(key, str) for key in value)
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """The first line of the error, or of what caused one that only says where."""
     first = first_line(error)
-    return _said(error.__cause__) if first.endswith(":") and error.__cause__ else first
+    return _reason(error.__cause__) if first.endswith(":") and error.__cause__ else first
 
 
 def _refuse(model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:

@@ -31,12 +31,12 @@ ROUNDS = 96
 def main(request: dict[str, Any]) -> None:
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
-    answer = _peers(request) if "ranks" in request else _alone(request)
+    answer = _measure_between_gpus(request) if "ranks" in request else _measure_one_gpu(request)
     print(json.dumps(answer), flush=True)
     os._exit(0)  # nothing to save, and CUDA's own end takes a second
 
 
-def _alone(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     device = torch.device(request["device"])
@@ -103,7 +103,7 @@ def _small_layers(device: Any) -> Callable[[], object]:
     return pass_through
 
 
-def _peers(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import distributed
 

@@ -27,7 +27,7 @@ def prepare(request: Answer) -> Iterator[Answer]:
     spec = requested_spec(request)
     yield from (answer | {"done": False} for answer in fetch(request))
     if spec.model.weights == "pretrained":
-        yield from ({"message": line} for line in pretrained.prepared(spec.model))
+        yield from ({"message": line} for line in pretrained.prepare_weights(spec.model))
         yield {"message": f"weights: ready in {pretrained.weights_folder(spec.model)}"}
     for part in (spec, evaluation_spec(spec)):
         if part is not None:

@@ -121,17 +121,17 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     angles,
     row_stride,
     head_stride,
-    place_stride,
+    position_stride,
     result_row_stride,
     result_head_stride,
-    result_place_stride,
+    result_position_stride,
     direction: tl.constexpr,
     padded_count: tl.constexpr,
     padded_half: tl.constexpr,
 ):
     """One program turns all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
-    row, place = token // width, token % width
+    row, position = token // width, token % width
     head = tl.arange(0, padded_count)[:, None]
     column = tl.arange(0, padded_half)[None, :]
     inside = (head < count) & (column < half)
@@ -141,10 +141,10 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     cos2 = tl.load(cos + angle2, mask=column < half).to(tl.float32)
     sin1 = tl.load(sin + angle1, mask=column < half).to(tl.float32)
     sin2 = tl.load(sin + angle2, mask=column < half).to(tl.float32)
-    source = heads + row * row_stride + place * place_stride + head * head_stride + column
+    source = heads + row * row_stride + position * position_stride + head * head_stride + column
     first = tl.load(source, mask=inside).to(tl.float32)
     second = tl.load(source + half, mask=inside).to(tl.float32)
-    target = result + row * result_row_stride + place * result_place_stride + head * result_head_stride + column
+    target = result + row * result_row_stride + position * result_position_stride + head * result_head_stride + column
     if direction > 0:
         tl.store(target, first * cos1 - second * sin1, mask=inside)
         tl.store(target + half, second * cos2 + first * sin2, mask=inside)
@@ -178,7 +178,7 @@ def _cross_entropy_gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
-    place = logits + row * stride + column
-    softmax = tl.exp(tl.load(place, mask=inside).to(tl.float32) - tl.load(normaliser + row))
+    pointer = logits + row * stride + column
+    softmax = tl.exp(tl.load(pointer, mask=inside).to(tl.float32) - tl.load(normaliser + row))
     softmax = tl.where(column == tl.load(targets + row), softmax - 1.0, softmax)
-    tl.store(place, softmax * scale, mask=inside)
+    tl.store(pointer, softmax * scale, mask=inside)

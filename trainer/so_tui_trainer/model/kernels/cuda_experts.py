@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 _COLUMNS = 1024
 
 
-def sums(rows: Tensor, places: Tensor) -> Tensor:
-    """``rows``: [pairs, columns], ``places``: [tokens, k]; [tokens, columns], each the sum of k rows."""
-    rows, (tokens, count), columns = rows.contiguous(), places.shape, rows.shape[1]
+def sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
+    """``rows``: [pairs, columns], ``row_of_pair``: [tokens, k]; [tokens, columns], each the sum of k rows."""
+    rows, (tokens, count), columns = rows.contiguous(), row_of_pair.shape, rows.shape[1]
     result = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
     if tokens:
-        _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](rows, places, result, columns, count=count, block=_COLUMNS)
+        _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](rows, row_of_pair, result, columns, count=count, block=_COLUMNS)
     return result
 
 
@@ -53,15 +53,15 @@ def gated_backward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_kernel(  # type: ignore[no-untyped-def]
-    rows, places, result, columns, count: tl.constexpr, block: tl.constexpr
+    rows, row_of_pair, result, columns, count: tl.constexpr, block: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
     total = tl.zeros([block], tl.float32)
     for choice in tl.static_range(count):
-        place = tl.load(places + token * count + choice)
-        total += tl.load(rows + place * columns + column, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(row_of_pair + token * count + choice)
+        total += tl.load(rows + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + token * columns + column, total, mask=inside)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from so_tui_trainer.model.recompute import keep, repeated
+from so_tui_trainer.model.recompute import in_checkpointed_layer, save_or_reuse
 
 
 class Routing(NamedTuple):
@@ -21,7 +21,7 @@ class Routing(NamedTuple):
 
     order: Tensor
     """[pairs]: the pair (token x k + choice) of each row."""
-    places: Tensor
+    row_of_pair: Tensor
     """[tokens, k]: the row of each pair."""
     ends: Tensor
     """[experts]: one past each expert's last row."""
@@ -57,7 +57,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
     Routers may leave ``shares`` in fp32 where all else is bf16.
     """
     # Kept in a layer's repetition, since the products that are kept lie in this order.
-    routing = Routing(*keep(lambda: route(chosen, len(weights.first))))
+    routing = Routing(*save_or_reuse(lambda: route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
     products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
     narrow = gated(products, shares, weights.first_bias, routing, gate)
@@ -71,7 +71,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
 
 
 def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
-    if repeated():
+    if in_checkpointed_layer():
         # torch's own saves its inputs before it computes, and nothing after it saves anything: the repetition of a layer ends here.
         return grouped_mm(narrow, weights.second if weights.inputs_first else weights.second.transpose(-2, -1), offs=ends)
     result: Tensor = _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-untyped-call]
@@ -82,10 +82,10 @@ def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
 def route(chosen: Tensor, experts: int) -> Routing:
     """Rows in order of the experts, and of the tokens within each; ``chosen``: [tokens, k]."""
     expert, order = chosen.flatten().to(torch.int16).sort(stable=True)  # a GPU sorts by digits: narrow numbers take fewer passes
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    row_of_pair = torch.empty_like(order)
+    row_of_pair[order] = torch.arange(len(order), device=order.device)
     ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device, dtype=expert.dtype), right=True, out_int32=True)
-    return Routing(order, places.view(chosen.shape), ends)
+    return Routing(order, row_of_pair.view(chosen.shape), ends)
 
 
 class _Spread(torch.autograd.Function):
@@ -94,11 +94,11 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        return hidden.index_select(0, routing.order // routing.places.shape[1])
+        return hidden.index_select(0, routing.order // routing.row_of_pair.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sums(gradients[0], ctx.routing.places), None
+        return _sums(gradients[0], ctx.routing.row_of_pair), None
 
 
 class _Collected(torch.autograd.Function):
@@ -107,19 +107,19 @@ class _Collected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing  # not saved in autograd's terms: that would make a repetition come this far
-        return _sums(rows, routing.places)
+        return _sums(rows, routing.row_of_pair)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.routing.order // ctx.routing.places.shape[1]), None
+        return gradients[0].index_select(0, ctx.routing.order // ctx.routing.row_of_pair.shape[1]), None
 
 
-def _sums(rows: Tensor, places: Tensor) -> Tensor:
+def _sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
     if rows.is_cuda:
         from so_tui_trainer.model.kernels import cuda_experts
 
-        return cuda_experts.sums(rows, places)
-    return rows.index_select(0, places.flatten()).view(*places.shape, -1).sum(1)
+        return cuda_experts.sums(rows, row_of_pair)
+    return rows.index_select(0, row_of_pair.flatten()).view(*row_of_pair.shape, -1).sum(1)
 
 
 class _Product(torch.autograd.Function):
@@ -130,7 +130,7 @@ class _Product(torch.autograd.Function):
         # The weight itself is saved, not a view, which would hold what ZeRO-3 has gathered.
         ctx.save_for_backward(rows, weight, ends)
         ctx.inputs_first = inputs_first
-        (result,) = keep(lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
+        (result,) = save_or_reuse(lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
         return result
 
     @staticmethod
