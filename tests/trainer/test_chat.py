@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from so_tui.spec import InputError, with_values
 from so_tui.spec.types import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of, segments
+from so_tui_trainer.data.encoding import Encoder, encodes_segments_apart
 from so_tui_trainer.data.rows import Message
-from so_tui_trainer.data.tokens import Encoder, encodes_segments_apart, load_tokenizer
+from so_tui_trainer.data.tokens import load_tokenizer
 from tests.support.launching import tiny
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

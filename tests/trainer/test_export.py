@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_architectures import ONE_OF_EACH, scaled_down
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from so_tui.runs import RunDirectory, create_run
@@ -26,6 +25,7 @@ from so_tui_trainer.tools.export import export_run
 from superoffload import checkpoint as on_disk
 from superoffload.deepspeed_adapter.engine import SubGroupState
 from tests.support.launching import tiny
+from tests.support.models import ONE_OF_EACH, scaled_down
 
 MARK = ExportMarker(run="r", step=5, version="1")
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_architectures import ONE_OF_EACH, SMALL, scaled_down
-from test_batches import documents, spec
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +15,9 @@ from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.model import attention, flash
 from so_tui_trainer.model.build import TrainedModel, disable_dropout, expected_first_loss, load_config
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
+from tests.support.models import ONE_OF_EACH, SMALL, scaled_down
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

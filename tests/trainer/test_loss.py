@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from test_batches import documents, spec
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +14,7 @@ from so_tui.model import loss as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, parameter_groups
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.documents import documents, spec
 from tests.support.launching import tiny
 
 

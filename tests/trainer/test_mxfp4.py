@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_matching import saved
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -20,6 +19,7 @@ from so_tui_trainer.model.mxfp4 import convert, missing_bytes
 from so_tui_trainer.model.pretrained import converted_folder, trainable_folder, weights_folder
 from so_tui_trainer.model.stored import read_index
 from tests.support.launching import tiny
+from tests.support.models import saved
 
 KERNELS = Path(get_default_build_root())
 """Where this user's compiled kernels are: by default in the cache folder, which the tests move."""

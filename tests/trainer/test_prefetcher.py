@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_batches import documents, spec
 
 from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import PREFETCH_DEPTH, Prefetcher
+from tests.support.documents import documents, spec
 
 CPU = torch.device("cpu")
 

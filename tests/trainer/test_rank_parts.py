@@ -85,8 +85,8 @@ def _step(number: int, loss: float) -> Step:
     return Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
 
 
-def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(alone: Ranks) -> None:
-    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(single_rank: Ranks) -> None:
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
         metrics.watch(_step(number, loss))
     with pytest.raises(NonFiniteError, match="loss was not finite at step 3"):
@@ -95,15 +95,15 @@ def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_a
         metrics.log(_step(6, 1.0), EngineStats(1.0, 0.0, 0.0))
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(alone: Ranks) -> None:
-    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+def test_a_gradient_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     metrics.watch(_step(1, 2.0))
     with pytest.raises(NonFiniteError, match="gradient norm was not finite at step 1"):
         metrics.log(_step(1, 2.0), EngineStats(float("nan"), 0.0, 0.0))
 
 
-def test_waiting_for_weights_in_forward_is_the_optimizers_time(alone: Ranks) -> None:
-    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Ranks) -> None:
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     clock = StepClock(torch.device("cpu"))
     time.sleep(0.02)
     clock.lap("forward")

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from test_batches import documents, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -19,6 +18,7 @@ from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
 from so_tui_trainer.model.build import TrainedModel, disable_dropout
+from tests.support.documents import documents, spec
 
 SHAPE = {
     "vocab_size": 2048,

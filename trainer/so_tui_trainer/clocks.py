@@ -1,4 +1,4 @@
-"""Where a step's time goes, without waiting for the GPU: laps are CUDA events in the stream, read when a record is due."""
+"""Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read when a record is due."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ class StepTimes(NamedTuple):
 
 
 class Laps:
-    """The laps of one step; ``read`` waits until the GPU has passed the last one."""
+    """The laps of one step."""
 
     def __init__(self, start: torch.cuda.Event | float) -> None:
         self._stamps: list[tuple[StepPart, torch.cuda.Event | float]] = []
         self._start = start
 
     def add(self, part: StepPart, stamp: torch.cuda.Event | float) -> None:
+        """Add a lap that ends at ``stamp`` and belongs to ``part``."""
         self._stamps.append((part, stamp))
 
     def read(self) -> StepTimes:
+        """Return the seconds of each part. Waits until the GPU has passed the last lap."""
         seconds = dict.fromkeys(STEP_PARTS, 0.0)
         before = self._start
         for part, stamp in self._stamps:
@@ -45,7 +47,7 @@ class Laps:
 
 
 class StepClock:
-    """A step lasts from the end of the one before to its own end: what happens in between (records, control) is its ``other``."""
+    """Clock of a rank. A step lasts from the end of the one before; what happens in between (records, control) is in ``other``."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -53,17 +55,17 @@ class StepClock:
         self._laps = Laps(self._last)
 
     def restart(self) -> None:
-        """Leave out what happened since the last lap (a checkpoint, an evaluation)."""
+        """Exclude the time since the last lap (a checkpoint, an evaluation)."""
         self._last = self._stamp()
         self._laps = Laps(self._last)
 
     def lap(self, part: StepPart) -> None:
-        """Everything since the last lap belongs to ``part``."""
+        """Assign the time since the last lap to ``part``."""
         self._last = self._stamp()
         self._laps.add(part, self._last)
 
     def end_step(self) -> Laps:
-        """The step's laps; the next step starts here."""
+        """Return the step's laps, and start the next step."""
         laps, self._laps = self._laps, Laps(self._last)
         return laps
 

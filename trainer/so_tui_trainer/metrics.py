@@ -1,6 +1,6 @@
-"""The one owner of a run's figures: what each rank measured is gathered, and rank 0 writes one record a logged step.
+"""All figures of a run. Each rank measures, the ranks gather, and rank 0 writes one record for each logged step.
 
-Definitions are in ``docs/metrics.md``; formulas in ``so_tui.model.flops``.
+``docs/metrics.md`` has the definitions, ``so_tui.model.flops`` the formulas.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.trackers import Sidecars, Tracker
 
 _MEMORY_INTERVAL_S = 20.0
-"""Summing up the proportional memory of a process tree walks all its pages: milliseconds per gigabyte."""
+"""The proportional set size of a process is read this often: the kernel walks all its pages, milliseconds per gigabyte."""
 
 
 class Recorder:
-    """Writes records on rank 0, for the run itself and for its trackers; elsewhere it does nothing."""
+    """Writes records on rank 0, for the run and its trackers; does nothing on other ranks."""
 
     def __init__(self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()) -> None:
+        """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
         self._sidecars = Sidecars(trackers)
         self.attempt = attempt
@@ -48,7 +49,11 @@ class Recorder:
         return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
-        """Raises OSError for an end record that cannot be written. What else a full disk does not take is only lost, and said later."""
+        """Write a record. Records that a full disk does not take are lost, and counted in a later warning.
+
+        Raises:
+            OSError: An end record cannot be written.
+        """
         if self._writer is None:
             return
         self._sidecars.offer(record)
@@ -64,66 +69,96 @@ class Recorder:
         self._record_tracker_errors()
 
     def end_tracking(self) -> None:
-        """Let the trackers send what they have; what they could not do is a warning."""
+        """Let the trackers send what they have; what they cannot send becomes a warning."""
         self._sidecars.close()
         self._record_tracker_errors()
 
     def close(self) -> None:
-        """After the last record."""
+        """Close the file, after the last record."""
         if self._writer is not None:
             self._writer.close()
 
     def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
-            message, suggestion = f"{trouble}; nothing more is sent there", "The run's own records are whole; nothing else is lost"
-            self.write(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+            self.write(
+                WarningRecord(
+                    attempt=self.attempt,
+                    time=time.time(),
+                    code="tracker-failed",
+                    message=f"{trouble}; nothing more is sent there",
+                    suggestion="The run's own records are complete; nothing else is lost",
+                )
+            )
 
     def _record_lost_records(self) -> None:
-        """As soon as there is room again. Raises OSError."""
+        """Write a warning about lost records as soon as there is space again.
+
+        Raises:
+            OSError: There is still no space.
+        """
         if self._lost and self._writer is not None:
-            message = f"{self._lost} records could not be written ({self._lost_because}); training went on"
-            suggestion = "Free space on the disk of the run directory; nothing of the training is lost"
-            self._writer.append(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+            self._writer.append(
+                WarningRecord(
+                    attempt=self.attempt,
+                    time=time.time(),
+                    code="records-lost",
+                    message=f"{self._lost} records could not be written ({self._lost_because}); training continued",
+                    suggestion="Free some space on the disk of the run directory; no training is lost",
+                )
+            )
             self._lost = 0
 
 
 class Step(NamedTuple):
-    """A finished step as the loop hands it over: nothing in it has waited for the GPU."""
+    """A completed step, as the loop hands it over; nothing in it has waited for the GPU."""
 
     number: int
     counts: StepCounts
     learning_rate: float
     loss: Tensor
-    """This rank's share of the step's loss; the sum over ranks is the token-weighted mean times the number of ranks."""
+    """This rank's share of the loss. The sum over ranks is the mean over trained tokens times the number of ranks."""
     laps: Laps
     router_loss: Tensor | None = None
-    """As ``loss``: this rank's share of the load-balancing loss."""
+    """This rank's share of the load-balancing loss, like ``loss``."""
 
 
 class EngineStats(NamedTuple):
-    """What only the offload engine knows of a step."""
+    """What the offload engine measured in a step."""
 
     gradient_norm: float | None
+    """Global norm before clipping; None if the engine does not compute it."""
     adam_busy_s: float
     exposed_in_forward_s: float
-    """How long the forward pass waited for weights of the step before: it is the optimizer's time, not the forward's."""
+    """How long the forward pass waited for weights of the step before. It counts as the optimizer's time."""
 
 
 class AllRankMetrics(NamedTuple):
-    """What the ranks measured, put together."""
+    """Measurements reduced over all ranks."""
 
     loss: float
+    """Mean over the trained tokens of all ranks."""
     gpu_memory_peak_bytes: int | None
+    """Maximum over the ranks."""
     host_memory_bytes: int
+    """Sum over the ranks."""
     slowest_rank: int
     adam_busy_s: float
+    """Maximum over the ranks."""
     router_loss: float | None
 
 
 class Metrics:
-    """Turns steps into records, at logging steps only; watches for values that are not finite in between."""
+    """Makes records of logged steps, and checks all losses for being finite."""
 
     def __init__(self, spec: RunSpec, ranks: Ranks, recorder: Recorder, parameters: int) -> None:
+        """Prepare the formulas of a run.
+
+        Args:
+            spec: The run's spec.
+            ranks: The process group.
+            recorder: Writes the records.
+            parameters: Number of parameters of the model.
+        """
         self._spec, self._ranks, self._recorder, self._parameters = spec, ranks, recorder, parameters
         self._shape: Architecture = architecture(spec.model.config)
         self._flops: Flops = flops_of(spec.model)
@@ -134,18 +169,26 @@ class Metrics:
         self._engine_stats: dict[int, EngineStats] = {}
 
     def watch(self, step: Step) -> None:
-        """Remember on the device the first step whose loss was not finite; keep a benchmark's steps."""
+        """Note, on the device, the first step whose loss is not finite; collect a benchmark's steps."""
         bad = ~torch.isfinite(step.loss) & (self._first_bad_step == 0)
         self._first_bad_step = torch.where(bad, step.number, self._first_bad_step)
         if self._spec.benchmark.measured_steps and step.number > self._spec.benchmark.warmup_steps:
             self._measured.append(step)
 
     def check(self) -> None:
-        """Waits for the GPU. Raises NonFiniteError, on all ranks alike, when some rank's loss was not finite in any step so far."""
+        """Check all steps so far. Waits for the GPU.
+
+        Raises:
+            NonFiniteError: A loss of some rank was not finite; raised on all ranks.
+        """
         self._raise_if_bad(row[0] for row in self._ranks.all_gather_row([float(self._first_bad_step)]))
 
     def log(self, step: Step, engine_stats: EngineStats) -> StepRecord:
-        """The record of a step, written by rank 0. Waits for the GPU. Raises NonFiniteError on all ranks alike."""
+        """Write the record of a step on rank 0. Waits for the GPU. All ranks must call it.
+
+        Raises:
+            NonFiniteError: A loss or the gradient norm was not finite; raised on all ranks.
+        """
         times = _separate_exposed_optimizer(step.laps.read(), engine_stats.exposed_in_forward_s)
         if self._spec.benchmark.measured_steps:
             self._engine_stats[step.number] = engine_stats
@@ -170,7 +213,7 @@ class Metrics:
             loss=sum(losses) / self._ranks.size,
             gpu_memory_peak_bytes=int(max(peaks)) or None,
             host_memory_bytes=int(sum(memory)),
-            # In forward and backward the ranks wait for each other; who is late shows in what each does alone.
+            # Ranks wait for each other in forward and backward, so only the other parts show which rank is late.
             slowest_rank=unsynchronised_s.index(max(unsynchronised_s)),
             adam_busy_s=max(busy),
             router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
@@ -180,10 +223,10 @@ class Metrics:
         return record
 
     def summary(self) -> dict[str, float]:
-        """Medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
+        """Return medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
 
-        What the engine measures is known of logged steps only: Adam's time, and how long a forward pass waited for the optimizer. Where
-        there are any, the medians of these parts are over them.
+        The engine's figures (Adam's time, waits of the forward pass) exist for logged steps only. If there are any, the medians that
+        depend on them are over logged steps.
         """
         if not self._measured:
             return {}
@@ -227,7 +270,7 @@ class Metrics:
         )
 
     def _rates(self, counts: StepCounts, times: StepTimes) -> dict[str, Any]:
-        """Every field of a record that is a time or a quantity by time."""
+        """Return every field of a record that is a time or a quantity per time."""
         checkpointing, lengths = self._spec.model.repeats_whole_layers, counts.document_lengths.tolist()
         model = model_flops(self._flops, counts.useful_tokens, lengths)
         hardware = executed_flops(self._spec, self._flops, self._shape, counts)
@@ -252,7 +295,7 @@ class Metrics:
             raise NonFiniteError(min(bad), "loss")
 
     def _host_memory(self) -> int:
-        """Proportional set size of this rank and its children (Adam workers), looked up now and then."""
+        """Return the proportional set size of this rank and its children (Adam workers) in bytes, read at intervals."""
         if time.monotonic() - self._memory_at > _MEMORY_INTERVAL_S:
             self._memory_at = time.monotonic()
             self._memory_bytes = sum(map(_pss_bytes, _process_tree(os.getpid())))
@@ -260,7 +303,7 @@ class Metrics:
 
 
 def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: StepCounts) -> float:
-    """What all GPUs execute for a step: with what is computed again, padding included. The head runs on trained tokens only."""
+    """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head runs on trained tokens only."""
     lengths = counts.document_lengths.tolist()
     executed = hw_flops(flops, counts.computed_tokens, lengths, checkpointing=spec.model.repeats_whole_layers, head_recomputed=False)
     executed -= 6.0 * flops.head_parameters * (counts.computed_tokens - counts.trained_tokens)
@@ -270,22 +313,24 @@ def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: Ste
 
 
 def _separate_exposed_optimizer(times: StepTimes, exposed_in_forward_s: float) -> StepTimes:
+    """Move the forward pass's wait for weights to the optimizer's time."""
     moved = min(exposed_in_forward_s, times.forward)
     return times._replace(forward=times.forward - moved, optimizer=times.optimizer + moved)
 
 
 def _process_tree(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
     yield pid
     try:
         children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except OSError:  # it ended meanwhile
+    except OSError:  # The process has ended.
         return
     for child in children:
         yield from _process_tree(int(child))
 
 
 def _pss_bytes(pid: int) -> int:
-    """Bytes; 0 for a process that ended meanwhile."""
+    """Return a process's proportional set size in bytes; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Micro-batches ahead of need: a thread makes them and sends them to the device while the one before is computed."""
+"""Prepare batches in a thread and copy them to the device while the step before is computed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 PREFETCH_DEPTH = 2
-"""How many wait: one for the next micro-step, and one more for a slow one to make."""
+"""Batches that wait: one for the next forward pass, and one more in case a batch takes long to make."""
 
 
 class Movable(Protocol):
+    """Something with tensors that can be copied to a device."""
+
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
 
@@ -23,15 +25,16 @@ class Movable(Protocol):
 
 
 _CLOSE_TIMEOUT_S = 10.0
+"""How long ``close`` waits for the thread."""
 
 Item = TypeVar("Item", bound=Movable)
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over ``source`` in its order, from a thread of its own, with what it yields on ``device``.
+    """Iterates over ``source`` in a thread of its own, and yields its items on ``device`` in the same order.
 
-    On a GPU the copies run on a stream of their own, and the stream that computes waits for them; the host never does. An exception in
-    ``source`` is raised where the item would have come. ``close`` it when not all was taken; it is its own context manager for that.
+    On a GPU the copies run on a separate stream, and the compute stream waits for them; the host never does. An exception in ``source`` is
+    raised when its item would have been returned. Use as a context manager, or call ``close``, unless all items are taken.
     """
 
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
@@ -52,7 +55,11 @@ class Prefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        """The next item, ready for the current stream. Raises StopIteration at the end, again and again."""
+        """Return the next item, ready for the current stream.
+
+        Raises:
+            StopIteration: There are no more items; raised again by later calls.
+        """
         found = self._queue.get()
         if isinstance(found, BaseException):
             self._queue.put(found)
@@ -61,12 +68,12 @@ class Prefetcher(Generic[Item]):
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            for tensor in item.tensors:  # made on one stream, used on another: not to be overwritten before that is done
+            for tensor in item.tensors:  # Allocated on one stream, used on another: the allocator must not reuse it too early.
                 tensor.record_stream(stream)
         return item
 
     def close(self) -> None:
-        """End the thread, whatever it was about to bring; one that reads from a disk that hangs is left to itself. Safe to call twice."""
+        """Stop the thread and drop waiting items. Gives up on a thread that hangs while reading from disk. Safe to call twice."""
         self._closing.set()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -78,7 +85,7 @@ class Prefetcher(Generic[Item]):
     def _fill(self) -> None:
         try:
             if self._stream is not None:
-                torch.cuda.set_device(self._device)  # every thread has its own; page-locking would open a context on the first GPU
+                torch.cuda.set_device(self._device)  # Each thread has a current device; pinning would open a context on GPU 0.
             for item in self._source:
                 if self._closing.is_set():
                     return

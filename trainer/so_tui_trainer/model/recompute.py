@@ -1,11 +1,11 @@
-"""Which activations a layer keeps for its backward pass, and which it computes again.
+"""Activation checkpointing: which activations a layer saves for its backward pass, and which it recomputes.
 
-``full`` keeps a layer's input and repeats its whole forward. ``selective`` also keeps what was expensive, the results of its matrix
-products and of its attention, and repeats only the rest: norms, rotary embedding, activation products. ``none`` keeps everything.
+``full`` saves a layer's input and repeats its whole forward pass. ``selective`` also saves expensive results, those of matrix products and
+attention, and repeats only norms, rotary embedding and activation functions. ``none`` saves everything.
 
-Keeping is told apart from repeating by the contexts that torch's checkpointing opens around the two passes. torch's own selective
-checkpointing counts every operation of both passes and demands that they agree; ZeRO-3 gathers weights inside the layer, now with copies
-and now without, so they never do.
+The contexts that torch's checkpointing opens around both passes decide whether a result is saved or reused. torch's own selective
+checkpointing counts the operations of both passes and requires equal counts; with ZeRO-3, which all-gathers weights inside a layer with a
+varying number of copies, they never are.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 
 Policy = Literal["full", "selective", "none"]
 Results = tuple[Tensor, ...]
+"""What an operation computes."""
 ResultStore = Callable[[Callable[[], Results]], Results]
+"""Runs an operation in the first pass; returns its saved results in the recomputation."""
 
 
 class _Local(threading.local):
     store: ResultStore | None = None
-    """Of the pass that this thread is in: forward runs in the caller's thread, the repetition in autograd's."""
+    """The store of the pass that this thread runs. Forward runs in the caller's thread, the recomputation in autograd's."""
 
 
 _local = _Local()
 
 
 def install(causal: PreTrainedModel, policy: Policy) -> None:
-    """Make every layer of ``causal`` keep what ``policy`` says."""
+    """Make every layer of ``causal`` save what ``policy`` says."""
     if policy == "none":
         return
-    # Not reentrant: that would run ZeRO-3's end-of-backward work several times per backward. There is no dropout to repeat, and
-    # whether both passes save equal shapes is what the tests check.
+    # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, and the
+    # tests check that both passes save equal shapes.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     options["context_fn"] = _selective_contexts if policy == "selective" else _full_contexts
     for layer in causal.modules():
@@ -57,22 +59,34 @@ def install(causal: PreTrainedModel, policy: Policy) -> None:
 
 
 def save_or_reuse(compute: Callable[[], Results]) -> Results:
-    """The result of ``compute``; in a layer's repetition, what it was the first time. For the forward of an ``autograd.Function``."""
+    """Return the result of ``compute``, or its result in the first pass if a layer is being recomputed.
+
+    To be called from the forward of an ``autograd.Function``.
+    """
     store = _local.store
     return compute() if store is None else store(compute)
 
 
 def in_checkpointed_layer() -> bool:
-    """Whether this is in a layer whose forward is repeated, in the first pass or the second."""
+    """Return whether the caller runs in a checkpointed layer, in the first pass or the recomputation."""
     return _local.store is not None
 
 
 class SavedLinear(torch.autograd.Function):
-    """``torch.nn.functional.linear``, whose result is saved under ``selective``."""
+    """``torch.nn.functional.linear`` whose result ``selective`` saves."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``inputs``: [..., in], ``weight``: [out, in], ``bias``: [out]; the result: [..., out]."""
+        """Compute a linear layer.
+
+        Args:
+            inputs: [..., in]
+            weight: [out, in]
+            bias: [out]
+
+        Returns:
+            [..., out]
+        """
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
         (result,) = save_or_reuse(lambda: (linear(inputs, weight, bias),))
@@ -90,12 +104,12 @@ class SavedLinear(torch.autograd.Function):
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around a layer's first pass and around its repetition, in torch's terms."""
+    """Return the contexts around a layer's first pass and around its recomputation."""
     saved: deque[Results] = deque()
 
     def first(compute: Callable[[], Results]) -> Results:
         computed = compute()
-        # Detached: what is returned becomes part of the graph, which holds these contexts, and so would keep itself alive.
+        # Detached, since the returned tensors join the graph, which holds these contexts: a reference cycle.
         saved.append(tuple(tensor.detach() for tensor in computed))
         return computed
 
@@ -106,6 +120,8 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def _full_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts that save nothing, but mark the layer as checkpointed."""
+
     def computed(compute: Callable[[], Results]) -> Results:
         return compute()
 
@@ -122,7 +138,10 @@ def _with_store(store: ResultStore) -> Iterator[None]:
 
 
 def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """Those within a layer, and the one that ends it: the last of a feed-forward block that has its own, after attention."""
+    """Return the linear layers within a layer, and the one that ends it, if any.
+
+    The last linear layer ends it if it belongs to a feed-forward block of its own, after attention.
+    """
     found = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
     modules = [module for _, module in found]
     ends = len({block for block, _ in found}) > 1
@@ -135,7 +154,9 @@ def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    """For the product that ends a layer. Nothing but a sum comes after it, so the repetition stops where its inputs are saved: before it
-    is computed, if it is torch's own, which saves first. DeepSpeed's, which ``nn.functional.linear`` is under ZeRO-3, saves afterwards.
+    """Compute the linear layer that ends a layer.
+
+    Only an addition follows it, so the recomputation can stop where this layer's inputs are saved. torch's own function saves them before
+    it computes. DeepSpeed's, which replaces ``nn.functional.linear`` under ZeRO-3, saves them afterwards.
     """
     return linear(inputs, module.weight, module.bias)

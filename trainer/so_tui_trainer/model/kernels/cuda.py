@@ -1,6 +1,6 @@
-"""The Triton kernels. Imported with a CUDA device only: a torch without CUDA has no Triton.
+"""Triton kernels. Imported only with a CUDA device: torch without CUDA comes without Triton.
 
-Arguments of a kernel stay without types: Triton reads annotations, and knows none of Python's.
+Kernel arguments have no type annotations, which Triton would interpret.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 1024
-"""Elements of a row that one program takes: 8 for each of its 128 threads, the widest load there is."""
+"""Elements of a row that one program takes: 8 for each of its 128 threads, the widest load."""
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """As ``gate.gated``."""
+    """Compute ``gate.gated`` on the GPU."""
     gate_rows, up_rows = _rows(gate), _rows(up)
     result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, columns = gate_rows.shape
@@ -25,7 +25,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, contiguous."""
+    """Return the gradients of gate and up, contiguous."""
     gradient_rows, gate_rows, up_rows = _rows(gradient), _rows(gate), _rows(up)
     of_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     of_up = torch.empty_like(of_gate)
@@ -37,12 +37,12 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """As ``rotary._turn``."""
+    """Compute ``rotary._turn`` on the GPU."""
     rows, count, width, size = heads.shape
     result = torch.empty((rows, width, count, size), dtype=heads.dtype, device=heads.device).transpose(1, 2)
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
-    angles = cos.shape[-1]  # size, or half of that, for both halves of a head
+    angles = cos.shape[-1]  # The head size, or half of it if both halves share the angles.
     cos, sin = (tensor.expand(rows, width, angles).contiguous() for tensor in (cos, sin))
     blocks = {"padded_count": triton.next_power_of_2(count), "padded_half": triton.next_power_of_2(size // 2)}
     _turn_kernel[(rows * width,)](
@@ -52,7 +52,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """As ``softmax.log_sum_exp``."""
+    """Compute ``softmax.log_sum_exp`` on the GPU."""
     result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _log_sum_exp_kernel[(len(logits),)](logits, result, logits.shape[1], logits.stride(0), block=_COLUMNS)
@@ -60,7 +60,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """As ``softmax.cross_entropy_gradient``."""
+    """Compute ``softmax.cross_entropy_gradient`` on the GPU."""
     rows, columns = logits.shape
     if rows:
         grid = (rows, triton.cdiv(columns, _COLUMNS))
@@ -69,7 +69,7 @@ def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, 
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[..., columns] as [rows, columns], without a copy where the rows are evenly spaced."""
+    """View [..., columns] as [rows, columns]; copies only if the rows are not evenly spaced."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).flatten(0, -2)
 
 
@@ -129,7 +129,7 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     padded_count: tl.constexpr,
     padded_half: tl.constexpr,
 ):
-    """One program turns all heads of one token."""
+    """Rotate all heads of one token in one program."""
     token = tl.program_id(0).to(tl.int64)
     row, position = token // width, token % width
     head = tl.arange(0, padded_count)[:, None]
@@ -157,9 +157,9 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
 def _log_sum_exp_kernel(  # type: ignore[no-untyped-def]
     logits, result, columns, stride, block: tl.constexpr
 ):
-    """One program takes a row. Every lane keeps a maximum and a sum of its own until the end."""
+    """Reduce one row in one program. Every lane has its own maximum and sum until the end."""
     row = tl.program_id(0).to(tl.int64)
-    highest = tl.full([block], -1e30, tl.float32)  # not infinite: a lane without a column must not give inf - inf
+    highest = tl.full([block], -1e30, tl.float32)  # Finite, so that a lane without a column does not compute inf - inf.
     total = tl.zeros([block], tl.float32)
     for start in range(0, columns, block):
         column = start + tl.arange(0, block)
