@@ -17,7 +17,8 @@ import torch
 
 import superoffload
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
-from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec, TrainSpec
+from so_tui.spec import find_preset
+from so_tui.spec.types import DataSpec, OffloadSpec, RunSpec, TrainSpec
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint
@@ -114,7 +115,7 @@ def spec(
 ) -> RunSpec:
     return RunSpec(
         name="small",
-        model=ModelSpec(id="small"),
+        model=find_preset("tiny").spec.model,  # stands for the small model, which has no preset; only its largest layer is read
         data=DataSpec(source="none"),
         train=TrainSpec(
             micro_batch=2,
