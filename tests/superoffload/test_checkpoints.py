@@ -63,8 +63,8 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
         reasons = ("bytes where the checkpoint says", "truncated", "random.rank0.pt", "checksum")
         for damage, reason in zip(found.damaged, reasons, strict=True):
             assert reason in damage.reason
-        kept = checkpoint.set_aside(found.damaged[0].path)
-        assert kept.name == "step-000025.damaged"
+        set_aside = checkpoint.set_aside(found.damaged[0].path)
+        assert set_aside.name == "step-000025.damaged"
         # Checkpoints set aside are ignored, even if the same step is saved and damaged again.
         cut_short(save(made, tmp_path, 25, one_rank, run) / "checkpoint.json")
         assert checkpoint.set_aside(paths[4]).name == "step-000025.damaged.2"

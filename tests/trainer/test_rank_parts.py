@@ -26,7 +26,7 @@ from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
-from superoffload.errors import NonFiniteGradientError, WorkerLostError
+from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 from tests.support.launching import tiny
 
 BIND = """
@@ -132,6 +132,7 @@ def test_failures_are_told_in_words() -> None:
     spoilt = NonFiniteGradientError("The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False)
     assert "learning_rate" in failures.explain(spoilt, spec, 0, 7).suggestion
     assert "memory" in failures.explain(WorkerLostError("The Adam worker was ended by SIGKILL"), spec, 0, 7).suggestion
+    assert failures.explain(OffloadError("Lower offload.ratio.", code="host-memory"), spec, 0, 7).reason == "Lower offload.ratio."
     assert failures.explain(ZeroDivisionError("division by zero"), spec, 0, 7).reason == "ZeroDivisionError: division by zero"
 
 
