@@ -18,7 +18,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
 from so_tui.spec import InputError, Problem, Refused, RunSpec, resolve_source, spec_tree
-from so_tui.units import disk_size
+from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0
 
@@ -156,8 +156,8 @@ def _refuse_small_places(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
     shm = Path("/dev/shm")
     if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
         reasons.append(
-            f"/dev/shm has {disk_size(free)} free, and {disk_size(plan.shm_bytes)} are needed. Remount it larger (in Docker: --shm-size), "
-            "or use offload.engine = so-tui"
+            f"/dev/shm has {memory_size(free)} free, and {memory_size(plan.shm_bytes)} are needed. "
+            "Remount it larger (in Docker: --shm-size), or use offload.engine = so-tui"
         )
     if reasons:
         raise Refused(reasons, forceable=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from so_tui.machine.memory import pss_bytes
 from so_tui.runs.records import Process
 
 Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
@@ -124,7 +125,7 @@ class ProcessTree:
 
     def memory_bytes(self) -> int | None:
         """Proportional set size of all living processes: shared memory counted once. None when the kernel does not tell."""
-        sizes = [size for pid in self._living if (size := _pss_bytes(pid)) is not None]
+        sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
         return sum(sizes) if sizes else None
 
     def signal(self, signum: signal.Signals) -> None:
@@ -210,14 +211,3 @@ def _rank(environ: frozenset[bytes]) -> int | None:
 
 def _age_ticks(stat: Stat) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time
-
-
-def _pss_bytes(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_bytes()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return None
