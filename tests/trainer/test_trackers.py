@@ -5,6 +5,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def events(path: Path) -> list[Event]:
 
     while at < len(data):
         message: dict[int, Any] = dict(fields(checked(struct.unpack("<Q", checked(8))[0])))
-        values: list[dict[int, Any]] = [dict(fields(value)) for _, value in fields(message.get(5, b""))]
+        values: list[dict[int, Any]] = [dict(fields(value)) for _, value in fields(message.get(5, b"")) if isinstance(value, bytes)]
         scalars = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
         found.append((int(message.get(2, 0)), scalars, message.get(7) == b"\x08\x01"))
     return found
