@@ -1,5 +1,4 @@
-"""Measure forward and backward, adding one optimisation after the other: a preset's shape, random weights, packed rows, 4 x 4096 tokens, one
-GPU.
+"""Measure forward and backward, one optimisation after the other: a preset's shape, random weights, packed rows, 4 x 4096 tokens.
 
     PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl             # what is not in the file yet
     PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table     # results so far, as Markdown

@@ -145,10 +145,10 @@ def test_ignored_files_of_a_folder_are_warned_of(tmp_path: Path) -> None:
         lines(tmp_path, [ROWS["alpaca"]], name)
     datasets.Dataset.from_list([ROWS["alpaca"]]).to_parquet(tmp_path / "c.parquet")
     (warning,) = documents_of(tmp_path / "cache", tmp_path).warnings
-    assert "c.parquet (only files of one kind" in warning
+    assert "c.parquet (" in warning
     lines(tmp_path, [ROWS["alpaca"]], "my-train.jsonl")
     (warning,) = documents_of(tmp_path / "cache", tmp_path).warnings
-    assert "not read: a.jsonl, b.jsonl, c.parquet (" in warning
+    assert "not read: a.jsonl, b.jsonl, c.parquet" in warning
     only = tmp_path / "only"
     only.mkdir()
     assert not documents_of(tmp_path, lines(only, [ROWS["alpaca"]], "train.jsonl").parent).warnings
