@@ -1,6 +1,6 @@
-"""Folders of their own for every test: the user's presets, runs and measurements are neither seen nor touched.
+"""Give every test folders of its own, so that the user's presets, runs and measurements are neither seen nor touched.
 
-What is compiled or prepared once lies in the cache folder, which all tests share with the user.
+Compiled kernels and prepared data lie in the cache folder, which all tests share with the user.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("tests.support.budgets", "tests.support.tiers")
+
 OWN = {"XDG_CONFIG_HOME": "config", "XDG_STATE_HOME": "state", "XDG_DATA_HOME": "data"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _folders_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For fixtures that live longer than a test."""
+    """Redirect the user's folders for fixtures that outlive a test."""
     folder = tmp_path_factory.mktemp("user")
     with pytest.MonkeyPatch.context() as patch:
         for variable, name in OWN.items():

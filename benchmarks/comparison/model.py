@@ -27,4 +27,4 @@ def random_model(shape: Shape, implementation: str) -> Any:
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(42)
     with device_of(shape):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)  # type: ignore[no-untyped-call]

@@ -12,9 +12,10 @@ from superoffload.resharding import parts
 from tests.support import engine as support
 
 MODES = [("gpu", 0.0), ("zerooffload", 1.0), ("zerooffload", 0.5), ("superoffload", 1.0), ("superoffload", 0.5), ("superoffload", 0.0)]
+EACH_MODE = [pytest.param(mode, ratio, marks=pytest.mark.slow if mode == "zerooffload" else ()) for mode, ratio in MODES]
 
 
-@pytest.mark.parametrize(("mode", "ratio"), MODES)
+@pytest.mark.parametrize(("mode", "ratio"), EACH_MODE)
 def test_a_resumed_run_goes_on_bit_by_bit(mode: str, ratio: float, tmp_path: Path) -> None:
     run = support.spec(mode, ratio, clipping=1.0)
     data = support.batches(10)
@@ -31,6 +32,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: str, ratio: float, tmp_path: Pat
         assert support.states(second, tmp_path / "end") == expected
 
 
+@pytest.mark.slow
 def test_any_mode_goes_on_from_the_state_of_any_other(tmp_path: Path) -> None:
     """Each takes over from the one before, with other sub-groups; all of them and the first hold the same values."""
     data = support.batches(10)
