@@ -61,16 +61,16 @@ demo: $(TRAIN)
 PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
 
 test: $(TRAIN)
-	@$(PYTEST) -m "not slow and not system and not gpu"
+	@$(PYTEST) --tier test -m "not slow and not system and not gpu"
 
 test-all: test
 	@$(MAKE) --no-print-directory test-slow
 
 test-slow: $(TRAIN)
-	@$(PYTEST) -m "slow and not gpu"
+	@$(PYTEST) --tier slow -m "slow and not gpu"
 
 test-system: $(LIGHT)
-	@$(PYTEST) -m system tests/system
+	@$(PYTEST) --tier system -m system tests/system
 
 test-gpu: $(TRAIN)
 	@$(BIN)/python -m pytest -m gpu

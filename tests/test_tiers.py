@@ -52,17 +52,21 @@ def test_an_unmarked_test_that_launches_ranks_fails(tmp_path: Path) -> None:
 
 def test_budgets_fail_a_session_only_where_they_are_enforced(tmp_path: Path) -> None:
     slow = SLEEPS.format(seconds=1.0)
-    patched = "import tests.support.budgets as b\nb.read_budgets = lambda: b.Budgets(default=0.01, files={})\n"
-    (tmp_path / "conftest.py").write_text(patched)
+    patched = "import tests.support.budgets as b\nb.read_budgets = lambda: b.Budgets(default={file}, files={{}}, tiers={{'all': {tier}}})\n"
+    (tmp_path / "conftest.py").write_text(patched.format(file=0.01, tier=100))
     reported = inner_session(tmp_path, slow, "--budgets=report")
     assert reported.returncode == pytest.ExitCode.OK, reported.stdout
     assert "OVER BUDGET" in reported.stdout
     enforced = inner_session(tmp_path, slow, "--budgets=enforce")
     assert enforced.returncode == pytest.ExitCode.TESTS_FAILED, enforced.stdout
+    (tmp_path / "conftest.py").write_text(patched.format(file=100, tier=0.01))
+    assert inner_session(tmp_path, slow, "--budgets=enforce").returncode == pytest.ExitCode.OK
+    tier = inner_session(tmp_path, slow, "--budgets=enforce", "--tier=all")
+    assert tier.returncode == pytest.ExitCode.TESTS_FAILED, tier.stdout
 
 
 def test_a_file_is_held_to_its_own_budget_and_others_to_the_default() -> None:
-    budgets = Budgets(default=5.0, files={"tests/slow.py": 50.0})
+    budgets = Budgets(default=5.0, files={"tests/slow.py": 50.0}, tiers={})
     times = {"tests/slow.py": FileTime(60.0, 49.0, 3), "tests/a.py": FileTime(7.0, 6.0, 1), "tests/b.py": FileTime(9.0, 8.0, 1)}
     assert list(budgets.exceeded(times)) == ["tests/b.py", "tests/a.py"]
 
@@ -71,6 +75,6 @@ def test_every_file_with_a_budget_exists(tmp_path: Path) -> None:
     assert read_budgets().default > 0
     stale = tmp_path / "tests" / BUDGETS.name
     stale.parent.mkdir()
-    stale.write_text('default = 5\n[files]\n"tests/test_gone.py" = 9\n')
+    stale.write_text('default = 5\n[tiers]\n[files]\n"tests/test_gone.py" = 9\n')
     with pytest.raises(ValueError, match=r"tests/test_gone\.py"):
         read_budgets(stale)

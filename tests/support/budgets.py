@@ -1,7 +1,7 @@
 """A pytest plugin that measures every test file and, when asked, fails a session whose files take too long.
 
-``tests/budgets.toml`` holds the budgets: wall-clock seconds on two idle cores, about twice what the file takes there. A file that is not
-listed has the default budget. A busy or slow machine must not fail a session, so each measurement is divided by how much slower than the
+``tests/budgets.toml`` holds the budgets: wall-clock seconds on two idle cores, for a file about twice what it takes there. A file that is
+not listed has the default budget. Tiers have budgets too, for all files together. A busy or slow machine must not fail a session, so each measurement is divided by how much slower than the
 reference a short loop of plain Python ran right before and after the tests of that file.
 """
 
@@ -34,10 +34,11 @@ class FileTime:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Seconds that test files may take."""
+    """Seconds that test files and whole tiers may take."""
 
     default: float
     files: dict[str, float]
+    tiers: dict[str, float]
 
     def of(self, file: str) -> float:
         """Return the budget of a file, given by its path relative to the repository."""
@@ -47,6 +48,10 @@ class Budgets:
         """Return the files that took longer than their budget, the slowest first."""
         over = {file: taken for file, taken in times.items() if taken.scaled > self.of(file)}
         return dict(sorted(over.items(), key=lambda item: -item[1].scaled))
+
+    def tier_exceeded(self, tier: str | None, times: dict[str, FileTime]) -> bool:
+        """Return whether all files together took longer than their tier may."""
+        return tier is not None and sum(taken.scaled for taken in times.values()) > self.tiers[tier]
 
 
 def read_budgets(path: Path = BUDGETS) -> Budgets:
@@ -59,7 +64,7 @@ def read_budgets(path: Path = BUDGETS) -> Budgets:
     files = {str(file): float(seconds) for file, seconds in content["files"].items()}
     if missing := [file for file in files if not (path.parent.parent / file).is_file()]:
         raise ValueError(f"{path.name} lists files that do not exist: {', '.join(missing)}")
-    return Budgets(default=float(content["default"]), files=files)
+    return Budgets(default=float(content["default"]), files=files, tiers=dict(content["tiers"]))
 
 
 def timed_loop() -> float:
@@ -115,6 +120,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="off",
         help="report the slowest test files beside their budgets (tests/budgets.toml), or also fail when one takes longer",
     )
+    parser.addoption("--tier", metavar="NAME", help="with --budgets: the tier whose budget counts for all tests together")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -135,7 +141,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     meter = session.config.stash.get(_METER, None)
     if meter is None or session.config.getoption("--budgets") != "enforce" or exitstatus != pytest.ExitCode.OK:
         return
-    if session.config.stash[_BUDGETS].exceeded(meter.times):
+    budgets = session.config.stash[_BUDGETS]
+    if budgets.exceeded(meter.times) or budgets.tier_exceeded(session.config.getoption("--tier"), meter.times):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -153,5 +160,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if file in over or slowest.index((file, taken)) < _SHOWN:
             note = f"  OVER BUDGET: {taken.scaled:.1f} s at reference speed" if file in over else ""
             terminalreporter.line(f"{taken.seconds:7.1f} s  budget {budgets.of(file):5.0f} s  {taken.tests:4} tests  {file}{note}")
+    if tier := config.getoption("--tier"):
+        scaled = sum(taken.scaled for taken in meter.times.values())
+        note = "  OVER BUDGET" if budgets.tier_exceeded(tier, meter.times) else ""
+        terminalreporter.line(f"tier {tier}: {scaled:.0f} s at reference speed, budget {budgets.tiers[tier]:.0f} s{note}")
     if over:
         terminalreporter.line("Make these tests faster, or raise the budget in tests/budgets.toml with a reason in the commit.")
