@@ -5,14 +5,14 @@ from __future__ import annotations
 
 def count(number: int) -> str:
     """Return a count for people: 14.77 B, 389 M, 16 k."""
-    if number >= 1_000_000_000:
-        scaled, unit = number / 1_000_000_000, "B"
-    elif number >= 1_000_000:
-        scaled, unit = number / 1_000_000, "M"
-    elif number >= 10_000:
-        scaled, unit = number / 1000, "k"
-    else:
+    if number < 10_000:
         return str(number)
+    if number < 1_000_000:
+        scaled, unit = number / 1_000, "k"
+    elif number < 1_000_000_000:
+        scaled, unit = number / 1_000_000, "M"
+    else:
+        scaled, unit = number / 1_000_000_000, "B"
     return f"{scaled:.2f} {unit}" if scaled < 100 else f"{scaled:.0f} {unit}"
 
 

@@ -177,9 +177,7 @@ def _choice(fact: Choice) -> str:
         case facts.AllOnGpu():
             return "gpu: everything fits on the GPU, and offloading would only add time"
         case facts.NothingOffloaded():
-            return (
-                "ratio 0.00: everything stays on the GPU; SuperOffload's optimizer needs less of it than mode gpu with its bf16 gradients"
-            )
+            return "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu with its bf16 gradients"
         case facts.LeastGpuMemory():
             return f"ratio {fact.ratio:.2f} takes the least of the GPU, whose memory is not known"
         case facts.SmallestRatio():

@@ -145,7 +145,7 @@ def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
     table.add_column(style="dim", ratio=2)
     for term in terms:
         name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
-        table.add_row(gib(term.bytes), _MARKS[term.confidence], name, term.formula)
+        table.add_row(gib(term.bytes), _MARKS[term.confidence], name, str(term.formula))
     return Padding(table, (0, 0, 0, 2))
 
 
