@@ -32,6 +32,7 @@ import msgspec
 from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
 from planner_sweep import measured_by_forks
 
+from so_tui.launch import prepare
 from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
@@ -245,7 +246,7 @@ def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namesp
     begun = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-planner-"))
     try:
-        run = run_to_end(spec, machine, scratch, _tell, limit_s=arguments.limit_s)
+        run = run_to_end(prepare(spec, machine), scratch, _tell, limit_s=arguments.limit_s)
         measured = measured_of(run, plan)
     except SoTuiError as error:
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in scratch.glob("*/attempts/*/output.*.log"))

@@ -20,7 +20,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from so_tui.launch.preparation import visible_machine
     from so_tui.machine import inspect_machine
     from so_tui.plan.calibration import Rates, calibration_of, store
-    from so_tui.spec import Refused
+    from so_tui.spec import Refusal, Refused
 
     machine = inspect_machine()
     answer: dict[str, Any] = {}
@@ -28,7 +28,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
         mine = visible_machine(machine, os.environ)
         held = locks.take_gpus(locks.lock_folder(), mine.gpus, locks.Holder(run="calibrate", pid=os.getpid()))
     except locks.LockTakenError as error:
-        raise Refused([f"{error}. What is measured beside a run would be wrong for both; wait for its end"]) from error
+        busy = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
+        raise Refused([Refusal("gpu-in-use", busy)]) from error
     try:
         for answer in stream_tool("calibrate", request_of(mine)):
             if message := answer.get("message"):

@@ -9,7 +9,7 @@ import sys
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
+from so_tui.spec import InputError, Problem, Refusal, Refused, find_preset, load_catalog
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -72,6 +72,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     """Train a few steps of the plan, remember how far it was off, and show it beside the corrected plan."""
     import msgspec
 
+    from so_tui.launch import prepare
     from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
     from so_tui.plan import make_plan, plans_json
     from so_tui.plan.calibration import store
@@ -80,7 +81,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.runs.records import PhaseRecord, StepRecord
 
     if not chosen.fits:
-        raise Refused(chosen.reason_texts)
+        raise Refused([Refusal("does-not-fit" if chosen.possible else "impossible", reason) for reason in chosen.reason_texts])
 
     def tell(record: object) -> None:
         if isinstance(record, StepRecord):
@@ -88,9 +89,9 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         elif isinstance(record, PhaseRecord):
             print(record.detail or record.phase, file=sys.stderr, flush=True)
 
-    spec = probe_spec(chosen.spec, arguments.probe)
-    run = run_to_end(spec, machine, probes_dir(), tell)
-    probe = probe_of(run, make_plan(spec, machine), machine)
+    launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
+    run = run_to_end(launch, probes_dir(), tell)
+    probe = probe_of(run, launch.plan, machine)
     path = store(machine, probe=probe)
     delete_run(run)
     corrected = make_plan(chosen.spec, machine)

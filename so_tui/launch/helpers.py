@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
+from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError
 
 INSTALL_TRAINING = "Install the training extra: pip install 'so-tui[train]'"
 _STDERR_LINES = 5
@@ -130,5 +130,6 @@ def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
         return InputError([problem_of(entry) for entry in problems])
     lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
     if lines and (missing := _MISSING_MODULE.search(lines[-1])):
-        return Refused([f"the Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"])
+        message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
+        return Refused([Refusal("software-missing", message)])
     return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it said nothing"))

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.lifecycle import ensure_supervised, start
+from so_tui.launch.preparation import Launch
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
 from so_tui.plan import make_plan
@@ -58,15 +59,22 @@ def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEP
     )
 
 
-def run_to_end(
-    spec: RunSpec, machine: Machine, runs_dir: Path, tell: Callable[[MetricRecord], None], *, limit_s: float = 1800.0
-) -> RunDirectory:
-    """Train a spec through the whole program and wait for its end. Raises Refused as ``start``, SoTuiError when the run fails or takes
-    longer than ``limit_s``; it is asked to stop then.
+def run_to_end(launch: Launch, runs_dir: Path, tell: Callable[[MetricRecord], None], *, limit_s: float = 1800.0) -> RunDirectory:
+    """Start a run and wait for its end.
+
+    Args:
+        launch: From ``prepare``.
+        runs_dir: Where to make the run directory.
+        tell: Receives every record.
+        limit_s: How long the run may take, in seconds.
+
+    Raises:
+        InputError, Refused: As for ``start``.
+        SoTuiError: The run failed, or took too long and was asked to stop.
     """
     from so_tui.runs import control
 
-    run = start(spec, machine, runs_dir=runs_dir)
+    run = start(launch, runs_dir=runs_dir)
     reader, begun = RunReader(run), time.monotonic()
     try:
         while True:

@@ -121,6 +121,8 @@ class EvaluationRecord(Record, frozen=True, kw_only=True):
 
 
 class WarningRecord(Record, frozen=True, kw_only=True):
+    code: str = ""
+    """What the warning is about, in kebab-case and independent of the wording; empty in older records."""
     message: str
     suggestion: str = ""
 
@@ -136,6 +138,8 @@ class EndRecord(Record, frozen=True, kw_only=True):
 
     state: Literal["finished", "stopped", "failed"]
     step: int
+    code: str = ""
+    """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if it finished, and in older records."""
     reason: str = ""
     suggestion: str = ""
     saved: str = ""
@@ -222,6 +226,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     detail: str = ""
     reason: str = ""
     suggestion: str = ""
+    code: str = ""
+    """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and in older states."""
     started: float | None = None
     ended: float | None = None
     attempt_started: float | None = None

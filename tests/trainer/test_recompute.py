@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from test_batches import documents, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -18,7 +17,8 @@ from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
-from so_tui_trainer.model.build import TrainedModel, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout
+from tests.support.documents import documents, spec
 
 SHAPE = {
     "vocab_size": 2048,
@@ -39,7 +39,7 @@ def model_of(policy: recompute.Policy, model_type: str) -> PreTrainedModel:
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
     config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
-    without_dropout(config)
+    disable_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     kernels.install(causal, [kernels.EXPERTS])
     recompute.install(causal, policy)

@@ -267,7 +267,16 @@ class PresetsScreen(FilteredPage):
         if not plan.fits:
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
-        self.so.ask_launch(plan.spec, plan_view.launch_facts(plan))
+        from so_tui.launch import launch_of
+        from so_tui.spec import Refused
+
+        assert self.so.machine is not None
+        try:
+            launch = launch_of(plan, self.so.machine)
+        except Refused as error:
+            self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
+            return
+        self.so.ask_launch(launch, plan_view.launch_facts(plan))
 
     def action_look(self) -> None:
         if (chosen := self._chosen()) is not None:

@@ -108,11 +108,11 @@ class RunActions(Screen[None]):
 
     @work(thread=True, group="launch", name="resume", exit_on_error=False)
     def _resume(self, run: RunDirectory) -> None:
-        from so_tui.launch import resume
+        from so_tui.launch import prepare_resume, resume
         from so_tui.machine import inspect_machine
 
         try:
-            resume(run, inspect_machine())
+            resume(run, prepare_resume(run, inspect_machine()))
         except SoTuiError as error:
             self.app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
         else:

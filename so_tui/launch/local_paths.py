@@ -1,4 +1,4 @@
-"""Where a spec's model and data lie: local paths told apart from names on the hub, without asking it."""
+"""Local paths in a spec: recognised without asking the hub, made absolute, and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUILTIN = "builtin:"
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """The spec with relative paths made absolute: the run's processes, and a later resume, start in another folder."""
+    """Return the spec with relative paths made absolute: the run's processes, and a later resume, start in another folder."""
     model = msgspec.structs.replace(spec.model, id=_absolute(spec.model.id), tokenizer=_absolute(spec.model.tokenizer))
     source: str | tuple[DataSource, ...]
     if isinstance(spec.data.source, str):
@@ -31,11 +31,11 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def missing_paths(spec: RunSpec) -> Iterator[Problem]:
-    """Model folders, tokenizers and data files that the spec names as paths and that are not there."""
+    """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec that does not exist."""
     for field, text in _named(spec):
         if _is_path(text) and not Path(text).expanduser().exists():
-            remedy = "Check the path; a name on the hub has the form owner/name"
-            yield Problem(field=field, value=text, message="there is no such file or folder", remedy=remedy)
+            remedy = "Check the path. A name on the hub has the form owner/name"
+            yield Problem(code="path-not-found", field=field, value=text, message="there is no such file or folder", remedy=remedy)
 
 
 def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -49,9 +49,9 @@ def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a text can only mean a path: it is written like one, or has a data file's ending (no hub name does)."""
-    written_so = text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(_DATA_SUFFIXES)
-    return written_so and not text.startswith(_BUILTIN)
+    """Return whether a text can only be a path: it is written as one, or ends like a data file, which no hub name does."""
+    written_as_path = text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(_DATA_SUFFIXES)
+    return written_as_path and not text.startswith(_BUILTIN)
 
 
 def _absolute(text: str) -> str:
