@@ -17,7 +17,6 @@ from so_tui.model.profile import ModelProfile, profile_of
 from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
-from so_tui.plan.formats import gib
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
@@ -26,6 +25,7 @@ from so_tui.plan.timing import StepModel
 from so_tui.plan.types import StepTime, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.spec.types import RunSpec
+from so_tui.units import memory_size
 
 GPU_MARGIN = 0.08
 """Share of a GPU's memory that stays free in a plan that ``fits``."""
@@ -276,7 +276,7 @@ def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
     groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for node, needs in sorted(demand.node_bytes.items()):
         has = supply.node_bytes.get(node, 0)
-        groups.setdefault((gib(needs), gib(has)), []).append((node, needs, has))
+        groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
     return tuple(_node_need(group) for group in groups.values())
 
 

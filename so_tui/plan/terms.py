@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from so_tui.plan.formats import count
+from so_tui.units import count
 
 Location = Literal["gpu", "node", "shm", "disk"]
 """Where memory lies: on each GPU, on a rank's CPU node, in /dev/shm, on disk."""

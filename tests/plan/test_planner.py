@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
-
-from so_tui.machine.types import Machine
-from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
 from so_tui.plan.assess import assess, in_mode
 from so_tui.plan.explain import explained
 from so_tui.plan.show import cell, render_plan, render_table
 from so_tui.plan.site import other_site, site_of
-from so_tui.plan.types import Plan, Workload
 from so_tui.plan.verdict import Demand, Supply, in_words, judge
+
+from so_tui.machine.types import Machine
+from so_tui.plan import command_of, make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
+from so_tui.plan.types import Plan, Workload
 from so_tui.plan.workload import Seen, path_of, remember
 from so_tui.spec import InputError, RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-
-from so_tui.plan import make_plan
 from so_tui.plan.relief import less_gpu_memory, less_host_memory
 from so_tui.plan.verdict import gib
+
+from so_tui.plan import make_plan
 from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from so_tui.plan.assess import assess
+from so_tui.plan.site import site_of
+from so_tui.plan.speed import Pass, compute_pass, weight_wait_s
 
 from so_tui.model.architecture import architecture
 from so_tui.model.flops import flops_for
 from so_tui.plan import make_plan
-from so_tui.plan.assess import assess
 from so_tui.plan.constants import Speed, constants, published_speed
-from so_tui.plan.site import site_of
-from so_tui.plan.speed import Pass, compute_pass, weight_wait_s
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86

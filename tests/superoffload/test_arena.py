@@ -60,9 +60,7 @@ def test_a_limit_of_the_process_is_told_with_the_size() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
     try:
-        with pytest.raises(
-            superoffload.OffloadError, match=r"420 MB of host memory .* could not be had: .*Cannot allocate memory.*ulimit"
-        ):
+        with pytest.raises(superoffload.OffloadError, match=r"420 MB of host memory .* could not be had: .*Cannot allocate memory.*ulimit"):
             Arena([30_000_000], torch.bfloat16, accumulate=False, page_lock=False)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
