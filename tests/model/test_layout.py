@@ -5,17 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from so_tui.model.layout import (
-    Parameter,
-    StateLayout,
-    deepspeed_gpu_sub_groups,
-    expand,
-    gpu_sub_groups,
-    layout_of,
-    partition_numel,
-    sub_group_slices,
-)
+from so_tui.model.layout import Parameter, StateLayout, expand, layout_of
 from so_tui.model.profile import profile_of
+from so_tui.model.sharding import deepspeed_gpu_sub_groups, gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
 

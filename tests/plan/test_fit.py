@@ -169,7 +169,7 @@ def first_row(size: str, name: str) -> dict[str, Any]:
 
 def tokens_per_s(row: dict[str, Any]) -> float:
     found = row["measured"]
-    return row["setting"]["micro_batch"] * 4096 * found["workload"]["useful_share"] / found["figures"]["step_s"]
+    return float(row["setting"]["micro_batch"] * 4096 * found["workload"]["useful_share"] / found["figures"]["step_s"])
 
 
 def test_the_constants_file_is_written_as_it_is_read() -> None:

@@ -33,7 +33,7 @@ ONE = Speed(
 )
 
 
-def planned(gpus: int = 1, cores: int = 16, **changes: str) -> Plan:
+def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
     base = {
         "gpus": str(gpus),
         "model.activation_checkpointing": "full",
