@@ -258,8 +258,8 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         torch.cuda.empty_cache()
     last = time.perf_counter()
     for number in range(1, warmup + count + 1):
-        work = batches.work(number)
-        weights = 1 / work.trained_tokens, 1 / work.useful_tokens
+        counts = batches.counts(number)
+        weights = 1 / counts.trained_tokens, 1 / counts.useful_tokens
         marks = [clock.mark()]
         total = torch.zeros((), device=device)
         for batch in batches.micro_batches(number):
@@ -278,16 +278,16 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         told = superoffload.stats(engine)
         laps["forward_s"] -= told.exposed_in_forward_s
         laps["optimizer_s"] += told.exposed_in_forward_s
-        lengths = work.document_lengths.tolist()
+        lengths = counts.document_lengths.tolist()
         steps.append(
             {
                 "step_s": now - last,
                 **laps,
-                "model_tflops": model_flops(flops, work.useful_tokens, lengths) / (now - last) / 1e12,
-                "hw_tflops": executed_flops(spec, flops, shape, work) / (now - last) / 1e12,
-                "useful_tokens": work.useful_tokens,
-                "trained_tokens": work.trained_tokens,
-                "computed_tokens": work.computed_tokens,
+                "model_tflops": model_flops(flops, counts.useful_tokens, lengths) / (now - last) / 1e12,
+                "hw_tflops": executed_flops(spec, flops, shape, counts) / (now - last) / 1e12,
+                "useful_tokens": counts.useful_tokens,
+                "trained_tokens": counts.trained_tokens,
+                "computed_tokens": counts.computed_tokens,
                 "longest_document": max(lengths),
             }
         )

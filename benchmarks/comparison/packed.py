@@ -78,8 +78,8 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
             total += loss.detach() / part.accumulation
         losses.append(total.item())  # waits for the GPU, as the original does at each step
         now = time.perf_counter()
-        work = batches.work(number)
-        steps.append({"step_s": now - last, "useful_tokens": work.useful_tokens, "positions": work.computed_tokens})
+        counts = batches.counts(number)
+        steps.append({"step_s": now - last, "useful_tokens": counts.useful_tokens, "positions": counts.computed_tokens})
         last = now
     peak = torch.cuda.max_memory_reserved() / 2**30 if shape.cuda else None
     return {"steps": steps, "losses": losses, "started_s": started_s, "gpu_reserved_gib": peak, "attention": implementation}

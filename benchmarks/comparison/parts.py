@@ -79,7 +79,7 @@ PARTS = (
     Part(
         "original-packed-large",
         "original-packed",
-        "the original's configuration, fed so-tui's packed batches, 8 micro-steps",
+        "the original's configuration, fed so-tui's packed batches, 8 gradient accumulation steps",
         accumulation=8,
         warmup=2,
         measured=3,
@@ -88,7 +88,7 @@ PARTS = (
     Part(
         "trl-large",
         "trl",
-        "TRL, packed, 8 micro-steps",
+        "TRL, packed, 8 gradient accumulation steps",
         mode="zerooffload",
         accumulation=8,
         warmup=2,
@@ -131,7 +131,7 @@ def published_ds_config(script: str, sequences: int, accumulation: int, shape: S
     if not begun or not ended:
         raise ValueError("the shell script writes no DeepSpeed configuration")
     config: dict[str, Any] = json.loads(text.replace("$BATCH_SIZE", str(sequences * accumulation)))
-    config["accumulation"] = accumulation
+    config["gradient_accumulation_steps"] = accumulation
     if not shape.cuda:
         zero = config["zero_optimization"]
         zero["reduce_bucket_size"] = zero["sub_group_size"] = shape.sub_group_size

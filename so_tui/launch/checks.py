@@ -12,8 +12,8 @@ from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
 from so_tui.launch.local_paths import missing_paths
 from so_tui.launch.preparation import Launch
 from so_tui.machine.doctor import findings
-from so_tui.machine.doctor.software import keeps_kernel
-from so_tui.machine.tree import Tree
+from so_tui.machine.doctor.software import has_adam_kernel
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
@@ -36,7 +36,7 @@ def preflight(launch: Launch, *, runs_dir: Path | str | None = None) -> tuple[st
     answer = call_tool("check_inputs", {"spec": spec_tree(launch.spec)}, timeout_s=_CHECK_TIMEOUT_S)
     if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)
-    return (*launch.plan.warnings, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
+    return (*launch.plan.warning_texts, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
@@ -119,7 +119,7 @@ def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
 
 def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
     """Refuse, forceable because a kernel may have been compiled elsewhere."""
-    if plan.mode != "gpu" and machine.software.compiler is None and not keeps_kernel(Tree(), os.environ):
+    if plan.mode != "gpu" and machine.software.compiler is None and not has_adam_kernel(SystemFiles(), os.environ):
         message = "The first run compiles CPU Adam, and there is no C++ compiler here. Install g++ (or set CXX)"
         raise Refused([Refusal("compiler-missing", message)], forceable=True)
 

@@ -92,7 +92,7 @@ def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: M
     inherited = os.environ if inherited is None else inherited
     if not plan.possible or (not plan.fits and not force):
         code = "does-not-fit" if plan.possible else "impossible"
-        raise Refused([Refusal(code, reason) for reason in plan.reasons], forceable=plan.possible)
+        raise Refused([Refusal(code, reason) for reason in plan.reason_texts], forceable=plan.possible)
     usable = usable_machine(machine, inherited)
     visible = {gpu.index for gpu in usable.gpus}
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]

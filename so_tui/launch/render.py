@@ -12,6 +12,8 @@ from rich.text import Text
 from so_tui.launch import environment, placeholders
 from so_tui.launch.preparation import Launch
 from so_tui.machine import cpu_ranges
+from so_tui.plan import plan_tree
+from so_tui.plan.messages import deepspeed_text
 from so_tui.plan.types import MemoryPolicy, RankBinding
 from superoffload.ds_config import Override, overrides
 
@@ -23,7 +25,9 @@ def render_launch(launch: Launch) -> RenderableType:
     plan = launch.plan
     sign, style = _VERDICTS[plan.verdict]
     label = f"  {plan.spec.label} on {launch.machine.label}: {plan.mode}, ratio {plan.ratio:g}"
-    notes = [Text(f"  {reason}") for reason in plan.reasons] + [Text(f"  ~ {warning}", style="yellow") for warning in plan.warnings]
+    notes = [Text(f"  {reason}") for reason in plan.reason_texts] + [
+        Text(f"  ~ {warning}", style="yellow") for warning in plan.warning_texts
+    ]
     overridden = overrides(launch.ds_config)
     return Group(
         Text.assemble((f"{sign} {plan.verdict}", style), label),
@@ -56,11 +60,11 @@ def launch_json(launch: Launch) -> bytes:
                     "cpus": rank.cpus,
                     "memory_policy": rank.memory_policy,
                     "deepspeed": rank.deepspeed,
-                    "deepspeed_alone": rank.alone,
+                    "deepspeed_alone": rank.deepspeed_unlisted,
                 }
                 for rank in launch.plan.binding
             ],
-            "plan": launch.plan,
+            "plan": plan_tree(launch.plan),
         }
     )
 
@@ -81,8 +85,8 @@ def _binding(ranks: tuple[RankBinding, ...]) -> Table:
             "unknown" if rank.numa_node is None else str(rank.numa_node),
             cpu_ranges(rank.cpus),
             _policy(rank.memory_policy),
-            rank.deepspeed.in_words,
-            (rank.alone or rank.deepspeed).in_words,
+            deepspeed_text(rank.deepspeed),
+            deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
         )
     return table
 

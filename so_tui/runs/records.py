@@ -121,6 +121,8 @@ class EvaluationRecord(Record, frozen=True, kw_only=True):
 
 
 class WarningRecord(Record, frozen=True, kw_only=True):
+    code: str = ""
+    """What the warning is about, in kebab-case and independent of the wording; empty in older records."""
     message: str
     suggestion: str = ""
 

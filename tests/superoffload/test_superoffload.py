@@ -19,7 +19,7 @@ from so_tui.model.layout import Parameter, layout_of
 from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model.build import TrainedModel, gather_whole
+from so_tui_trainer.model.build import TrainedModel, set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states, super_offload
 from superoffload.transfers import HostTransfers, Transfer
 from tests.support import engine as support
@@ -314,7 +314,7 @@ def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> N
     config = AutoConfig.for_model("qwen3", **shape, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False)
     run = support.spec("superoffload", 1.0, clipping=1.0)
     causal = AutoModelForCausalLM.from_config(config)
-    gather_whole(causal, run)
+    set_leaf_modules(causal, run)
     tokens = torch.arange(16)[None]
     batch = Batch(
         input_ids=tokens,

@@ -1,3 +1,7 @@
+"""Fixtures of the trainer's tests."""
+
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +12,8 @@ from so_tui_trainer.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    """A group of one rank."""
+def single_rank() -> Iterator[Ranks]:
+    """A process group of one rank, in this process."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None

@@ -8,42 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_batches import documents, spec
-from test_flash import PLAIN
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from so_tui.spec import InputError, ModelSpec, load_catalog
+from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, flash, recompute
-from so_tui_trainer.model.build import TrainedModel, load_config, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout, load_config
 from so_tui_trainer.model.matching import meta_model
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 16,
-    "vocab_size": 2000,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "rope_scaling": None,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-ONE_OF_EACH = {
-    preset.spec.model.config["model_type"]: name
-    for name, preset in load_catalog(Path("/nowhere")).presets.items()
-    if preset.spec.model.weights == "pretrained"
-}
-
+from tests.support.attention import PLAIN
+from tests.support.documents import documents, spec
+from tests.support.models import ONE_OF_EACH, SMALL, scaled_down
 
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -63,13 +38,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
 
 
-def scaled_down(name: str) -> ModelSpec:
-    """A preset's model with random weights, a thousandth of its size."""
-    full = load_catalog(Path("/nowhere")).presets[name].spec.model
-    shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
-    return ModelSpec(id=full.id, weights="random", config=shape)
-
-
 def another(kind: str) -> ModelSpec:
     shape = {key: value for key, value in (SMALL | OTHERS[kind]).items() if value is not None}
     return ModelSpec(id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape})
@@ -84,7 +52,7 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
     torch.manual_seed(0)
     config = load_config(model)
-    without_dropout(config)
+    disable_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="128"), 0)

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from so_tui.spec import InputError, with_values
 from so_tui.spec.types import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of, segments
+from so_tui_trainer.data.encoding import Encoder, encodes_segments_apart
 from so_tui_trainer.data.rows import Message
-from so_tui_trainer.data.tokens import Encoder, joins, load_tokenizer
+from so_tui_trainer.data.tokens import load_tokenizer
 from tests.support.launching import tiny
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -239,8 +240,8 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS)
-    assert not joins(tokenizer)
-    assert joins(load_tokenizer(tiny()))
+    assert not encodes_segments_apart(tokenizer)
+    assert encodes_segments_apart(load_tokenizer(tiny()))
     talk = (Message("user", "Add"), Message("assistant", "It is 5."), Message("user", "And"), Message("assistant", "5. is"))
     encoder = Encoder(chat_of(tokenizer), "assistant", 64)
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_architectures import scaled_down
 from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -14,6 +13,7 @@ from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.kernels import install
 from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
 from so_tui_trainer.model.matching import meta_model
+from tests.support.models import scaled_down
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 TOKENS, CHOICES, EXPERTS = 13, 3, 6

@@ -14,20 +14,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_architectures import ONE_OF_EACH, scaled_down
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
-from so_tui_trainer.export import Mark, export, refuse_foreign, refuse_without_room, replacing
+from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.tools.export import export_run
 from superoffload import checkpoint as on_disk
 from superoffload.deepspeed_adapter.engine import SubGroupState
 from tests.support.launching import tiny
+from tests.support.models import ONE_OF_EACH, scaled_down
 
-MARK = Mark(run="r", step=5, version="1")
+MARK = ExportMarker(run="r", step=5, version="1")
 
 
 def contents(folder: Path) -> dict[str, str]:

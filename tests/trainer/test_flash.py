@@ -7,51 +7,11 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from so_tui_trainer.model.flash import FLASH, Documents, Kernels, attend
+from so_tui_trainer.model.flash import FLASH, Documents, attend
+from tests.support.attention import PLAIN, visible
 
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16
-
-
-def visible(documents: Documents) -> Tensor:
-    """[tokens, tokens]: whether the row's token sees the column's."""
-    starts = documents.boundaries.long()
-    place = torch.arange(int(starts[-1]), device=starts.device)
-    document = torch.bucketize(place, starts, right=True)
-    distance = place[:, None] - place
-    near = distance < documents.window if documents.window else torch.ones_like(distance, dtype=torch.bool)
-    return (document[:, None] == document) & (distance >= 0) & near
-
-
-def scores(query: Tensor, key: Tensor, documents: Documents) -> Tensor:
-    """[heads, tokens, tokens]"""
-    repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return torch.einsum("qhd,khd->hqk", query, repeated).mul(documents.scale).masked_fill(~visible(documents), -torch.inf)
-
-
-def plain_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    found = scores(query, key, documents)
-    normaliser = found.logsumexp(-1)
-    repeated = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return torch.einsum("hqk,khd->qhd", (found - normaliser[..., None]).exp(), repeated), normaliser
-
-
-def plain_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a flash kernel computes: from the log-sum-exp and the output that it is given, not from the softmax's own."""
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    probability = (scores(query, key, documents) - normaliser[..., None]).exp()
-    delta = (gradient * out).sum(-1).t()
-    of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * documents.scale
-    of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
-    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (-1, groups)).sum(2)
-    of_value = torch.einsum("hqk,qhd->khd", probability, gradient).unflatten(1, (-1, groups)).sum(2)
-    return of_query, of_key, of_value
-
-
-PLAIN = Kernels(plain_forward, plain_backward)
 
 
 def case(window: int | None, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], Tensor, Documents]:

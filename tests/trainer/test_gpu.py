@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_architectures import ONE_OF_EACH, SMALL, scaled_down
-from test_batches import documents, spec
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +13,11 @@ from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.model import attention, flash
-from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout, expected_first_loss, load_config
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
+from tests.support.models import ONE_OF_EACH, SMALL, scaled_down
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,7 +52,7 @@ def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> 
     torch.manual_seed(0)
     config = load_config(scaled_down(ONE_OF_EACH[kind]))
     config.num_experts_per_tok = SMALL["num_experts"]
-    without_dropout(config)
+    disable_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").cuda()
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(torch.device("cuda"))
     others = [flash.register()]
@@ -105,8 +105,8 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with Prefetcher(batches.portions(1, 5), device) as feed:
-            for _, batch in feed:
+        with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
+            for _, batch in prefetcher:
                 for _ in range(20):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
                     weight = weight @ weight / 64
                 found.append([tensor.clone() for tensor in batch.tensors])

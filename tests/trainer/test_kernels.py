@@ -12,7 +12,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import kernels
-from so_tui_trainer.model.build import without_dropout
+from so_tui_trainer.model.build import disable_dropout
 from so_tui_trainer.model.kernels.gate import gated
 from so_tui_trainer.model.kernels.rotary import rotate
 from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp
@@ -53,7 +53,7 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
     torch.manual_seed(0)
     shape = SHAPE | (EXPERTS if model_type in ("qwen3_moe", "gpt_oss") else {})
     config = AutoConfig.for_model(model_type, **shape)
-    without_dropout(config)
+    disable_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in causal.parameters():  # ones and zeros would hide a weight that is not used
         nn.init.normal_(parameter, std=0.3)

@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from test_batches import documents, spec
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +14,7 @@ from so_tui.model import loss as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, parameter_groups
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.documents import documents, spec
 from tests.support.launching import tiny
 
 
@@ -147,7 +147,7 @@ def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
     for micro_batch, accumulation in (("6", "1"), ("2", "3")):
         shape = spec(gpus="1", train__micro_batch=micro_batch, train__gradient_accumulation=accumulation)
         batches = Batches(documents(), shape, 0)
-        weight = 1 / batches.work(1).trained_tokens
+        weight = 1 / batches.counts(1).trained_tokens
         losses.append(sum(model(batch, weight).item() for batch in batches.micro_batches(1)))
     assert losses[0] == pytest.approx(losses[1])
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_architectures import ONE_OF_EACH, scaled_down
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.matching import Match, largest_conversion_bytes, match, meta_model, refuse
 from so_tui_trainer.model.stored import read_index
+from tests.support.models import ONE_OF_EACH, saved, scaled_down
 
 LAYOUT = {
     "llama": "model.layers.0.mlp.gate_proj.weight",
@@ -24,17 +24,6 @@ LAYOUT = {
     "gpt_oss": "model.layers.0.self_attn.sinks",
 }
 """A name that the published checkpoint of each architecture holds."""
-
-
-def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
-    """A preset's model scaled down, with random weights, and its folder in the layout of the hub: saving undoes what loading converts."""
-    torch.manual_seed(0)
-    config = load_config(scaled_down(name))
-    for key, value in changes.items():
-        setattr(config, key, value)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return model
 
 
 def matched(model: PreTrainedModel, folder: Path) -> Match:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_matching import saved
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -17,9 +16,10 @@ from so_tui.spec import InputError, ModelSpec, spec_tree
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.matching import match, meta_model, refuse
 from so_tui_trainer.model.mxfp4 import convert, missing_bytes
-from so_tui_trainer.model.pretrained import converted_folder, trainable, weights_folder
+from so_tui_trainer.model.pretrained import converted_folder, trainable_folder, weights_folder
 from so_tui_trainer.model.stored import read_index
 from tests.support.launching import tiny
+from tests.support.models import saved
 
 KERNELS = Path(get_default_build_root())
 """Where this user's compiled kernels are: by default in the cache folder, which the tests move."""
@@ -67,7 +67,7 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
 
 
 def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed: Path) -> None:
-    target = trainable(packed)
+    target = trainable_folder(packed)
     assert target == converted_folder(packed)
     target.parent.mkdir(parents=True)
     whole = missing_bytes(packed, target)

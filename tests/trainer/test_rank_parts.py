@@ -22,9 +22,9 @@ from so_tui.runs.records import EndRecord, PhaseRecord, RankBindingReport, Warni
 from so_tui.spec import InputError
 from so_tui_trainer import failures
 from so_tui_trainer.clocks import StepClock
-from so_tui_trainer.data.batches import Work
+from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
-from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
+from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from superoffload.errors import NonFiniteGradientError, WorkerLostError
 from tests.support.launching import tiny
@@ -79,36 +79,36 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 
 def _step(number: int, loss: float) -> Step:
-    work = Work(useful_tokens=10, trained_tokens=5, document_lengths=np.array([4, 6]), computed_tokens=16, sequences=1)
+    counts = StepCounts(useful_tokens=10, trained_tokens=5, document_lengths=np.array([4, 6]), computed_tokens=16, sequences=1)
     clock = StepClock(torch.device("cpu"))
     clock.lap("forward")
-    return Step(number, work, 1e-3, torch.tensor(loss), clock.end_step())
+    return Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
 
 
-def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(alone: Ranks) -> None:
-    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(single_rank: Ranks) -> None:
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
         metrics.watch(_step(number, loss))
     with pytest.raises(NonFiniteError, match="loss was not finite at step 3"):
         metrics.check()
     with pytest.raises(NonFiniteError, match="step 3"):
-        metrics.log(_step(6, 1.0), Gauges(1.0, 0.0, 0.0))
+        metrics.log(_step(6, 1.0), EngineStats(1.0, 0.0, 0.0))
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(alone: Ranks) -> None:
-    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+def test_a_gradient_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     metrics.watch(_step(1, 2.0))
     with pytest.raises(NonFiniteError, match="gradient norm was not finite at step 1"):
-        metrics.log(_step(1, 2.0), Gauges(float("nan"), 0.0, 0.0))
+        metrics.log(_step(1, 2.0), EngineStats(float("nan"), 0.0, 0.0))
 
 
-def test_waiting_for_weights_in_forward_is_the_optimizers_time(alone: Ranks) -> None:
-    metrics = Metrics(tiny(), alone, Recorder(None, 1), parameters=1000)
+def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Ranks) -> None:
+    metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     clock = StepClock(torch.device("cpu"))
     time.sleep(0.02)
     clock.lap("forward")
     step = _step(1, 2.0)._replace(laps=clock.end_step())
-    record = metrics.log(step, Gauges(1.0, 0.0, 0.015))
+    record = metrics.log(step, EngineStats(1.0, 0.0, 0.015))
     assert record.exposed_optimizer_s == 0.015
     assert record.forward_s + record.exposed_optimizer_s == pytest.approx(record.step_s)
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from test_batches import documents, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from so_tui.model.activations import kept_bytes
+from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
-from so_tui_trainer.model.build import TrainedModel, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout
+from tests.support.documents import documents, spec
 
 SHAPE = {
     "vocab_size": 2048,
@@ -39,7 +39,7 @@ def model_of(policy: recompute.Policy, model_type: str) -> PreTrainedModel:
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
     config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
-    without_dropout(config)
+    disable_dropout(config)
     causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     kernels.install(causal, [kernels.EXPERTS])
     recompute.install(causal, policy)
@@ -87,8 +87,8 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
 
     shape = architecture(causal.config.to_dict())
     normed = msgspec.structs.replace(shape, model_type="qwen3")
-    least = kept_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
-    assert kept_bytes(shape, "none", fused=True) == (kept_bytes(normed, "none", fused=True) if found == {True} else least)
+    least = stored_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
+    assert stored_bytes(shape, "none", fused=True) == (stored_bytes(normed, "none", fused=True) if found == {True} else least)
     assert len(found) == 1
 
 

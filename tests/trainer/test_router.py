@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from test_batches import documents, spec
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -17,6 +16,7 @@ from so_tui_trainer.model import recompute
 from so_tui_trainer.model.build import TrainedModel, load_config
 from so_tui_trainer.model.router import RouterLoss
 from so_tui_trainer.tools.presets import parameter_table
+from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
 
 SMALL: dict[str, Any] = {

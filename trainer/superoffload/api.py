@@ -15,7 +15,8 @@ from typing import Any
 import deepspeed
 import torch
 
-from so_tui.plan.communication import run_ahead_parameters
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import run_ahead_parameters
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from superoffload import checkpoint, resharding
@@ -55,7 +56,7 @@ def initialize(
         config = {"zero_allow_untested_optimizer": True, **ds_config}
         engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, spec), config=config)
         adapter.share_hyperparameters(engine)
-    adapter.limit_run_ahead(engine, run_ahead_parameters(spec.model.parameters))
+    adapter.limit_run_ahead(engine, run_ahead_parameters(profile_of(spec.model).largest_layer))
     engine.so_tui_spec = spec
     return engine
 

@@ -190,7 +190,7 @@ class ConfigureScreen(Page):
             count = plural(len(message.problems), "field")
             self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to mend before this can be planned", "bold $error"))
             lines = [
-                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.remedy}")
+                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.advice}")
                 for problem in message.problems
             ]
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
@@ -213,7 +213,7 @@ class ConfigureScreen(Page):
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]  # a source of a mixture has no row
-            problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
+            problems.setdefault(path, problem.remedy or f"{problem.message}.")
         edits = self._edits
         given_mode = edits.get("offload.mode", self._base_values.get("offload.mode", ""))
         for row in self.query(FieldRow):
@@ -245,7 +245,7 @@ class ConfigureScreen(Page):
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
             title = f"{planned.plan.spec.label} does not fit here"
-            self.app.post_message(Failed(title, planned.plan.reasons, retry_forced=planned.launch))
+            self.app.post_message(Failed(title, planned.plan.reason_texts, retry_forced=planned.launch))
         elif planned.launch is not None:
             self.so.ask_launch(planned.launch, plan_view.launch_facts(planned.plan))
 
@@ -253,7 +253,7 @@ class ConfigureScreen(Page):
         if planned.problems:
             text = f"{label(planned.problems[0].field)}: {planned.problems[0].message}"
         else:
-            text = planned.plan.reasons[0] if planned.plan else ""
+            text = planned.plan.reason_texts[0] if planned.plan else ""
         self.notify(text, title="Not launched", severity="error", markup=False)
         rows = self.query(FieldRow).filter(".-wrong")
         if rows:

@@ -265,7 +265,7 @@ class PresetsScreen(FilteredPage):
             return
         row, plan = chosen
         if not plan.fits:
-            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reasons))
+            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
         from so_tui.launch import launch_of
         from so_tui.spec import Refused

@@ -1,4 +1,4 @@
-"""How a helper process talks: one request on stdin, answers as lines of JSON on stdout, everything else on stderr."""
+"""How a helper process answers: one request on stdin, lines of JSON on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ Answer = dict[str, Any]
 
 
 def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
-    """Answer the request on stdin with what ``work`` yields, a line each; returns the exit code.
+    """Answer the request on stdin.
 
-    What a user can mend is an answer too: ``{"problems": [...], "done": true}``, exit code 2 (or the error's own).
+    Problems that a user can solve are an answer too: ``{"problems": [...], "done": true}``, with exit code 2 (or the error's own).
+
+    Args:
+        work: Yields the answers to a request.
+
+    Returns:
+        The exit code.
     """
-    # Libraries print to stdout, where only answers may stand.
+    # Libraries print to stdout, which is reserved for answers.
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     code = 0
@@ -37,12 +43,16 @@ def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
 
 
 def requested_spec(request: Answer) -> RunSpec:
-    """The spec of a request. Raises InputError."""
+    """Return the spec of a request.
+
+    Raises:
+        InputError: It is not valid.
+    """
     return check_tree(request["spec"])
 
 
 def problems_json(error: SoTuiError) -> list[Answer]:
-    """What is wrong, as plain values; one problem without a field where the error names none."""
-    found = error.problems if isinstance(error, InputError) else (Problem(field="", value="", message=str(error), remedy=""),)
+    """Return the problems of an error as plain values; one problem without a field if the error has none."""
+    found = error.problems if isinstance(error, InputError) else (Problem(code="error", field="", value="", message=str(error), remedy=""),)
     problems: list[Answer] = msgspec.to_builtins(found)
     return problems
