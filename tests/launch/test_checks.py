@@ -16,7 +16,7 @@ from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
 from so_tui.spec.types import TrackingSpec
-from tests.support.plans import SOFTWARE, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
+from tests.support.plans import SOFTWARE, TINY, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 from tests.support.python_path import python_path
 
 
@@ -50,7 +50,7 @@ def test_nothing_wrong() -> None:
 
 
 def test_missing_files_are_all_named(tmp_path: Path) -> None:
-    spec = spec_of(model=ModelSpec(id="./no-such-model"), data=data("rows.jsonl"))
+    spec = spec_of(model=msgspec.structs.replace(TINY, id="./no-such-model"), data=data("rows.jsonl"))
     assert fields_refused(spec) == ["model.id", "data.source"]
     mixture = data((DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone"))))
     assert fields_refused(spec_of(data=mixture)) == ["data.source[1].source"]

@@ -7,9 +7,11 @@ import msgspec
 from so_tui.launch.preparation import Launch, launch_of
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Mode, Plan, RankBinding
-from so_tui.spec.types import DataSpec, ModelSpec, RunSpec, TrainSpec
+from so_tui.spec import find_preset
+from so_tui.spec.types import DataSpec, RunSpec, TrainSpec
 
 GIB = 2**30
+TINY = find_preset("tiny").spec.model
 SOFTWARE = Software(
     python="3.12",
     torch="2.13.0",
@@ -64,9 +66,7 @@ def cpu_machine(**changes: object) -> Machine:
 
 def spec_of(**changes: object) -> RunSpec:
     """Return a spec that trains the embedded model for 20 steps."""
-    spec = RunSpec(
-        name="trial", model=ModelSpec(id="builtin:tiny"), data=DataSpec(source="builtin:tiny/rows.jsonl"), train=TrainSpec(steps=20)
-    )
+    spec = RunSpec(name="trial", model=TINY, data=DataSpec(source="builtin:tiny/rows.jsonl"), train=TrainSpec(steps=20))
     return msgspec.structs.replace(spec, **changes)
 
 
