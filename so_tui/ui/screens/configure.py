@@ -74,8 +74,8 @@ class ConfigureScreen(Page):
         self.watch(self.app, "machine", self._machine_known)
 
     def _machine_known(self) -> None:
-        catalog = self.so.catalog
-        if self.so.machine is None or catalog is None:
+        catalog = self.app.catalog
+        if self.app.machine is None or catalog is None:
             return
         if self._base is None and catalog.presets:
             self.edit(list(catalog.presets)[-1])
@@ -90,7 +90,7 @@ class ConfigureScreen(Page):
 
     def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
         """Show a preset with what was typed over it before; ``wanted`` (a recommendation) replaces that, and an earlier one."""
-        catalog = self.so.catalog
+        catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
         self._base = catalog.presets[preset].spec
@@ -154,7 +154,7 @@ class ConfigureScreen(Page):
 
     def replan(self) -> None:
         """Plan what stands in the form; an answer to an older question is dropped."""
-        if self._base is None or self.so.machine is None:
+        if self._base is None or self.app.machine is None:
             return
         self._serial += 1
         self._plan(self._serial, self._base, dict(self._edits))
@@ -164,7 +164,7 @@ class ConfigureScreen(Page):
         from so_tui.launch import prepare
         from so_tui.plan import make_plan
 
-        machine = self.so.machine
+        machine = self.app.machine
         assert machine is not None
         try:
             spec = with_values(base, edits)
@@ -183,7 +183,7 @@ class ConfigureScreen(Page):
         if message.serial != self._serial or self._base is None:
             return
         self._planned = message
-        machine = self.so.machine
+        machine = self.app.machine
         assert machine is not None
         self._mark_fields(message, *impossible_field(message.plan, machine))
         self._show_title()
@@ -225,7 +225,9 @@ class ConfigureScreen(Page):
                 was = " ".join(reversed(self._length_was())) if edited else None
             else:
                 was = self._base_values.get(row.path, "") if row.path in edits else None
-            row.show_status(was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.so.machine, given_mode))
+            row.show_status(
+                was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.app.machine, given_mode)
+            )
 
     def _length_was(self) -> tuple[str, str]:
         key, text = length_of(self._base_values)
@@ -250,7 +252,7 @@ class ConfigureScreen(Page):
             forced = planned.plan.spec if planned.command else None
             self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reasons, retry_forced=forced))
         else:
-            self.so.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
+            self.app.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         if planned.problems:
@@ -270,7 +272,7 @@ class ConfigureScreen(Page):
             return
         from so_tui.ui.screens.saving import ask_to_save
 
-        ask_to_save(self.so, with_values(base, self._edits), base.name)
+        ask_to_save(self.app, with_values(base, self._edits), base.name)
 
     def action_look(self) -> None:
         """Show the data as the model will see it, with what stands in the form."""
