@@ -37,7 +37,7 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.constants import digest
-from so_tui.plan.site import Site, site_of
+from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values
@@ -185,7 +185,7 @@ def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argp
         plan = make_plan(spec, machine, probed=False)
         row = _identity(setting, spec, plan, machine)
         if not plan.fits:
-            yield row | {"error": "; ".join(plan.reasons)}
+            yield row | {"error": "; ".join(plan.reason_texts)}
             continue
         before = host_rate(plan, machine)
         row |= _run(spec, plan, machine, arguments)
@@ -199,7 +199,7 @@ def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: arg
     found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine, limit_s=arguments.limit_s)
     for setting, spec, plan in zip(settings, specs, plans, strict=True):
         row = _identity(setting, spec, plan, machine)
-        answer = next(found) if plan.fits else {"error": "; ".join(plan.reasons)}
+        answer = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
         if "measured" in answer:
             workload = msgspec.convert(answer["measured"]["workload"], Workload)
             answer["predicted"] = msgspec.to_builtins(predicted_of(spec, machine, workload)[1])
@@ -212,14 +212,14 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "setting": asdict(setting),
         "spec": _spec_tree(spec),
         "constants": digest(),
-        "speed": msgspec.to_builtins(_site(spec, machine).speed),
+        "speed": msgspec.to_builtins(_resources(spec, machine).speed),
         "machine": _machine_tree(machine),
         "name": settings_of(plan),
     }
 
 
-def _site(spec: RunSpec, machine: Machine) -> Site:
-    return site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+def _resources(spec: RunSpec, machine: Machine) -> Resources:
+    return resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
 
 
 def host_rate(plan: Plan, machine: Machine) -> float | None:
@@ -230,10 +230,10 @@ def host_rate(plan: Plan, machine: Machine) -> float | None:
     """
     from so_tui_trainer.tools.calibrate import slowest_together
 
-    site = _site(plan.spec, machine)
-    if site.speed is None:
+    resources = _resources(plan.spec, machine)
+    if resources.speed is None:
         return None
-    known = site.speed.adam_bytes_per_s(site.cores, site.ranks_per_node)
+    known = resources.speed.adam_bytes_per_s(resources.cores, resources.ranks_per_node)
     try:
         return round(slowest_together([rank.cpus for rank in plan.binding]) / known, 2)
     except SoTuiError as error:

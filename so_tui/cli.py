@@ -194,8 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _problem_of(error: OSError) -> Problem | None:
     """What is the user's to mend: a name that is too long, and a disk that takes no more. None for everything else."""
-    from so_tui.spec.check import shown
     from so_tui.spec.errors import Problem
+    from so_tui.spec.wording import shown
 
     if error.errno == errno.ENAMETOOLONG:
         value = shown(str(error.filename)) if error.filename else ""

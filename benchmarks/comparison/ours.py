@@ -93,7 +93,7 @@ def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, 
         plans.append(make_plan(with_values(find_preset(shape.preset).spec, settings), machine))
     fitting = [plan for plan in plans if plan.fits and plan.verdict == "fits"]
     if not fitting:
-        raise Refused(plans[-1].reasons)
+        raise Refused(plans[-1].reason_texts)
     return min(fitting, key=lambda plan: plan.step_s or 0.0)
 
 

@@ -15,7 +15,7 @@ from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
 def plan(arguments: argparse.Namespace) -> int:
     """The models x GPU counts table of a machine, or one plan with its arithmetic."""
     from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
-    from so_tui.plan.show import render_plan, render_table
+    from so_tui.plan.render import render_plan, render_table
 
     machine = chosen_machine(arguments)
     if arguments.probe and (arguments.machine or not arguments.preset):
@@ -75,12 +75,12 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
     from so_tui.plan import make_plan, plans_json
     from so_tui.plan.calibration import store
-    from so_tui.plan.show import render_comparison, render_plan
+    from so_tui.plan.render import render_comparison, render_plan
     from so_tui.runs import delete_run, probes_dir
     from so_tui.runs.records import PhaseRecord, StepRecord
 
     if not chosen.fits:
-        raise Refused(chosen.reasons)
+        raise Refused(chosen.reason_texts)
 
     def tell(record: object) -> None:
         if isinstance(record, StepRecord):

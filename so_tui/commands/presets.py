@@ -6,8 +6,8 @@ import argparse
 
 from so_tui.commands.common import chosen_changes, chosen_spec, print_json, print_rich
 from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
-from so_tui.spec.check import shown
 from so_tui.spec.files import path_fault
+from so_tui.spec.wording import shown
 
 
 def presets(arguments: argparse.Namespace) -> int:

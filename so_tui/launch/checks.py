@@ -12,8 +12,8 @@ from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
 from so_tui.launch.preparation import prepare, visible_machine
 from so_tui.launch.sources import missing_paths, with_absolute_paths
 from so_tui.machine.doctor import findings
-from so_tui.machine.doctor.software import keeps_kernel
-from so_tui.machine.tree import Tree
+from so_tui.machine.doctor.software import has_adam_kernel
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
@@ -38,7 +38,7 @@ def preflight(spec: RunSpec, machine: Machine, *, force: bool = False, runs_dir:
     answer = call_tool("check_inputs", {"spec": spec_tree(spec)}, timeout_s=_CHECK_TIMEOUT_S)
     if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)
-    return (*plan.warnings, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
+    return (*plan.warning_texts, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
@@ -110,7 +110,7 @@ def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
 
 def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
     """Raises Refused, forceable: a kernel may have been compiled elsewhere."""
-    if plan.mode != "gpu" and machine.software.compiler is None and not keeps_kernel(Tree(), os.environ):
+    if plan.mode != "gpu" and machine.software.compiler is None and not has_adam_kernel(SystemFiles(), os.environ):
         raise Refused(
             ["CPU Adam is compiled at the first run, and there is no C++ compiler here. Install g++ (or set CXX)"], forceable=True
         )

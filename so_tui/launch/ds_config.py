@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from so_tui.plan.communication import largest_block, live_parameters
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import live_parameters
 from so_tui.plan.types import Plan
 
 
@@ -46,9 +47,9 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
         "contiguous_gradients": True,
     }
     if plan.gpus > 1:
-        blocks = plan.spec.model.parameters
-        section["stage3_max_live_parameters"] = live_parameters(blocks)
-        if layer := largest_block(blocks):
+        layer = profile_of(plan.spec.model).largest_layer
+        section["stage3_max_live_parameters"] = live_parameters(layer)
+        if layer:
             # Layers are gathered whole, the next one while this one computes: there is room for both.
             section["stage3_prefetch_bucket_size"] = layer
     if plan.mode != "gpu":

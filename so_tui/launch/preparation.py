@@ -13,7 +13,7 @@ from so_tui.launch import command, environment
 from so_tui.launch.ds_config import ds_config
 from so_tui.launch.environment import Variable
 from so_tui.machine.types import Gpu, Machine
-from so_tui.plan import make_plan
+from so_tui.plan import make_plan, plan_tree
 from so_tui.plan.types import Plan
 from so_tui.spec import Refused, RunSpec
 
@@ -38,7 +38,7 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: 
     inherited = os.environ if inherited is None else inherited
     plan = make_plan(spec, machine)
     if not plan.possible or (not plan.fits and not force):
-        raise Refused(plan.reasons, forceable=plan.possible)
+        raise Refused(plan.reason_texts, forceable=plan.possible)
     return Launch(
         plan=plan,
         ds_config=ds_config(plan),
@@ -77,11 +77,11 @@ def launch_json(launch: Launch) -> bytes:
                     "cpus": rank.cpus,
                     "memory_policy": rank.memory_policy,
                     "deepspeed": rank.deepspeed,
-                    "deepspeed_alone": rank.alone,
+                    "deepspeed_alone": rank.deepspeed_unlisted,
                 }
                 for rank in launch.plan.binding
             ],
-            "plan": launch.plan,
+            "plan": plan_tree(launch.plan),
         }
     )
 

@@ -12,6 +12,7 @@ from so_tui.launch import environment
 from so_tui.launch.preparation import Launch
 from so_tui.machine import cpu_ranges
 from so_tui.machine.types import Machine
+from so_tui.plan.messages import deepspeed_text
 from so_tui.plan.types import MemoryPolicy, RankBinding
 
 _VERDICTS = {"fits": ("✓", "bold green"), "tight": ("~", "bold yellow"), "does not fit": ("✗", "bold red")}
@@ -22,7 +23,9 @@ def render_launch(launch: Launch, machine: Machine) -> RenderableType:
     plan = launch.plan
     sign, style = _VERDICTS[plan.verdict]
     title = Text.assemble((f"{sign} {plan.verdict}", style), f"  {plan.spec.label} on {machine.label}: {plan.mode}, ratio {plan.ratio:g}")
-    notes = [Text(f"  {reason}") for reason in plan.reasons] + [Text(f"  ~ {warning}", style="yellow") for warning in plan.warnings]
+    notes = [Text(f"  {reason}") for reason in plan.reason_texts] + [
+        Text(f"  ~ {warning}", style="yellow") for warning in plan.warning_texts
+    ]
     return Group(
         title,
         *notes,
@@ -38,7 +41,7 @@ def render_launch(launch: Launch, machine: Machine) -> RenderableType:
 
 def _binding(ranks: tuple[RankBinding, ...]) -> Table:
     table = Table(box=None, pad_edge=False, title="binding", title_justify="left", title_style="bold")
-    for heading in ("rank", "GPU", "node", "cores", "memory", "DeepSpeed with our list", "DeepSpeed alone"):
+    for heading in ("rank", "GPU", "node", "cores", "memory", "DeepSpeed with our list", "DeepSpeed by itself"):
         table.add_column(heading)
     for rank in ranks:
         table.add_row(
@@ -47,8 +50,8 @@ def _binding(ranks: tuple[RankBinding, ...]) -> Table:
             "unknown" if rank.numa_node is None else str(rank.numa_node),
             cpu_ranges(rank.cpus),
             _policy(rank.memory_policy),
-            rank.deepspeed.in_words,
-            (rank.alone or rank.deepspeed).in_words,
+            deepspeed_text(rank.deepspeed),
+            deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
         )
     return table
 

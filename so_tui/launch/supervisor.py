@@ -28,7 +28,7 @@ from so_tui.launch.processes import ProcessTree
 from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
 from so_tui.launch.stopping import StopRequest, request_stop, stop_request
 from so_tui.launch.verdict import End, Evidence, Failure, conclude
-from so_tui.plan.relief import less_gpu_memory, less_host_memory
+from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs.directory import RunDirectory, deleted
 from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader, trim_log

@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from so_tui.runs.codec import decode_metric, encode_line
-from so_tui.runs.pyramid import Buckets
+from so_tui.runs.overview import StoredRows
+from so_tui.runs.pyramid import NO_EXTREMES, extremes
 from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import SUFFIX
 from so_tui.spec.files import write_atomic
@@ -39,7 +40,7 @@ METRICS: tuple[str, ...] = tuple(
 """The numeric fields of a step record that can be charted."""
 
 _ROW = ("first", "last", "count", "offset")
-_MISSING = {"min": math.inf, "max": -math.inf, "last": math.nan}
+_MISSING = {"min": NO_EXTREMES[0], "max": NO_EXTREMES[1], "last": math.nan}
 _DOUBLE = 8
 
 
@@ -104,10 +105,10 @@ class SegmentIndex:
             values.frombytes(file.read(rows * _DOUBLE))
         return _little_endian(values)
 
-    def buckets(self, metric: str) -> Buckets:
-        """The rows of a metric. Raises OSError."""
+    def rows(self, metric: str) -> StoredRows:
+        """Return the rows of a metric. Raises OSError."""
         names = (f"{metric}.min", f"{metric}.max", f"{metric}.last")
-        return Buckets(self.first_steps, self.last_steps, *(self.column(name) for name in names))
+        return StoredRows(self.first_steps, self.last_steps, *(self.column(name) for name in names))
 
 
 def index_path(segment: Path) -> Path:
@@ -162,9 +163,9 @@ def _metric_columns(metric: str, values: list[float]) -> dict[str, array[float]]
     low, high, last = array("d"), array("d"), array("d")
     for start in range(0, len(values), BUCKET):
         bucket = values[start : start + BUCKET]
-        finite = [value for value in bucket if math.isfinite(value)]
-        low.append(min(finite, default=math.inf))
-        high.append(max(finite, default=-math.inf))
+        least, greatest = extremes(bucket)
+        low.append(least)
+        high.append(greatest)
         last.append(bucket[-1])
     return {f"{metric}.min": low, f"{metric}.max": high, f"{metric}.last": last}
 

@@ -13,7 +13,7 @@ import msgspec
 from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.index import METRICS, SegmentIndex, index_path, metric_values
-from so_tui.runs.pyramid import EMPTY, Overview, Pyramid, overview
+from so_tui.runs.overview import EMPTY, Overview, StepRows, overview
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -68,7 +68,7 @@ class _Window:
     def __init__(self, key: tuple[tuple[int, int], ...], steps: list[StepRecord]) -> None:
         self.key = key
         self.steps = steps
-        self.pyramids: dict[str, Pyramid] = {}
+        self.rows: dict[str, StepRows] = {}
 
 
 class MetricsReader:
@@ -83,8 +83,8 @@ class MetricsReader:
         self._tail: list[_Segment] = []
         self._events: list[MetricRecord] = []
         self._latest: StepRecord | None = None
-        self._history_pyramids: dict[str, Pyramid] = {}
-        self._tail_pyramids: dict[str, Pyramid] = {}
+        self._history_rows: dict[str, StepRows] = {}
+        self._tail_rows: dict[str, StepRows] = {}
         self._window = _Window((), [])
 
     # what was recorded
@@ -219,8 +219,8 @@ class MetricsReader:
         for segment in self._tail:
             segment.steps = [step for step in segment.steps if self._counts(step)]
         self._events = [e for e in self._events if not isinstance(e, (CheckpointRecord, EvaluationRecord)) or self._counts(e)]
-        self._history_pyramids.clear()
-        self._tail_pyramids.clear()
+        self._history_rows.clear()
+        self._tail_rows.clear()
         self._window = _Window((), [])
         self._latest = next(iter(self.recent(1)), None)
 
@@ -237,25 +237,24 @@ class MetricsReader:
         end = last if last is not None else self._latest.step if self._latest else None
         if begin is None or end is None or end < begin:
             return Overview(metric=metric, first=begin or 0, last=begin or 0, columns=(EMPTY,) * columns)
-        history = self._history_pyramid(metric)
+        history = self._rows_of_history(metric)
         if history.rows_between(begin, end) < min(columns, _WINDOW_ROWS):
-            history = self._window_pyramid(metric, begin, end)
-        return overview(metric, [history, self._tail_pyramid(metric)], columns, begin, end)
+            history = self._rows_of_window(metric, begin, end)
+        return overview(metric, [history, self._rows_of_tail(metric)], columns, begin, end)
 
-    def _history_pyramid(self, metric: str) -> Pyramid:
-        if metric not in self._history_pyramids:
-            pyramid = self._history_pyramids[metric] = Pyramid()
+    def _rows_of_history(self, metric: str) -> StepRows:
+        if metric not in self._history_rows:
+            rows = self._history_rows[metric] = StepRows()
             for index in self._history:
-                self._add_history(metric, pyramid, index)
-            pyramid.fold()
-        return self._history_pyramids[metric]
+                self._add_history(metric, rows, index)
+        return self._history_rows[metric]
 
-    def _add_history(self, metric: str, pyramid: Pyramid, index: SegmentIndex) -> None:
+    def _add_history(self, metric: str, rows: StepRows, index: SegmentIndex) -> None:
         """Adds the rows of a segment that count; of a row with superseded steps, the records before them."""
         whole = bisect_right(index.last_steps, self._cut(index.header.attempt))
-        pyramid.extend(index.buckets(metric), whole)
+        rows.extend(index.rows(metric), whole)
         steps = self._steps_of(index, whole, self._kept_rows(index))
-        pyramid.append_values([step.step for step in steps], metric_values(steps, metric))
+        rows.append_values([step.step for step in steps], metric_values(steps, metric))
 
     def _kept_rows(self, index: SegmentIndex) -> int:
         return bisect_right(index.first_steps, self._cut(index.header.attempt))
@@ -263,25 +262,23 @@ class MetricsReader:
     def _steps_of(self, index: SegmentIndex, start: int, stop: int) -> list[StepRecord]:
         return [step for step in index.steps_between(start, stop) if self._counts(step)]
 
-    def _window_pyramid(self, metric: str, first: int, last: int) -> Pyramid:
+    def _rows_of_window(self, metric: str, first: int, last: int) -> StepRows:
         """The history between two steps, record by record; for ranges of few rows, of which the raw records are not many either."""
         key = tuple((bisect_left(index.last_steps, first), bisect_right(index.first_steps, last)) for index in self._history)
         if self._window.key != key:
             spans = zip(self._history, key, strict=True)
             self._window = _Window(key, [step for index, (start, stop) in spans for step in self._steps_of(index, start, stop)])
-        steps, pyramids = self._window.steps, self._window.pyramids
-        if metric not in pyramids:
-            pyramids[metric] = Pyramid()
-            pyramids[metric].append_values([step.step for step in steps], metric_values(steps, metric))
-            pyramids[metric].fold()
-        return pyramids[metric]
+        steps, rows = self._window.steps, self._window.rows
+        if metric not in rows:
+            rows[metric] = StepRows()
+            rows[metric].append_values([step.step for step in steps], metric_values(steps, metric))
+        return rows[metric]
 
-    def _tail_pyramid(self, metric: str) -> Pyramid:
-        pyramid = self._tail_pyramids.setdefault(metric, Pyramid())
-        steps = self._tail_steps()[len(pyramid.base) :]
-        pyramid.append_values([step.step for step in steps], metric_values(steps, metric))
-        pyramid.fold()
-        return pyramid
+    def _rows_of_tail(self, metric: str) -> StepRows:
+        rows = self._tail_rows.setdefault(metric, StepRows())
+        steps = self._tail_steps()[len(rows) :]
+        rows.append_values([step.step for step in steps], metric_values(steps, metric))
+        return rows
 
     def _tail_steps(self) -> list[StepRecord]:
         return [step for segment in self._tail for step in segment.steps]
@@ -290,10 +287,9 @@ class MetricsReader:
         """Moves the first segment of the tail to the history."""
         del self._tail[0]
         self._history.append(index)
-        self._tail_pyramids.clear()
-        for metric, pyramid in self._history_pyramids.items():
-            self._add_history(metric, pyramid, index)
-            pyramid.fold()
+        self._tail_rows.clear()
+        for metric, rows in self._history_rows.items():
+            self._add_history(metric, rows, index)
         if not already_read:
             for record in (*index.events, *((index.latest,) if index.latest else ())):
                 self._apply(record, None)

@@ -11,7 +11,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.log import LogReader
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.pyramid import Overview
+from so_tui.runs.overview import Overview
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,

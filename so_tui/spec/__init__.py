@@ -1,4 +1,4 @@
-"""What a user asks for: specs and presets, their checks and their files. Cheap to import; knows no machine."""
+"""What a user asks for: specs and presets, their checks and their files. Cheap to import and independent of the machine."""
 
 from so_tui.spec.catalog import Catalog, check_user_name, create_preset, find_preset, load_catalog, resolve_source, save_preset, user_folder
 from so_tui.spec.check import check_tree, problems_in

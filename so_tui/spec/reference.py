@@ -1,11 +1,11 @@
-"""The reference of preset keys as Markdown: ``python -m so_tui.spec.reference > docs/presets.md``."""
+"""Print the reference of preset keys as Markdown: ``python -m so_tui.spec.reference > docs/presets.md``."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
-from so_tui.spec.check import shown
 from so_tui.spec.fields import FieldInfo, fields
+from so_tui.spec.wording import shown
 
 _INTRODUCTION = """\
 # Presets and their keys
@@ -55,7 +55,7 @@ An unknown key, a wrong type or a value out of range is an error that names the 
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [_INTRODUCTION]
     for section, group in groupby(fields(), key=lambda info: info.path.rpartition(".")[0]):
         parts.append(f"\n## {f'`[{section}]`' if section else 'Top level'}\n")

@@ -74,7 +74,7 @@ def test_torch_without_cuda_on_a_gpu_machine() -> None:
 
 def test_what_doctor_says_blocks_a_launch() -> None:
     machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, deepspeed="0.18.0"))
-    with pytest.raises(Refused, match=r"DeepSpeed 0.18.0 is not the tested one .*pip install deepspeed==") as caught:
+    with pytest.raises(Refused, match=r"DeepSpeed 0.18.0 is not supported .*pip install deepspeed==") as caught:
         preflight(find_preset("tiny").spec, machine)
     assert caught.value.forceable
 

@@ -167,8 +167,9 @@ def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(t
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--sysroot"):
+    with pytest.raises(InputError) as caught:
         inspect_machine(tmp_path)
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("no-cpus", "--sysroot")]
 
 
 MPAM_KERNEL = {"/proc/sys/kernel/osrelease": "6.11-adv\n", "/boot/config-6.11-adv": "CONFIG_ARM64_MPAM=y\n"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from superoffload.arena import Arena
 
 SHARED = Path("/dev/shm")
@@ -47,7 +47,7 @@ def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
 
 def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
     numel = 10**14
-    with pytest.raises(superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory, but only [\d.]+ GB are available") as caught:
+    with pytest.raises(superoffload.OffloadError, match=r"need 1400 TB of host memory, but only [\d.]+ GB are available") as caught:
         Arena([numel], torch.bfloat16, accumulate=False, page_lock=False)
     told = re.search(r"only ([\d.]+) GB", str(caught.value))
     assert told is not None
@@ -61,7 +61,7 @@ def test_a_limit_of_the_process_is_told_with_the_size() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
     try:
         with pytest.raises(
-            superoffload.OffloadError, match=r"0\.4 GB of host memory .* could not be had: .*Cannot allocate memory.*ulimit"
+            superoffload.OffloadError, match=r"420 MB of host memory .* could not be had: .*Cannot allocate memory.*ulimit"
         ):
             Arena([30_000_000], torch.bfloat16, accumulate=False, page_lock=False)
     finally:
@@ -81,7 +81,7 @@ def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    tree = Tree(tmp_path)
+    tree = SystemFiles(tmp_path)
     with pytest.raises(superoffload.OffloadError, match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available"):
         Arena([300_000_000], torch.bfloat16, accumulate=False, page_lock=False, tree=tree)
     Arena([250_000_000], torch.bfloat16, accumulate=False, page_lock=False, tree=tree).close()

@@ -111,7 +111,7 @@ def test_what_a_killed_save_left_is_removed_and_the_rest_is_restored_whole(tmp_p
 def test_a_checkpoint_that_has_no_room_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
-    assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: a checkpoint needs 1000000000.0 GB, and ")
+    assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: a checkpoint needs 1000000 TB, and ")
     assert "then resume" in caught.value.suggestion
 
 

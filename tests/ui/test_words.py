@@ -133,6 +133,7 @@ def test_glyphs_follow_setting_locale_and_terminal() -> None:
 @pytest.mark.parametrize("width", [40, 74, 120])
 def test_findings_fold_under_their_own_words(width: int) -> None:
     finding = Finding(
+        code="shm-tight",
         severity="warning",
         title="Memory is short",
         evidence="/dev/shm: 1.0 GiB free of 64.0 GiB; the run needs 20.0 GiB of it and gets no more from anywhere else",

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from so_tui.plan.relief import less_gpu_memory, less_host_memory
+from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError
 from superoffload.errors import NonFiniteGradientError, WorkerLostError

@@ -48,12 +48,12 @@ class Ranks(NamedTuple):
 
 def join(use_gpu: bool) -> Ranks:
     """Join the process group that DeepSpeed's launcher prepared in the environment."""
-    import superoffload  # imports DeepSpeed
+    from superoffload import join_process_group  # imports DeepSpeed
 
     local_rank = int(os.environ["LOCAL_RANK"])
     if use_gpu:
         torch.cuda.set_device(local_rank)
-    superoffload.join_process_group()
+    join_process_group()
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     group = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from so_tui.machine.memory import available_bytes
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.units import disk_size
 from superoffload.errors import OffloadError
 from superoffload.worker import layout
@@ -28,12 +28,14 @@ class Arena:
     Raises OffloadError when the host, whose /proc and /sys ``tree`` reads, has less memory than they need, or allows this process less.
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, accumulate: bool, page_lock: bool, tree: Tree | None = None) -> None:
+    def __init__(
+        self, numels: Sequence[int], dtype: torch.dtype, *, accumulate: bool, page_lock: bool, tree: SystemFiles | None = None
+    ) -> None:
         self.numels = tuple(numels)
         self.dtype = dtype
         self.accumulate = accumulate
         self._places = layout(self.numels, dtype.itemsize, accumulate)
-        _check_room(self._places.bytes, tree or Tree())
+        _check_room(self._places.bytes, tree or SystemFiles())
         self.descriptor = os.memfd_create("so-tui-offload", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, self._places.bytes)
@@ -103,7 +105,7 @@ def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check_room(needed_bytes: int, tree: Tree) -> None:
+def _check_room(needed_bytes: int, tree: SystemFiles) -> None:
     """Shared memory that is not there ends a process with SIGBUS or the OOM killer: better to say so before."""
     available = available_bytes(tree)
     if available is not None and needed_bytes > available:

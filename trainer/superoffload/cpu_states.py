@@ -17,8 +17,8 @@ import torch
 
 from superoffload import kernel, worker
 from superoffload.arena import Arena
+from superoffload.meter import Meter
 from superoffload.norm import non_finite
-from superoffload.stats import Meter
 from superoffload.sub_groups import SubGroup
 from superoffload.transfers import Copy, Done, Event, Transfers
 from superoffload.worker_client import WorkerClient

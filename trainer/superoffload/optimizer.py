@@ -33,8 +33,8 @@ from superoffload import worker
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import GpuStates
+from superoffload.meter import Meter, OffloadStats
 from superoffload.norm import GradientNorm
-from superoffload.stats import Meter, OffloadStats
 from superoffload.sub_groups import Gradient, SubGroup, check_types
 from superoffload.transfers import Copy, Done, Event, transfers_for
 

@@ -55,7 +55,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> N
             state.set_step(saved[0].sub_groups[0].step)
 
 
-def masters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and fp32 weights, flat, of every parameter of a saved state, put together from all ranks' files; a tensor at a time.
 
     Raises OffloadError when it is torn.

@@ -193,7 +193,7 @@ class ConfigureScreen(Page):
             count = plural(len(message.problems), "field")
             self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to mend before this can be planned", "bold $error"))
             lines = [
-                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.remedy}")
+                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.advice}")
                 for problem in message.problems
             ]
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
@@ -216,7 +216,7 @@ class ConfigureScreen(Page):
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]  # a source of a mixture has no row
-            problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
+            problems.setdefault(path, problem.remedy or f"{problem.message}.")
         edits = self._edits
         given_mode = edits.get("offload.mode", self._base_values.get("offload.mode", ""))
         for row in self.query(FieldRow):
@@ -250,7 +250,7 @@ class ConfigureScreen(Page):
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
             forced = planned.plan.spec if planned.command else None
-            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reasons, retry_forced=forced))
+            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reason_texts, retry_forced=forced))
         else:
             self.app.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
 
@@ -258,7 +258,7 @@ class ConfigureScreen(Page):
         if planned.problems:
             text = f"{label(planned.problems[0].field)}: {planned.problems[0].message}"
         else:
-            text = planned.plan.reasons[0] if planned.plan else ""
+            text = planned.plan.reason_texts[0] if planned.plan else ""
         self.notify(text, title="Not launched", severity="error", markup=False)
         rows = self.query(FieldRow).filter(".-wrong")
         if rows:

@@ -262,7 +262,7 @@ class PresetsScreen(Page):
             return
         row, plan = chosen
         if not plan.fits:
-            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reasons))
+            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
         self.app.ask_launch(plan.spec, plan_view.launch_facts(plan))
 

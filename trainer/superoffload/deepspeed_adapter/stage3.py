@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from so_tui.model.sharding import OWN_LARGEST_BUCKET, gpu_sub_groups, sub_group_slices
+from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
 from superoffload.sub_groups import Gradient, SubGroup
@@ -28,21 +27,6 @@ class SuperOffloadSettings:
     clipping: float
     cpus: Sequence[int]
     watchdog_timeout_s: float
-
-
-def super_offload_config(ds_config: Mapping[str, Any], sub_group_size: int) -> dict[str, Any]:
-    """The run's config with what our optimizer needs. DeepSpeed asks for its SuperOffload class where ``super_offload`` is set."""
-    config = deepcopy(dict(ds_config))
-    config.pop("data_types", None)  # gradients are handed over in the weights' type and added up in fp32 by the worker
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False
-    zero = config["zero_optimization"]
-    zero["offload_optimizer"] = {"device": "cpu", "super_offload": True, "ratio": 1.0, "pin_memory": False}
-    zero["sub_group_size"] = sub_group_size
-    zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", OWN_LARGEST_BUCKET)), OWN_LARGEST_BUCKET)
-    # Parameters that stay gathered would have to be gathered again right after the step, when most have not landed.
-    zero["stage3_param_persistence_threshold"] = 0
-    return config
 
 
 @contextmanager

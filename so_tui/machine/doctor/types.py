@@ -1,4 +1,4 @@
-"""What a check sees and what it says."""
+"""What a check reads and what it returns."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from so_tui.machine.nvml import GpuHealth
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
 from so_tui.spec.types import RunSpec
 
 Severity = Literal["blocks", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")
 
-GIB = 1 << 30
-
 
 class Finding(Struct, frozen=True, kw_only=True):
+    """One trap on a machine or in the settings of a run."""
+
+    code: str
+    """What was found, in kebab-case and independent of the wording: ``no-compiler``."""
     severity: Severity
-    """``blocks``: a launch is refused; ``warning``: it costs speed, memory or a run; ``note``: good to know."""
+    """``blocks``: a launch is refused; ``warning``: costs speed, memory or the run; ``note``: good to know."""
     title: str
     evidence: str
     """What was read, and where."""
     cost: str
+    """What happens if nothing is done."""
     remedy: str
 
 
-class Needs(Protocol):
+class PlanNeeds(Protocol):
     """The part of a plan that the checks read."""
 
     @property
@@ -41,9 +44,9 @@ class Needs(Protocol):
     @property
     def fits(self) -> bool: ...
     @property
-    def reasons(self) -> tuple[str, ...]: ...
+    def reason_texts(self) -> tuple[str, ...]: ...
     @property
-    def remedies(self) -> tuple[str, ...]: ...
+    def remedy_texts(self) -> tuple[str, ...]: ...
     @property
     def host_bytes_per_node(self) -> Mapping[int, int]: ...
     @property
@@ -57,42 +60,42 @@ class Needs(Protocol):
 
 
 @dataclass(frozen=True)
-class Look:
-    """One look at a machine. ``tree`` is None where the machine is not this host: then only the Machine itself is judged."""
+class CheckContext:
+    """Everything that checks may read."""
 
     machine: Machine
-    plan: Needs | None = None
-    tree: Tree | None = None
+    plan: PlanNeeds | None = None
+    """The run that is to start; None checks the machine without a run."""
+    files: SystemFiles | None = None
+    """System files of this host; None if the machine is another host, of which only the Machine is checked."""
     environment: Mapping[str, str] = field(default_factory=dict)
     health: tuple[GpuHealth, ...] = ()
     checkpoints: Path | None = None
-    """The folder that checkpoints go to, on this host."""
+    """Folder on this host for checkpoints."""
     now: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
+    """Unix seconds."""
 
     @property
-    def nvidia(self) -> tuple[Gpu, ...]:
+    def nvidia_gpus(self) -> tuple[Gpu, ...]:
         return tuple(gpu for gpu in self.machine.gpus if gpu.vendor == "nvidia")
 
     @property
-    def grace(self) -> bool:
+    def is_grace(self) -> bool:
+        """Whether the CPU is an NVIDIA Grace."""
         return self.machine.architecture == "aarch64" and "Grace" in self.machine.cpu_name
 
     @property
-    def deepspeeds_adam(self) -> bool:
-        """Whether the plan steps with DeepSpeed's CPU Adam, which is compiled with ninja at first use; ours needs a compiler alone."""
+    def uses_deepspeed_adam(self) -> bool:
+        """Whether the run uses DeepSpeed's CPU Adam, which ninja compiles at first use. so-tui's own needs only a compiler."""
         return self.plan is not None and (
             self.plan.mode == "zerooffload" or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
         )
 
     def text(self, name: str) -> str:
-        """A live file's text; empty where it is absent or the machine is elsewhere."""
-        return (self.tree.text(name) if self.tree else None) or ""
+        """Return the content of a system file; empty if it is absent or the machine is another host."""
+        return (self.files.text(name) if self.files else None) or ""
 
 
-def gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"
-
-
-def indices(gpus: tuple[Gpu, ...]) -> str:
+def gpu_list(gpus: tuple[Gpu, ...]) -> str:
+    """Return the indices of GPUs for a message: ``0, 2``."""
     return ", ".join(str(gpu.index) for gpu in gpus)

@@ -1,4 +1,4 @@
-"""A stretch of a run's step records as series to draw: the whole run as columns and then record by record, or a part of it more closely."""
+"""Step records of a run, or of a window of it, as series to draw: first as columns of an overview, then record by record."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from so_tui.ui.series import Ema, Line, Series
 
 METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
 OVERVIEW_COLUMNS = 4000
-"""Rows that a stretch is drawn from at most: more than any terminal has dots."""
+"""Largest number of rows from an overview; no terminal has as many dots."""
 
 
-class Stretch:
-    """Appended to by one thread; whoever draws it names how much of it there was when it was handed over."""
+class StepSeries:
+    """Metrics by step. One thread appends; readers pass the length that they learned after an append."""
 
     def __init__(self, decay: float) -> None:
-        """``decay`` of the moving averages of the loss (``ema``) and of the gradient norm (``norm_ema``)."""
+        """Use ``decay`` for the moving averages of the loss (``ema``) and of the gradient norm (``norm_ema``)."""
         self.steps, self.times = array("d"), array("d")
         self.series = {name: Series() for name in (*METRICS, "ema", "norm_ema")}
         self.coarse_until = 0.0
-        """Up to this step a row stands for several records."""
+        """Up to this step, a row stands for several records."""
         self._ema, self._norm_ema = Ema(decay), Ema(decay)
 
     def __len__(self) -> int:
-        return len(self.series["norm_ema"])  # what is appended to last
+        return len(self.series["norm_ema"])  # appended to last
 
     @property
     def last_step(self) -> float:
         return self.steps[-1] if self.steps else -math.inf
 
     def line(self, metric: str, role: str, length: int) -> Line:
-        """A metric's first ``length`` rows, to be drawn in ``role``."""
+        """Return the first ``length`` rows of a metric as a line with this role."""
         return Line(self.series[metric], length, self.times, self.steps, role)
 
     def covers(self, low: float, high: float) -> bool:
-        """Whether no row between two steps is missing."""
+        """Return whether all rows between two steps are present."""
         return len(self) > 0 and self.steps[0] <= low and high <= self.steps[-1]
 
     def add_columns(self, reader: RunReader, first: int, last: int) -> None:
-        """Draw steps ``first`` to ``last`` from the reader's own overview, without reading every record."""
+        """Append the steps ``first`` to ``last`` from the reader's overview, without reading every record."""
         columns = min(OVERVIEW_COLUMNS, last - first + 1)
         drawn = {name: reader.overview(name, columns, first, last).columns for name in (*METRICS, "time")}
         width = (last - first + 1) / columns
@@ -59,7 +59,7 @@ class Stretch:
             self.coarse_until = float(last)
 
     def add(self, record: StepRecord) -> None:
-        """Add the next record."""
+        """Append the next record."""
         self.steps.append(float(record.step))
         self.times.append(record.time)
         for name in METRICS:

@@ -1,4 +1,4 @@
-"""What plans know from before: small JSON files in the state folder, each read once for as long as it stays as it is."""
+"""Small JSON files in the state folder that planning reads: each is decoded once for as long as it does not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Struct)
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """None where there is no such file, or none that can be read."""
+    """Return the file's content; None where there is no such file, or it cannot be read."""
     try:
         stamp = path.stat()
     except OSError:
@@ -24,7 +24,7 @@ def read(path: Path, kind: type[T]) -> T | None:
 
 
 def write(path: Path, value: Struct) -> Path:
-    """Raises OSError."""
+    """Replace the file and return its path. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=1))
     return path
@@ -32,7 +32,7 @@ def write(path: Path, value: Struct) -> Path:
 
 @lru_cache(maxsize=256)
 def _read(path: Path, kind: type[T], modified_ns: int, size: int) -> T | None:
-    # Keyed by the file's stamp: a plan costs one look at the folder, not one reading.
+    # Keyed by time and size, so that a plan costs a stat and not a decoding.
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):

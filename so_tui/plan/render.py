@@ -1,4 +1,4 @@
-"""Plans for people, as rich renderables: the models x GPU counts table, and the arithmetic behind one plan."""
+"""Plans as rich renderables: the models x GPU counts table, and the arithmetic behind one plan."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from rich.text import Text
 
 from so_tui.machine.types import Machine
 from so_tui.plan.binding import cpu_ranges
-from so_tui.plan.types import Confidence, MemoryTerm, Place, Plan, PlanRow, Verdict
-from so_tui.plan.verdict import DEV_SHM, EACH_GPU, WITHIN_LIMIT, gib
+from so_tui.plan.constants import SpeedSource
+from so_tui.plan.facts import MemoryPool
+from so_tui.plan.formats import gib
+from so_tui.plan.messages import deepspeed_text, message, rates_text, speed_source_text, workload_text
+from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
+from so_tui.plan.workload import Workload
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
+_POOLS: dict[MemoryPool, str] = {"gpu": "GPU", "node": "host", "limit": "limit", "shm": "shm", "unknown": "host"}
 _BAR_WIDTH = 28
 _NONE = "—"
-_NAME, _FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
-"""Columns that a model's name takes, its name and facts, a cell, and a cell that says where memory is short."""
+_NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
+"""Columns of a model's name, of its name and facts, of a cell, and of a cell that says where memory is short."""
 
 
 def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
-    """What this machine can train: a line per model, a column per GPU count, and what the signs mean. Narrow terminals get less detail."""
+    """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
     parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows)]
     if not any(plan.recommended for row in rows for plan in row.cells.values()):
-        parts.append(Text("Nothing here is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
+        parts.append(Text("No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
     return Group(*parts)
 
 
 class _Grid:
-    """The table, drawn for the width it is shown in: model names and verdicts are never cut, the rest gives way."""
+    """The table at the width of the terminal. Model names and verdicts are never cut; other columns are left out."""
 
     def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
         self._rows, self._machine = rows, machine
@@ -44,7 +49,7 @@ class _Grid:
 def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     unit = "GPU" if machine.gpus else "rank"
     counts = sorted({count for row in rows for count in row.cells})
-    narrow, compact = width < _FACTS + _WIDE_CELL * len(counts), width < _NAME + _CELL * len(counts)
+    narrow, compact = width < _WITH_FACTS + _WIDE_CELL * len(counts), width < _NAME + _CELL * len(counts)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("model", no_wrap=True)
     if not narrow:
@@ -60,7 +65,7 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
 
 
 def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
-    """One cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
+    """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
     sign, style = _SIGNS[plan.verdict]
     star = "★" if plan.recommended else " "
     text = Text.assemble((sign, style), star) if compact else Text.assemble(star, " ", (f"{sign} ", style))
@@ -74,15 +79,17 @@ def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
-    """The verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
+    """Render the verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
     parts: list[RenderableType] = [_headline(plan), Text()]
-    parts += [_bullet("→", "green", reason) if reason in plan.remedies else _bullet("·", "cyan", reason) for reason in plan.reasons]
-    parts += [_bullet("!", "yellow", warning) for warning in plan.warnings]
-    for place, title, capacity in _places(plan, machine):
-        terms = sorted((term for term in plan.breakdown if term.place == place and term.bytes), key=lambda term: -term.bytes)
+    for reason in plan.reasons:
+        sign, style = ("→", "green") if reason in plan.remedies else ("·", "cyan")
+        parts.append(_bullet(sign, style, message(reason)))
+    parts += [_bullet("!", "yellow", warning) for warning in plan.warning_texts]
+    for location, title, capacity in _locations(plan, machine):
+        terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes), key=lambda term: -term.bytes)
         if terms:
             parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity), _terms(terms)]
-    parts += [Text(), Text("= exact   ≈ measured: calibrated by measurements   ≈ worked out, not measured", style="dim")]
+    parts += [Text(), Text("= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured", style="dim")]
     parts += [Text(), _step(plan)]
     if plan.binding:
         parts += [Text(), _binding(plan)]
@@ -90,7 +97,7 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
 
 
 def render_comparison(settings: str, rows: Sequence[tuple[str, float, float, float | None]]) -> RenderableType:
-    """What a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
+    """Render what a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, title=f"probe: {settings}", title_justify="left")
     table.add_column("", no_wrap=True)
     for heading in ("predicted", "measured", "error"):
@@ -109,10 +116,10 @@ def _headline(plan: Plan) -> Text:
     return text.append("   recommended", "bold") if plan.recommended else text
 
 
-def _places(plan: Plan, machine: Machine) -> tuple[tuple[Place, str, int | None], ...]:
-    # A node may carry several ranks, so the rank's terms are set against the capacity only where they are the same thing.
-    alone = len(plan.host_bytes_per_node) == plan.gpus
-    node = min(plan.host_capacity_bytes_per_node.values(), default=None) if alone else None
+def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int | None], ...]:
+    # Several ranks may share a node: only where each has its own is a rank's memory compared with the node's.
+    own_nodes = len(plan.host_bytes_per_node) == plan.gpus
+    node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
     return (
         ("gpu", "each GPU", plan.gpu_capacity_bytes),
         ("node", "host, each rank", node),
@@ -145,13 +152,13 @@ def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
 def _step(plan: Plan) -> RenderableType:
     text = Text.assemble(("step".ljust(22), "bold"))
     if plan.step is None or plan.step_s is None:
-        return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "nothing is known of this machine's speed"))
+        return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "this machine's speed is not known"))
     step = plan.step
     parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
     said = Text(f"{plan.step_s:.2f} s:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
     said.append(f"\n{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
     said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU" if plan.model_tflops_per_gpu else "")
-    said.append(f"\n≈ {plan.speed_source}" if plan.speed_source else "", "dim")
+    said.append(f"\n≈ {speed_source_text(plan.speed_source)}" if plan.speed_source else "", "dim")
     table = Table.grid()
     table.add_column(width=22)
     table.add_row(text, said)
@@ -160,7 +167,7 @@ def _step(plan: Plan) -> RenderableType:
 
 def _binding(plan: Plan) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("rank", "GPU", "node", "training cores", "CPU-Adam cores", "memory", "DeepSpeed alone"):
+    for heading in ("rank", "GPU", "node", "training cores", "CPU-Adam cores", "memory", "DeepSpeed by itself"):
         table.add_column(heading)
     for rank in plan.binding:
         policy = rank.memory_policy
@@ -171,7 +178,7 @@ def _binding(plan: Plan) -> RenderableType:
             cpu_ranges(rank.main_cpus),
             cpu_ranges(rank.adam_cpus) or _NONE,
             f"{policy.mode} {', '.join(map(str, policy.nodes))}".strip(),
-            (rank.alone or rank.deepspeed).in_words,
+            deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
         )
     return table
 
@@ -193,20 +200,21 @@ def _legend(rows: Sequence[PlanRow]) -> Text:
 
 
 def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
-    """Each source of rates once, with what data the rows count on; those that differ from most by name, and those that a probe corrects."""
-    users: dict[str, dict[str, list[str]]] = {}
+    """Yield each source of rates once: the data of most models, other models' data by name, and the models that a probe corrects."""
+    users: dict[str, dict[Workload | None, list[str]]] = {}
     probed: dict[str, list[str]] = {}
     for row in rows:
-        for source in dict.fromkeys(plan.speed_source for plan in row.cells.values() if plan.speed_source):
-            rates, _, rest = source.partition("; for ")
-            data, _, correction = rest.partition("; ")
-            for presets in (users.setdefault(rates, {}).setdefault(data, []), *([probed.setdefault(rates, [])] if correction else [])):
+        for source in dict.fromkeys(plan.speed_source for plan in row.cells.values() if isinstance(plan.speed_source, SpeedSource)):
+            rates = rates_text(source)
+            groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]
+            groups += [probed.setdefault(rates, [])] if source.probed else []
+            for presets in groups:
                 presets += [row.preset] if row.preset not in presets else []
     for rates, of_data in sorted(users.items()):
         usual = max(of_data, key=lambda data: len(of_data[data]))
-        others = [f"{', '.join(presets)} for {data}" for data, presets in of_data.items() if data != usual]
+        others = [f"{', '.join(presets)} {workload_text(data)}" for data, presets in of_data.items() if data != usual]
         corrected = [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
-        yield "; ".join([rates, *([f"for {usual}"] if usual else []), *others, *corrected])
+        yield "; ".join([rates, workload_text(usual), *others, *corrected])
 
 
 def _parameters(row: PlanRow) -> str:
@@ -215,15 +223,14 @@ def _parameters(row: PlanRow) -> str:
 
 
 def _shortfall(plan: Plan, narrow: bool) -> str:
-    """The worst shortage in few words."""
+    """Return the worst shortage in few words."""
     if not plan.possible:
         return "not here" if narrow else "cannot run here"
     if (short := plan.shortage) is None:
         return ""
     needs, has = round(short.needs / 2**30), round(short.has / 2**30)
     figures = f"{needs} {'>' if needs > has else 'of'} {has}"
-    place = {EACH_GPU: "GPU", WITHIN_LIMIT: "limit", DEV_SHM: "shm"}.get(short.place, "host")
-    return figures if narrow else f"{place} {figures}"
+    return figures if narrow else f"{_POOLS[short.pool]} {figures}"
 
 
 def _rate(tokens_per_s: float) -> str:
