@@ -200,7 +200,7 @@ def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: arg
     found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine, limit_s=arguments.limit_s)
     for setting, spec, plan in zip(settings, specs, plans, strict=True):
         row = _identity(setting, spec, plan, machine)
-        answer = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
+        answer: dict[str, Any] = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
         if "measured" in answer:
             workload = msgspec.convert(answer["measured"]["workload"], Workload)
             answer["predicted"] = msgspec.to_builtins(predicted_of(spec, machine, workload)[1])

@@ -1,4 +1,4 @@
-"""What is imported when: the screen must be quick, and the core must run where torch is not installed."""
+"""Limits on imports: the screen must start quickly, and the core must run without torch."""
 
 import json
 import resource
