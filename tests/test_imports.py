@@ -1,4 +1,4 @@
-"""What is imported when: the screen must be quick, and the core must run where torch is not installed."""
+"""Limits on imports: the screen must start quickly, and the core must run without torch."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_the_wheel_works_from_any_directory(tmp_path: Path) -> None:
         "import so_tui, so_tui_trainer, sys; from so_tui.cli import main\n"
         "print(so_tui.__file__, so_tui_trainer.__file__); sys.exit(main(['presets', '--json']))"
     )
-    # -P, a foreign folder and the wheel first: of this environment only the dependencies may be used.
+    # With -P, another folder and the wheel first, only the dependencies come from this environment.
     environment = {**os.environ, "PYTHONPATH": python_path(site)}
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     first, _, listing = done.stdout.partition("\n")

@@ -100,7 +100,7 @@ def test_the_wait_for_a_stop_tells_whether_the_run_stopped(ended_run: RunDirecto
 
 def test_resume_can_be_forced_as_run_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(tmp_path), "--force"]) == 2
-    assert "no run lies there" in capsys.readouterr().err
+    assert "there is no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("gpus", "told"), [("5", "gpus = 5"), ("0,7", "gpus = [0, 7]")])

@@ -649,7 +649,7 @@ async def test_a_run_whose_folder_is_gone_is_said_to_be_gone(runs_dir: Path, mon
         shutil.rmtree(run.path)
         for screen, key in (("4", "r"), ("3", "equals_sign")):
             await pilot.press(screen, key)
-            await until(pilot, lambda: "folder of the run is gone" in " ".join(screen_text(pilot).replace("▌", "").split()))
+            await until(pilot, lambda: "folder of the run was deleted" in " ".join(screen_text(pilot).replace("▌", "").split()))
             await pilot.press("escape")
 
 

@@ -173,9 +173,9 @@ class PresetsScreen(FilteredPage):
         for ranks in self.counts:
             table.add_column("    " + plural(ranks, noun), width=22 if wide else 14)
         for row in self._shown_rows():
-            size = count(row.parameters)
+            size = count(row.parameters, 1)
             if row.active_parameters < row.parameters:
-                size += f" MoE, {count(row.active_parameters)} active" if spacious else " MoE"
+                size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
             fixed = [Text(shorten(row.title, 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
