@@ -210,8 +210,8 @@ def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
 def _model(arguments: argparse.Namespace) -> Any:
     """Return the preset's model with random weights, and perhaps fewer layers."""
     import msgspec
-    from architecture_models import scaled_down
 
+    from benchmarks.architecture_models import scaled_down
     from so_tui.spec import find_preset
     from so_tui_trainer.tools.presets import parameter_table
 

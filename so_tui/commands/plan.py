@@ -9,7 +9,7 @@ import sys
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.spec import InputError, Problem, Refusal, Refused, find_preset, load_catalog
+from so_tui.spec import InputError, Problem, find_preset, load_catalog
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -73,6 +73,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     import msgspec
 
     from so_tui.launch import prepare
+    from so_tui.launch.preparation import plan_refused
     from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
     from so_tui.plan import make_plan, plans_json
     from so_tui.plan.calibration import store
@@ -81,7 +82,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.runs.records import PhaseRecord, StepRecord
 
     if not chosen.fits:
-        raise Refused([Refusal("does-not-fit" if chosen.possible else "impossible", reason) for reason in chosen.reason_texts])
+        raise plan_refused(chosen)
 
     def tell(record: object) -> None:
         if isinstance(record, StepRecord):

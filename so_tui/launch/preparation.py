@@ -87,12 +87,11 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: 
 def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
     """Derive the launch from a plan that was made for this machine; arguments and errors as for ``prepare``.
 
-    Refusal codes: ``impossible``, ``does-not-fit``, ``gpu-not-visible``.
+    Refusal codes: those of the plan's reasons (see ``plan_refused``), and ``gpu-not-visible``.
     """
     inherited = os.environ if inherited is None else inherited
     if not plan.possible or (not plan.fits and not force):
-        code = "does-not-fit" if plan.possible else "impossible"
-        raise Refused([Refusal(code, reason) for reason in plan.reason_texts], forceable=plan.possible)
+        raise plan_refused(plan)
     usable = usable_machine(machine, inherited)
     visible = {gpu.index for gpu in usable.gpus}
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
@@ -108,6 +107,15 @@ def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: M
         environment=environment.variables(plan, usable, inherited),
         forced=force,
     )
+
+
+def plan_refused(plan: Plan) -> Refused:
+    """Return the error for a plan that does not fit or cannot run. Its codes are those of the plan's reasons (``shortage`` ...)."""
+    refusals = [
+        Refusal("does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text)
+        for reason, text in zip(plan.reasons, plan.reason_texts, strict=True)
+    ]
+    return Refused(refusals, forceable=plan.possible)
 
 
 def draft(spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None) -> tuple[Plan, Launch | None]:

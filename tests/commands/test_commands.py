@@ -290,6 +290,7 @@ def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
     """Not the output: whoever sends that elsewhere has not stopped the run."""
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
     mine = identify(os.getpid(), "supervisor")
+    assert mine is not None
     host = socket.gethostname()
     write_state(run, RunState(name=run.name, state="training", started=1.0, attempt=1, host=host, supervisor=mine, processes=(mine,)))
     done = subprocess.run(

@@ -59,6 +59,7 @@ def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
         return planner_fit.Case(spec, resources, replace(measured, figures=planner_fit.predicted(empty)))
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_what_it_was_fitted_to() -> None:
     cases = [case(changes, TRUTH) for changes in SETTINGS]
     found = planner_fit.fitted(cases)

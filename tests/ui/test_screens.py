@@ -18,6 +18,7 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
+from so_tui.launch import Launch
 from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state, write_state
 from so_tui.runs.control import pending, request
@@ -95,8 +96,8 @@ async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: 
 async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[int, int]) -> None:
     asked: list[RunSpec] = []
 
-    def start(spec: RunSpec, machine: object, **options: object) -> RunDirectory:
-        asked.append(spec)
+    def start(launch: Launch, **options: object) -> RunDirectory:
+        asked.append(launch.spec)
         return write_run(runs_dir, steps=3, seconds_of_samples=2)
 
     async with opened(runs_dir, size, start=start) as pilot:
@@ -121,8 +122,8 @@ async def test_a_start_that_takes_long_is_told_is_the_only_one_and_takes_nobody_
     asked: list[RunSpec] = []
     ready = threading.Event()
 
-    def start(spec: RunSpec, *_: object, **__: object) -> RunDirectory:
-        asked.append(spec)
+    def start(launch: Launch, **_: object) -> RunDirectory:
+        asked.append(launch.spec)
         ready.wait(15)
         return write_run(runs_dir, steps=3, seconds_of_samples=2)
 
@@ -313,7 +314,7 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
     file = tmp_path / "quad.json"
     file.write_bytes(machine_json(quad_machine()))
     asked: list[RunSpec] = []
-    async with opened(runs_dir, size, machine=None, start=lambda spec, *_, **__: asked.append(spec)) as pilot:
+    async with opened(runs_dir, size, machine=None, start=lambda launch, **_: asked.append(launch.spec)) as pilot:
         table = await presets_ready(pilot)
         here = len(table.columns)
         await pilot.press("o")
