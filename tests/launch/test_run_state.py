@@ -1,8 +1,8 @@
-"""What the state says of a run, by the trainer's records."""
+"""The state of a run, derived from the trainer's records."""
 
 from pathlib import Path
 
-from so_tui.launch.progress import last_sign, observed
+from so_tui.launch.run_state import last_alive, observed
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import CheckpointRecord, EndRecord, RunState
@@ -43,10 +43,10 @@ def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Pat
     assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
 
 
-def test_an_attempt_that_nobody_saw_end_ended_when_it_last_gave_a_sign(tmp_path: Path) -> None:
-    """Not when somebody looks: that may be days later."""
+def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> None:
+    """Not the time of a later supervisor, which may start days after it."""
     saved = CheckpointRecord(attempt=1, time=90.0, step=5, path="step-000005", bytes=1, seconds=0.1)
     reader = reader_of(tmp_path, saved, EndRecord(attempt=2, time=120.0, state="stopped", step=5))
-    assert last_sign(reader, 2, beaten_at=100.0) == 120.0
-    assert last_sign(reader, 2, beaten_at=130.0) == 130.0
-    assert last_sign(reader, 1, beaten_at=80.0) == 90.0
+    assert last_alive(reader, 2, heartbeat_at=100.0) == 120.0
+    assert last_alive(reader, 2, heartbeat_at=130.0) == 130.0
+    assert last_alive(reader, 1, heartbeat_at=80.0) == 90.0
