@@ -1,7 +1,7 @@
 """Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
 RUN/ spec.json  state.json
-     attempts/001/ machine.<host>.json plan.json ds_config.json command.json output.<host>.log
+     attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
      metrics/  samples.<host>/  control/  checkpoints/
 """
 
@@ -69,6 +69,9 @@ class RunDirectory:
 
     def ds_config_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "ds_config.json"
+
+    def launch_path(self, attempt: int) -> Path:
+        return self.attempt_dir(attempt) / "launch.json"
 
     def command_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "command.json"

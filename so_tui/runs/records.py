@@ -127,6 +127,8 @@ class EvaluationRecord(Record, frozen=True, kw_only=True):
 class WarningRecord(Record, frozen=True, kw_only=True):
     """Something that the user should know, while training continues."""
 
+    code: str = ""
+    """What the warning is about, in kebab-case and independent of the wording; empty in older records."""
     message: str
     suggestion: str = ""
 
@@ -142,6 +144,8 @@ class EndRecord(Record, frozen=True, kw_only=True):
 
     state: Literal["finished", "stopped", "failed"]
     step: int
+    code: str = ""
+    """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if it finished, and in older records."""
     reason: str = ""
     suggestion: str = ""
     saved: str = ""
@@ -232,6 +236,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     detail: str = ""
     reason: str = ""
     suggestion: str = ""
+    code: str = ""
+    """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and in older states."""
     started: float | None = None
     ended: float | None = None
     attempt_started: float | None = None

@@ -1,0 +1,110 @@
+"""The DeepSpeed config that our optimizer needs, and the record of what differs from the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from superoffload.ds_config import Override, engine_config, overrides
+from tests.support.python_path import checkout_path
+
+USER: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": 400_000_000,
+        "reduce_bucket_size": 400_000_000,
+        "offload_optimizer": {
+            "device": "cpu",
+            "pin_memory": True,
+            "ratio": 0.9,
+            "super_offload": True,
+            "cpuadam_cores_perc": 0.8,
+            "fast_init": True,
+        },
+    },
+    "zero_force_ds_cpu_optimizer": False,
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+
+
+def test_deepspeed_reads_what_our_optimizer_needs() -> None:
+    config = engine_config(USER)
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "sub_group_size": 400_000_000,
+        "reduce_bucket_size": 100_000_000,
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 1.0, "super_offload": True, "cpuadam_cores_perc": 0.8},
+    }
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert "data_types" not in config
+    assert config["gradient_clipping"] == 1.0
+
+
+def test_every_value_that_differs_is_recorded_beside_the_users() -> None:
+    zero = "zero_optimization"
+    assert {(entry.key, entry.given, entry.used) for entry in overrides(engine_config(USER))} == {
+        (f"{zero}.offload_optimizer.ratio", 0.9, 1.0),
+        (f"{zero}.offload_optimizer.pin_memory", True, False),
+        (f"{zero}.offload_optimizer.fast_init", True, None),
+        (f"{zero}.reduce_bucket_size", 400_000_000, 100_000_000),
+        (f"{zero}.stage3_param_persistence_threshold", None, 0),
+        ("zero_allow_untested_optimizer", None, True),
+        ("data_types.grad_accum_dtype", "fp32", None),
+    }
+    assert all(entry.reason.endswith(".") for entry in overrides(engine_config(USER)))
+
+
+def test_the_section_survives_json_and_a_second_call_changes_nothing() -> None:
+    user = deepcopy(USER)
+    config = engine_config(user)
+    assert user == USER
+    read = json.loads(json.dumps(config))
+    assert read == config
+    assert engine_config(read) == config
+    entry = config["superoffload"]["overrides"][0]
+    assert list(entry) == list(Override._fields)
+
+
+def test_a_config_without_offload_section_gets_one() -> None:
+    config = engine_config({"zero_optimization": {"stage": 3}})
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "super_offload": True, "ratio": 1.0, "pin_memory": False}
+    assert config["zero_optimization"]["reduce_bucket_size"] == 100_000_000
+    assert overrides({"zero_optimization": {"stage": 3}}) == ()
+
+
+@pytest.mark.parametrize("bucket", [1000, 1000.0])
+def test_a_small_bucket_stays(bucket: float) -> None:
+    config = engine_config({"zero_optimization": {"stage": 3, "reduce_bucket_size": bucket}})
+    assert config["zero_optimization"]["reduce_bucket_size"] == bucket
+    assert "zero_optimization.reduce_bucket_size" not in {entry.key for entry in overrides(config)}
+
+
+def test_deepspeed_reads_the_same_settings_with_and_without_the_section() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    def settings(config: dict[str, Any]) -> dict[str, str]:
+        found = vars(DeepSpeedConfig(config))
+        return {name: str(value) for name, value in found.items() if name != "_param_dict" and " object at 0x" not in str(value)}
+
+    config = engine_config(USER)
+    without = {key: value for key, value in config.items() if key != "superoffload"}
+    assert settings(config) == settings(without)
+
+
+def test_importing_it_loads_neither_torch_nor_deepspeed() -> None:
+    code = "import sys, superoffload, superoffload.ds_config; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": checkout_path()}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

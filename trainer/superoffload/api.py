@@ -1,0 +1,203 @@
+"""The functions of the package: make a DeepSpeed engine for an offload mode, and save, load, measure and close it.
+
+DeepSpeed itself has no way to do the latter. All functions must be called by every rank, from the main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from superoffload import checkpoint, resharding
+from superoffload.deepspeed_adapter import engine as adapter
+from superoffload.deepspeed_adapter.stage3 import own_super_offload
+from superoffload.ds_config import engine_config
+from superoffload.errors import OffloadError
+from superoffload.meter import OffloadStats
+from superoffload.settings import Settings
+from superoffload.sub_groups import SubGroupState
+
+shard = adapter.shard
+local_shard = adapter.local_shard
+
+ParameterGroups = Sequence[dict[str, Any]]
+"""As torch's optimizers take them: ``{"params": [...], "weight_decay": ...}``. Frozen parameters are ignored."""
+
+
+def initialize(model: torch.nn.Module, parameter_groups: ParameterGroups, ds_config: Mapping[str, Any], settings: Settings) -> Any:
+    """Make a DeepSpeed engine whose optimizer is AdamW and runs where ``settings.mode`` says.
+
+    Sub-groups are stepped while backward runs, so set the learning rate of a step before its last backward begins.
+
+    Args:
+        model: The model, sharded (``shard``) or whole.
+        parameter_groups: The parameters to train.
+        ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied unless it already was.
+        settings: How this rank's optimizer runs.
+
+    Returns:
+        A ``deepspeed.DeepSpeedEngine``.
+
+    Raises:
+        OffloadError: For another DeepSpeed version (``deepspeed-version``), or a mode that cannot run here.
+    """
+    adapter.check_version()
+    groups = _trainable(parameter_groups)
+    if settings.replaces_deepspeeds_optimizer:
+        with own_super_offload(settings):
+            engine, *_ = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, settings), config=engine_config(ds_config))
+        if adapter.super_offload(engine) is None:
+            raise OffloadError(
+                f"DeepSpeed did not use our optimizer but made a {type(engine.optimizer).__name__}.", code="optimizer-not-used"
+            )
+    else:
+        config = {"zero_allow_untested_optimizer": True, **ds_config}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, settings), config=config)
+        adapter.share_hyperparameters(engine)
+    adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
+    engine.superoffload_settings = settings
+    return engine
+
+
+def uses_worker(engine: Any) -> bool:
+    """Return whether Adam runs in our worker process, on ``Settings.adam_cpus``."""
+    return worker_pid(engine) is not None
+
+
+def worker_pid(engine: Any) -> int | None:
+    """Return the process id of our Adam worker, if there is one."""
+    optimizer = adapter.super_offload(engine)
+    return optimizer.worker_pid if optimizer else None
+
+
+def set_learning_rate(engine: Any, learning_rate: float) -> None:
+    """Set the learning rate of the step whose last backward begins next."""
+    adapter.set_learning_rate(engine, learning_rate)
+
+
+def save_state(engine: Any, folder: Path) -> int:
+    """Write this rank's master weights, moments and step counts into ``folder`` and return their size in bytes.
+
+    No rank waits for another.
+
+    Raises:
+        OffloadError: If the state in memory is not sound, for example after a gradient that is not finite.
+        OSError: If the disk does not take it.
+    """
+    synchronize(engine)
+    states = adapter.sub_group_states(engine)
+    return checkpoint.write(Path(folder), _manifest(engine, states), states)
+
+
+def load_state(engine: Any, folder: Path) -> None:
+    """Load this rank's shards of a saved state and cast the weights from it, so that training continues as if it had never stopped.
+
+    Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name.
+
+    Raises:
+        StateMismatchError: If it belongs to another model or lacks the moments. Nothing was changed.
+        OffloadError: If a file is missing or cut short.
+    """
+    synchronize(engine)
+    states = adapter.sub_group_states(engine)
+    resharding.read(Path(folder), _manifest(engine, states), states)
+    adapter.replay_bias_correction(engine)
+    adapter.publish_weights(engine)
+
+
+def verify_state(folder: Path) -> None:
+    """Check that all ranks' files of a saved state exist, have the right size and hold what was written, by sampling a thousandth of it.
+
+    One process checks the files of all ranks. No engine is needed.
+
+    Raises:
+        OffloadError: If they do not.
+    """
+    checkpoint.verify(folder)
+
+
+def gradient_norm(engine: Any) -> float | None:
+    """Return the norm of the last step's gradients over all ranks, before clipping; None before the first step. May wait for the GPU."""
+    return adapter.last_gradient_norm(engine)
+
+
+def stats(engine: Any) -> OffloadStats:
+    """Return what the last step cost, from the end of the step before it. May wait for the GPU."""
+    optimizer = adapter.super_offload(engine)
+    return optimizer.stats() if optimizer else OffloadStats()
+
+
+def leave_out_waits(engine: Any) -> None:
+    """Leave waits since the last step (to save or to evaluate) out of the next step's ``stats``."""
+    optimizer = adapter.super_offload(engine)
+    if optimizer:
+        optimizer.leave_out_waits()
+
+
+def synchronize(engine: Any) -> None:
+    """Wait until the weights are those of the last step. Raises OffloadError if the state in memory is not sound."""
+    optimizer = adapter.super_offload(engine)
+    if optimizer:
+        optimizer.synchronize()
+
+
+def close(engine: Any) -> None:
+    """End the processes that the engine started and release its memory. Safe to call twice."""
+    adapter.end_deepspeed_worker(engine)
+    engine.destroy()
+
+
+def _trainable(parameter_groups: ParameterGroups) -> list[dict[str, Any]]:
+    groups = [{**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]} for group in parameter_groups]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise OffloadError("The model has no trainable parameter.", code="nothing-trainable")
+    return groups
+
+
+def _hyperparameters(settings: Settings) -> dict[str, Any]:
+    return {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+        "weight_decay": settings.weight_decay,
+    }
+
+
+def _deepspeed_optimizer(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+    if settings.mode == "gpu":
+        return _torch_adamw(groups, settings)
+    if settings.mode == "superoffload" and not torch.cuda.is_available():
+        raise OffloadError(
+            'DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or offload.mode = "zerooffload".',
+            code="needs-cuda",
+        )
+    return _cpu_adam(groups, settings)
+
+
+def _torch_adamw(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+    fast: dict[str, Any] = {"fused": True} if torch.cuda.is_available() else {"foreach": True}
+    return torch.optim.AdamW(groups, **_hyperparameters(settings), **fast)
+
+
+def _cpu_adam(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
+
+
+def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manifest:
+    settings: Settings = engine.superoffload_settings
+    return checkpoint.Manifest(
+        deepspeed=deepspeed.__version__,
+        mode=settings.mode,
+        engine=settings.engine if settings.mode == "superoffload" else "deepspeed",
+        ratio=settings.ratio if settings.mode != "gpu" else 0.0,
+        rank=torch.distributed.get_rank(),
+        ranks=torch.distributed.get_world_size(),
+        sub_groups=checkpoint.records(states, adapter.sub_group_parameters(engine)),
+    )

@@ -1,0 +1,111 @@
+"""The DeepSpeed config that our optimizer needs, and a record of every value in it that differs from the user's.
+
+Imports neither torch nor DeepSpeed, so a launcher can write the config before training starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from so_tui.model.sharding import OWN_LARGEST_BUCKET
+
+SECTION = "superoffload"
+"""Top-level key under which the overrides are recorded. DeepSpeed ignores keys that it does not define."""
+
+_OWN_PINNING = "Only the staging buffers are pinned, and the engine pins them itself."
+_OWN_ADAM = "Our optimizer replaces DeepSpeed's CPU Adam and is not one of the classes that DeepSpeed has tested."
+_WHOLE_OFFLOAD = "DeepSpeed must leave all optimizer states to our optimizer, which applies the ratio itself."
+_SELECTS_CLASS = "DeepSpeed looks up its SuperOffload optimizer, which ours replaces, only with this setting."
+_OWN_STATES = "Our optimizer allocates and schedules the offloaded states itself."
+_SMALL_BUCKET = "A gradient leaves for the host when its bucket is full, so small buckets start the Adam worker early."
+_NO_PERSISTENCE = "Persistent parameters would be gathered right after a step, before most new weights have arrived."
+_OWN_ACCUMULATION = "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
+
+_OFFLOAD = "zero_optimization.offload_optimizer"
+_KEPT_OFFLOAD_KEYS = frozenset({"device", "super_offload", "ratio", "pin_memory", "cpuadam_cores_perc"})
+
+
+class Override(NamedTuple):
+    """One value that DeepSpeed reads in place of the user's."""
+
+    key: str
+    """Dotted path in DeepSpeed's config, such as ``zero_optimization.offload_optimizer.ratio``."""
+    given: Any
+    """The user's value; None where the user's config has no such key."""
+    used: Any
+    """The value that DeepSpeed reads; None where the key is removed."""
+    reason: str
+    """One sentence."""
+
+
+def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config that DeepSpeed must read for our optimizer.
+
+    The section ``"superoffload"`` of the result lists every value that differs from the user's config, so that the result is both what
+    DeepSpeed reads and a full account of what the user asked for.
+
+    Args:
+        ds_config: A ZeRO-3 config with the user's own values. A config that already has the section is returned unchanged.
+
+    Returns:
+        A new config; ``ds_config`` is not modified.
+    """
+    config = deepcopy(dict(ds_config))
+    if SECTION in config:
+        return config
+    changes = [change for change in _changes(config) if change.given != change.used]
+    for change in changes:
+        _set(config, change.key, change.used)
+    config[SECTION] = {"overrides": [change._asdict() for change in changes]}
+    return config
+
+
+def overrides(ds_config: Mapping[str, Any]) -> tuple[Override, ...]:
+    """Return the overrides that ``engine_config`` recorded in a config; none for a config without the section."""
+    return tuple(Override(**entry) for entry in ds_config.get(SECTION, {}).get("overrides", ()))
+
+
+def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
+    """Yield every value that our optimizer prescribes, whether or not the user's is the same."""
+
+    def prescribe(key: str, used: Any, reason: str) -> Override:
+        return Override(key, _get(config, key), used, reason)
+
+    yield prescribe(f"{_OFFLOAD}.device", "cpu", _SELECTS_CLASS)
+    yield prescribe(f"{_OFFLOAD}.super_offload", True, _SELECTS_CLASS)
+    yield prescribe(f"{_OFFLOAD}.ratio", 1.0, _WHOLE_OFFLOAD)
+    yield prescribe(f"{_OFFLOAD}.pin_memory", False, _OWN_PINNING)
+    for name in _get(config, _OFFLOAD) or {}:
+        if name not in _KEPT_OFFLOAD_KEYS:
+            yield prescribe(f"{_OFFLOAD}.{name}", None, _OWN_STATES)
+    bucket = _get(config, "zero_optimization.reduce_bucket_size")
+    used_bucket = OWN_LARGEST_BUCKET if bucket is None else min(int(bucket), OWN_LARGEST_BUCKET)
+    yield prescribe("zero_optimization.reduce_bucket_size", used_bucket, _SMALL_BUCKET)
+    yield prescribe("zero_optimization.stage3_param_persistence_threshold", 0, _NO_PERSISTENCE)
+    yield prescribe("zero_allow_untested_optimizer", True, _OWN_ADAM)
+    yield prescribe("zero_force_ds_cpu_optimizer", False, _OWN_ADAM)
+    for name in config.get("data_types", {}):
+        yield prescribe(f"data_types.{name}", None, _OWN_ACCUMULATION)
+
+
+def _get(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _set(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a nested value; None removes the key, and with it a section that becomes empty."""
+    *sections, name = key.split(".")
+    parents = [config]
+    for section in sections:
+        parents.append(parents[-1].setdefault(section, {}))
+    if value is not None:
+        parents[-1][name] = value
+        return
+    parents[-1].pop(name, None)
+    if sections and not parents[-1]:
+        del parents[-2][sections[-1]]

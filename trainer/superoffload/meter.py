@@ -1,0 +1,75 @@
+"""Times and bytes of the offload engine, collected while it runs and reported for the last step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from superoffload.transfers import Mark, Transfer, Transfers
+
+
+class OffloadStats(Struct, frozen=True, kw_only=True):
+    """Times of one step of this rank. All zero where DeepSpeed's own optimizer runs, which does not report them."""
+
+    adam_busy_s: float = 0.0
+    """Time for which the Adam worker computed."""
+    exposed_wait_s: float = 0.0
+    """Time for which the GPU had nothing to do but wait for the worker, its copies or the gradient norm."""
+    exposed_in_forward_s: float = 0.0
+    """The part of ``exposed_wait_s`` in the forward pass: waiting for the weights of the step before."""
+    host_wait_s: float = 0.0
+    """Time for which the engine blocked the main thread. The GPU may still have had work during it."""
+    d2h_bytes: int = 0
+    d2h_s: float = 0.0
+    """Time during which gradients were being copied; without a GPU, the time of the plain copies."""
+    h2d_bytes: int = 0
+    h2d_s: float = 0.0
+
+
+@dataclass
+class Interval:
+    """Measurements from the end of one step to the end of the next."""
+
+    weight_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for weights, in forward."""
+    norm_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for the gradient norm, in ``step``."""
+    host_wait_s: float = 0.0
+    adam_busy_s: float = 0.0
+    d2h: list[Transfer] = field(default_factory=list)
+    h2d: list[Transfer] = field(default_factory=list)
+
+
+class Meter:
+    """Collects measurements of the current step in ``current``.
+
+    The training thread adds most of them, the worker client's thread Adam's time and the copies to the GPU.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.current = Interval()
+        self._last = Interval()
+        self._transfers = transfers
+
+    def end_step(self) -> None:
+        self._last, self.current = self.current, Interval()
+
+    def leave_out_waits(self) -> None:
+        """Drop the waits for weights since the last step: they were not part of a step's forward pass."""
+        self.current.weight_waits.clear()
+
+    def stats(self) -> OffloadStats:
+        """Return the measurements of the last step, from the end of the step before it. May wait for the GPU."""
+        last, seconds = self._last, self._transfers.seconds
+        in_forward = sum(seconds(*wait) for wait in last.weight_waits)
+        return OffloadStats(
+            adam_busy_s=last.adam_busy_s,
+            exposed_wait_s=in_forward + sum(seconds(*wait) for wait in last.norm_waits),
+            exposed_in_forward_s=in_forward,
+            host_wait_s=last.host_wait_s,
+            d2h_bytes=sum(transfer.bytes for transfer in last.d2h),
+            d2h_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.d2h),
+            h2d_bytes=sum(transfer.bytes for transfer in last.h2d),
+            h2d_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.h2d),
+        )
