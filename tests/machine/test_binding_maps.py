@@ -1,4 +1,4 @@
-"""Every map of a machine: the right binding of each rank, and what DeepSpeed's launcher would do without our core list (``--bind_cores_to_rank``).
+"""Every map of a machine: the right binding of each rank, and what DeepSpeed's launcher would do without our list of cores.
 
 A rank is written ``GPU @ cores / memory nodes``. Each map is a published listing or follows its pattern.
 """
@@ -147,7 +147,7 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
 
 
 def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
-    """The third superchip: its GPU is number 0 in the job, its cores are 144-215. DeepSpeed by itself asks for cores that are not the job's."""
+    """The GPU of the third superchip is number 0 in the job, with cores 144-215. DeepSpeed asks for cores of other jobs."""
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "144-215", (2,)), 1)
     assert written(bindings) == ["0 @ 144-215 / 2"]
     assert bindings[0].numa_node == 2
