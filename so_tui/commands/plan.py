@@ -39,9 +39,7 @@ def plan(arguments: argparse.Namespace) -> int:
                 others = "".join(f" --set {shlex.quote(f'{key}={value}')}" for key, value in changes.items() if key != "gpus")
                 print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset, spec.gpus)}{others}")
             elif fixed:
-                print(
-                    "\nThis is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses."
-                )
+                print("\nThis is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.")
         return 0 if chosen.fits else 3
     counts = _counts(arguments)
     catalog = load_catalog()
@@ -90,14 +88,14 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     if not chosen.fits:
         raise plan_refused(chosen)
 
-    def tell(record: object) -> None:
+    def report(record: object) -> None:
         if isinstance(record, StepRecord):
             print(f"step {record.step}: {record.step_s:.3f} s", file=sys.stderr, flush=True)
         elif isinstance(record, PhaseRecord):
             print(record.detail or record.phase, file=sys.stderr, flush=True)
 
     launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
-    run = run_to_end(launch, probes_dir(), tell)
+    run = run_to_end(launch, probes_dir(), report)
     probe = probe_of(run, launch.plan, machine)
     path = store(machine, probe=probe)
     delete_run(run)
