@@ -8,6 +8,7 @@ from so_tui.commands.common import chosen_changes, chosen_spec, print_json, prin
 from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.wording import shown
+from so_tui.units import count
 
 
 def presets(arguments: argparse.Namespace) -> int:
@@ -97,9 +98,7 @@ def _add(arguments: argparse.Namespace) -> int:
         print_json({**values, "gpus": spec.ranks, "sequence_length": spec.data.sequence_length, "notes": described.notes})
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
-    count = model.parameter_count
-    size = f"{count / 1e9:.2f} B" if count >= 10**8 else f"{count / 1e6:.2f} M"
-    print(f"{spec.name}: {spec.label}, {size} parameters{experts}")
+    print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
     print(f"saved as {path}")
     for note in described.notes:
         print(f"note: {note}")

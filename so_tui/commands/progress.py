@@ -24,6 +24,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import SoTuiError
+from so_tui.units import count, disk_size, duration, plural, rate, thousands
 
 POLL_S = 0.5
 # The least time between printed steps: small models make several steps a second, too many for a terminal or a log file.
@@ -99,7 +100,7 @@ class _Printer:
         match record:
             case StartRecord():
                 self._total_steps = record.total_steps
-                size = f"{record.parameters / 1e9:.3g} B parameters on {_count(record.ranks, 'rank')}"
+                size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
                 self._line(record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps{_step_size(record)}")
             case PhaseRecord():
                 self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
@@ -114,9 +115,8 @@ class _Printer:
             case StepRecord():
                 self._step(record)
             case CheckpointRecord():
-                self._line(
-                    record.time, f"checkpoint of step {record.step}: {record.bytes / 1e9:.3g} GB in {record.seconds:.1f} s, {record.path}"
-                )
+                written = f"{disk_size(record.bytes)} in {duration(record.seconds)}"
+                self._line(record.time, f"checkpoint of step {record.step}: {written}, {record.path}")
             case EvaluationRecord():
                 self._line(record.time, f"evaluation at step {record.step}: {_evaluated(record)}")
             case WarningRecord():
@@ -140,11 +140,11 @@ class _Printer:
         self._pending = None
         self._last_step_line = record.time
         mean_s = sum(self._step_times) / len(self._step_times)
-        left = f"  left {_duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
+        left = f"  left {duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
         self._line(
             record.time,
             f"step {record.step}/{self._total_steps}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {record.step_s:.3g} s"
-            f"  {record.useful_tokens_per_s_total:,.0f} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{left}",
+            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{left}",
         )
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
@@ -166,27 +166,17 @@ class _Printer:
 
 def _evaluated(record: EvaluationRecord) -> str:
     perplexity = "" if record.perplexity is None else f", perplexity {record.perplexity:.4g}"
-    return f"loss {record.loss:.4f}{perplexity} on {record.tokens:,} tokens, {_duration(record.seconds)}"
+    return f"loss {record.loss:.4f}{perplexity} on {thousands(record.tokens)} tokens, {duration(record.seconds)}"
 
 
 def _step_size(record: StartRecord) -> str:
     if not record.tokens_per_step:
         return ""
     accumulated = f" in {record.gradient_accumulation_steps} micro-batches" if record.gradient_accumulation_steps > 1 else ""
-    return f" of {record.tokens_per_step:,} tokens{accumulated}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f" of {thousands(record.tokens_per_step)} tokens{accumulated}"
 
 
 def _cores(cpus: tuple[int, ...]) -> str:
     from so_tui.plan.binding import cpu_ranges
 
-    return f"{_count(len(cpus), 'core')} ({cpu_ranges(cpus)})"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} m" if hours else f"{minutes} m {rest:02} s" if minutes else f"{rest} s"
+    return f"{plural(len(cpus), 'core')} ({cpu_ranges(cpus)})"

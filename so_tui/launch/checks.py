@@ -18,7 +18,7 @@ from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.listing import default_runs_dir
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
-from so_tui.units import disk_size
+from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0
 
@@ -159,7 +159,7 @@ def _refuse_too_little_space(plan: Plan, *, resuming: bool, runs_dir: Path) -> N
     shm = Path("/dev/shm")
     if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
         message = (
-            f"/dev/shm has {disk_size(free)} free, and the run needs {disk_size(plan.shm_bytes)}. "
+            f"/dev/shm has {memory_size(free)} free, and the run needs {memory_size(plan.shm_bytes)}. "
             "Remount it larger (in Docker: --shm-size), or use offload.engine = so-tui"
         )
         refusals.append(Refusal("shared-memory-too-small", message))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from so_tui.machine.memory import pss_bytes
 from so_tui.runs.records import Process
 
 Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
@@ -128,7 +129,7 @@ class ProcessTree:
 
     def memory_bytes(self) -> int | None:
         """Return the proportional set size in bytes of all living processes, which counts shared memory once. None if unknown."""
-        sizes = [size for pid in self._living if (size := _pss_bytes(pid)) is not None]
+        sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
         return sum(sizes) if sizes else None
 
     def signal(self, signum: signal.Signals) -> None:
@@ -262,14 +263,3 @@ def _rank(environ: frozenset[bytes]) -> int | None:
 
 def _age_ticks(stat: Stat) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time
-
-
-def _pss_bytes(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_bytes()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -61,6 +61,7 @@ def test_the_folder_is_the_users_own(tmp_path: Path) -> None:
     assert locks.lock_folder({}).name == f"so-tui-{os.getuid()}"
 
 
+@pytest.mark.slow
 def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check before the start may be too early: what counts is who has the lock when the processes are started."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -41,8 +41,8 @@ def plain_backward(
     delta = (gradient * out).sum(-1).t()
     of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * documents.scale
     of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
-    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (-1, groups)).sum(2)
-    of_value = torch.einsum("hqk,qhd->khd", probability, gradient).unflatten(1, (-1, groups)).sum(2)
+    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).view(*key.shape[:2], groups, -1).sum(2)
+    of_value = torch.einsum("hqk,qhd->khd", probability, gradient).view(*value.shape[:2], groups, -1).sum(2)
     return of_query, of_key, of_value
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from so_tui.spec import ModelSpec, load_catalog
 from so_tui_trainer.model.build import load_config
@@ -51,6 +51,26 @@ def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
     config = load_config(scaled_down(name))
     for key, value in changes.items():
         setattr(config, key, value)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = causal_model(config, torch.bfloat16)
     model.save_pretrained(folder)
     return model
+
+
+def causal_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, attention: str | None = None) -> PreTrainedModel:
+    """Build a causal language model with random weights."""
+    factory: Any = AutoModelForCausalLM
+    model: PreTrainedModel = factory.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model
+
+
+def load_pretrained(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a folder as users do; also return what transformers says about its keys."""
+    factory: Any = AutoModelForCausalLM
+    model, info = factory.from_pretrained(folder, output_loading_info=True)
+    return model, info
+
+
+def grad_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a leaf, which must have one."""
+    assert tensor.grad is not None
+    return tensor.grad

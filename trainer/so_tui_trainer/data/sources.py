@@ -84,7 +84,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     try:
         if path.is_file():
             if path.stat().st_size == 0:
-                raise ValueError("the file is empty")
+                raise InputError([empty_source(source)])
             return read_file(path, source), ()
         if path.is_dir():
             return read_folder(path, source)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.architecture import architecture
-from so_tui.model.flops import flops_for
+from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.assess import assess
-from so_tui.plan.constants import Speed, constants, published_speed
-from so_tui.plan.site import site_of
-from so_tui.plan.speed import Pass, compute_pass, weight_wait_s
+from so_tui.plan.constants import Speed, SpeedSource, constants, published_speed
+from so_tui.plan.fit import assess, target_of
+from so_tui.plan.placement import Placement
+from so_tui.plan.timing import Pass, StepModel, UpdateRates, weight_wait_s
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
@@ -33,7 +33,7 @@ ONE = Speed(
 )
 
 
-def planned(gpus: int = 1, cores: int = 16, **changes: str) -> Plan:
+def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
     base = {
         "gpus": str(gpus),
         "model.activation_checkpointing": "full",
@@ -62,7 +62,7 @@ def planned(gpus: int = 1, cores: int = 16, **changes: str) -> Plan:
     ],
 )
 def test_measured_steps_are_met(gpus: int, cores: int, changes: dict[str, str], measured_s: float) -> None:
-    """``zerooffload`` took 5.09 s there, which is missed (docs/planner.md)."""
+    """``zerooffload`` took 5.09 s there, which is missed (benchmarks/planner.md)."""
     assert planned(gpus, cores, **changes).step_s == pytest.approx(measured_s, rel=0.15)
 
 
@@ -105,20 +105,21 @@ def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
 def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> None:
     """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its kernel moves, ours by nearly all it does; it
     loses less by sharing, since beside a forward it never has its whole rate."""
-    alone = replace(published(), adam=((16, 120e9), (32, 240e9)), node_bytes_per_s=1e12, adam_together=())
-    together = replace(alone, adam_together=((2, 60e9),))
+    undisturbed = replace(published(), adam=((16, 120e9), (32, 240e9)), node_bytes_per_s=1e12, adam_together=())
+    together = replace(undisturbed, adam_together=((2, 60e9),))
 
     def exposed_s(speed: Speed, **changes: str) -> float:
         spec = with_values(SPEC, {"gpus": "2", "model.activation_checkpointing": "full"} | changes)
-        site = replace(site_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), 2, 0.9), speed=speed, probes=())
-        step = assess(spec, site).step
+        target = target_of(spec, x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), probed=False)
+        resources = dataclasses.replace(target.resources, speed=speed)
+        step = assess(spec, dataclasses.replace(target, resources=resources)).step
         assert step is not None
         return step.exposed_optimizer_s + (step.forward_s if spec.offload.mode == "superoffload" else 0.0)
 
     ours = {"offload.mode": "superoffload", "offload.ratio": "1.0", "train.micro_batch": "1"}
     theirs = {"offload.mode": "zerooffload", "offload.ratio": "1.0"}
-    assert 1.3 < exposed_s(together, **ours) / exposed_s(alone, **ours) < 1.6
-    assert 1.2 < exposed_s(together, **theirs) / exposed_s(alone, **theirs) < 1.4
+    assert 1.3 < exposed_s(together, **ours) / exposed_s(undisturbed, **ours) < 1.6
+    assert 1.2 < exposed_s(together, **theirs) / exposed_s(undisturbed, **theirs) < 1.4
 
 
 def test_copies_of_zerooffload_hide_where_the_gpu_is_busy_but_not_behind_python() -> None:
@@ -143,13 +144,18 @@ def published() -> Speed:
 
 
 def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
-    link = replace(ONE, d2h_bytes_per_s=1e30, h2d_bytes_per_s=1e30)
     halves = [((0.0, 0.5), 10), ((0.5, 1.0), 10)]
+    once = Pass(forward_s=1.0, backward_s=2.0, backward_python_s=0.0)
+
+    def wait_s(adam: float, starts: float | None) -> float:
+        rates = UpdateRates(adam_parameters_per_s=adam, d2h_bytes_per_s=1e30, h2d_bytes_per_s=1e30)
+        return weight_wait_s(halves, rates, once, forward_begins_s=0.0, adam_starts_s=starts)
+
     # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
-    assert weight_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=0.0) == pytest.approx(1.5)
+    assert wait_s(10, 0.0) == pytest.approx(1.5)
     # Under backward: the second half is complete 1 s before the end and stepped by then, the first at the end.
-    assert weight_wait_s(halves, 10, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(1.0)
-    assert weight_wait_s(halves, 1e9, link, 0.0, begin_s=0.0, forward_s=1.0, backward_s=2.0, start_s=None) == pytest.approx(0.0, abs=1e-6)
+    assert wait_s(10, None) == pytest.approx(1.0)
+    assert wait_s(1e9, None) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_repeating_less_is_faster() -> None:
@@ -173,13 +179,16 @@ def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python()
 
     def pass_of(sequence_length: str, gather_s: float) -> Pass:
         spec = with_values(SPEC, {"data.sequence_length": sequence_length, "model.activation_checkpointing": "none"})
-        shape = architecture(spec.model.config)
-        flops, ranks = flops_for(spec.model.parameters, shape), 2 if gather_s else 1
-        return compute_pass(spec, shape, flops, published(), use, Workload(), ranks, gather_s)
+        profile, ranks = profile_of(spec.model), 2 if gather_s else 1
+        placement = Placement(spec=spec, profile=profile, layout=profile.layout(ranks, spec.offload), local_ranks=ranks)
+        speed = replace(published(), peer_bytes_per_s=profile.parameters / gather_s) if gather_s else published()
+        model = StepModel(placement=placement, speed=speed, adam_cores=16, ranks_per_node=ranks)
+        assert model.all_gather_s == pytest.approx(gather_s)
+        return model.one_pass
 
-    alone, beside = pass_of("4096", 0.0), pass_of("4096", 0.01)
-    assert beside.forward_s - alone.forward_s == pytest.approx(use.all_gather_share * 0.01)
-    assert beside.backward_s - alone.backward_s == pytest.approx(2 * use.all_gather_share * 0.01)
+    without, beside = pass_of("4096", 0.0), pass_of("4096", 0.01)
+    assert beside.forward_s - without.forward_s == pytest.approx(use.all_gather_share * 0.01)
+    assert beside.backward_s - without.backward_s == pytest.approx(2 * use.all_gather_share * 0.01)
     waiting, also = pass_of("128", 0.001), pass_of("128", 0.01)
     assert waiting == also
     assert waiting.forward_s > pass_of("128", 0.0).forward_s, "gathering has its own Python"
@@ -264,4 +273,6 @@ def test_unknown_hardware_has_no_prediction() -> None:
 def test_grace_hopper_predictions_say_where_they_come_from() -> None:
     plan = make_plan(with_values(SPEC, {"gpus": "1"}), superchips(1))
     assert plan.step_s is not None
-    assert "published" in plan.speed_source
+    assert isinstance(plan.speed_source, SpeedSource)
+    assert plan.speed_source.calibrated is None
+    assert plan.speed_source.published.startswith("published for GH200")
