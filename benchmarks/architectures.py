@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
-from architecture_tables import Row, full_table, table
-from device_memory import DeviceMemory
 
+from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
+from benchmarks.architecture_tables import Row, full_table, table
+from benchmarks.device_memory import DeviceMemory
 from so_tui.launch import environment, prepare
 from so_tui.launch.attempt_files import write_launch
 from so_tui.machine import Machine, inspect_machine

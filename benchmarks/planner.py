@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
-from planner_sweep import measured_by_forks
 
+from benchmarks.planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
+from benchmarks.planner_sweep import measured_by_forks
 from so_tui.launch import prepare
 from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
 from so_tui.machine import inspect_machine
@@ -56,7 +56,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the run's processes stand in another folder
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if arguments.table or arguments.fit:
-        from planner_fit import fit, sweep_table, tables
+        from benchmarks.planner_fit import fit, sweep_table, tables
 
         if arguments.fit:
             print(fit(rows, arguments.out.name))

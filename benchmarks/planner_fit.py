@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from planner_settings import WITH_LESS
 
+from benchmarks.planner_settings import WITH_LESS
 from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of

@@ -9,26 +9,27 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import work
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import var
-from textual.screen import ModalScreen, Screen
+from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
 from textual.worker import Worker, WorkerState
 
 from so_tui.ui import messages
 from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
-from so_tui.ui.page import PAGES, Page
+from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.text import plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
 from so_tui.ui.widgets.plot import GlyphName
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
+    from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog
@@ -39,48 +40,12 @@ RUNS_POLL_S = 2.0
 StartRun = Callable[..., "RunDirectory"]
 
 
-def _presets() -> Screen[Any]:
-    from so_tui.ui.screens.presets import PresetsScreen
-
-    return PresetsScreen()
-
-
-def _configure() -> Screen[Any]:
-    from so_tui.ui.screens.configure import ConfigureScreen
-
-    return ConfigureScreen()
-
-
-def _dashboard() -> Screen[Any]:
-    from so_tui.ui.screens.dashboard import DashboardScreen
-
-    return DashboardScreen()
-
-
-def _runs() -> Screen[Any]:
-    from so_tui.ui.screens.runs import RunsScreen
-
-    return RunsScreen()
-
-
-def _machine() -> Screen[Any]:
-    from so_tui.ui.screens.machine import MachineScreen
-
-    return MachineScreen()
-
-
 class SoTuiApp(App[None]):
     """``catalog`` and ``machine`` are loaded after the first paint where they are not given."""
 
     TITLE = "so-tui"
     CSS_PATH = "app.tcss"
-    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
-        "presets": _presets,
-        "configure": _configure,
-        "dashboard": _dashboard,
-        "runs": _runs,
-        "machine": _machine,
-    }
+    MODES = MODES
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]  # noqa: RUF012 - Textual's own attribute
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -98,7 +63,7 @@ class SoTuiApp(App[None]):
     """Where the machine was described that is planned for; empty: it is this one."""
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
-    findings: var[tuple[Any, ...] | None] = var(None)
+    findings: var[tuple[Finding, ...] | None] = var(None)
     glyphs: var[GlyphName] = var[GlyphName]("braille")
     starting: var[str] = var("")
     """What is being started, for seconds; nothing else is meanwhile, since the thread of a start cannot be called off."""
@@ -261,6 +226,8 @@ class SoTuiApp(App[None]):
         """Start ``launch`` unless something else is being started."""
         if self.may_start():
             self.starting = launch.spec.label
+            from so_tui.ui.page import Page
+
             if isinstance(page := self.screen_stack[0], Page):
                 page.action_leave_field()  # who types on will be typing when it has started
             self._launch(launch)
@@ -349,6 +316,7 @@ class SoTuiApp(App[None]):
         self.exit(message="\n".join(told) or None)
 
     def action_help(self) -> None:
+        from so_tui.ui.page import Page
         from so_tui.ui.screens.dialogs import KeysHelp
         from so_tui.ui.screens.help import key_groups
 
@@ -357,7 +325,7 @@ class SoTuiApp(App[None]):
             title = dict(PAGES)[page.PAGE]
             self.push_screen(KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page)))
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+    def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Every command of the screen and of the program, with its key; then what Textual brings."""
         from so_tui.ui.screens.help import commands
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from benchmarks import planner, planner_fit
+from benchmarks.planner_settings import h200_host
 from so_tui.launch.probe import Measured
 from so_tui.plan.constants import Constants, constants, published_speed, using
 from so_tui.plan.resources import resources_of
 from so_tui.plan.types import Workload
 from so_tui.spec import find_preset, with_values
 from tests.support.machines import x86
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import planner
-import planner_fit
-from planner_settings import h200_host
 
 TRUTH = replace(
     constants(),

@@ -31,7 +31,7 @@ from so_tui.ui.screens.help import key_groups
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.log import LogView
-from so_tui.ui.widgets.nodes import NodePanel
+from so_tui.ui.widgets.nodes import NumaNodes
 from so_tui.ui.widgets.words import Words
 from tests.support.make_run import quad_machine, write_run
 
@@ -432,7 +432,7 @@ async def test_dashboard_of_a_live_run(runs_dir: Path, size: tuple[int, int]) ->
             "exposed",
         ):
             assert word in text, word
-        assert len(screen.query_one(NodePanel).pictures) == 4
+        assert len(screen.query_one(NumaNodes).pictures) == 4
         loss = screen.query_one("#loss", Chart)
         assert loss.axis is not None
         assert loss.axis.unit == "step"
@@ -478,7 +478,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: P
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     async with opened(runs_dir, size, open_run=run) as pilot:
         await until(pilot, lambda: "training" in shown(pilot, "#title"))
-        for number, panel in enumerate((Chart, Chart, NodePanel, LogView)):
+        for number, panel in enumerate((Chart, Chart, NumaNodes, LogView)):
             await pilot.press(*["tab"] * min(number, 1), "m")
             await until(pilot, lambda: "m Back" in screen_text(pilot).splitlines()[-1])
             assert isinstance(pilot.app.screen.maximized, panel)

@@ -73,8 +73,8 @@ class ConfigureScreen(Page):
         self.watch(self.app, "machine", self._machine_known)
 
     def _machine_known(self) -> None:
-        catalog = self.so.catalog
-        if self.so.machine is None or catalog is None:
+        catalog = self.app.catalog
+        if self.app.machine is None or catalog is None:
             return
         if self._base is None and catalog.presets:
             self.edit(list(catalog.presets)[-1])
@@ -89,7 +89,7 @@ class ConfigureScreen(Page):
 
     def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
         """Show a preset with what was typed over it before; ``wanted`` (a recommendation) replaces that, and an earlier one."""
-        catalog = self.so.catalog
+        catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
         self._base = catalog.presets[preset].spec
@@ -153,7 +153,7 @@ class ConfigureScreen(Page):
 
     def replan(self) -> None:
         """Plan what stands in the form; an answer to an older question is dropped."""
-        if self._base is None or self.so.machine is None:
+        if self._base is None or self.app.machine is None:
             return
         self._serial += 1
         self._plan(self._serial, self._base, dict(self._edits))
@@ -162,7 +162,7 @@ class ConfigureScreen(Page):
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
         from so_tui.launch import draft
 
-        machine = self.so.machine
+        machine = self.app.machine
         assert machine is not None
         try:
             plan, launch = draft(with_values(base, edits), machine)
@@ -180,7 +180,7 @@ class ConfigureScreen(Page):
         if message.serial != self._serial or self._base is None:
             return
         self._planned = message
-        machine = self.so.machine
+        machine = self.app.machine
         assert machine is not None
         self._mark_fields(message, *impossible_field(message.plan, machine))
         self._show_title()
@@ -222,7 +222,9 @@ class ConfigureScreen(Page):
                 was = " ".join(reversed(self._length_was())) if edited else None
             else:
                 was = self._base_values.get(row.path, "") if row.path in edits else None
-            row.show_status(was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.so.machine, given_mode))
+            row.show_status(
+                was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.app.machine, given_mode)
+            )
 
     def _length_was(self) -> tuple[str, str]:
         key, text = length_of(self._base_values)
@@ -247,7 +249,7 @@ class ConfigureScreen(Page):
             title = f"{planned.plan.spec.label} does not fit here"
             self.app.post_message(Failed(title, planned.plan.reason_texts, retry_forced=planned.launch))
         elif planned.launch is not None:
-            self.so.ask_launch(planned.launch, plan_view.launch_facts(planned.plan))
+            self.app.ask_launch(planned.launch, plan_view.launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         if planned.problems:
@@ -267,7 +269,7 @@ class ConfigureScreen(Page):
             return
         from so_tui.ui.screens.saving import ask_to_save
 
-        ask_to_save(self.so, with_values(base, self._edits), base.name)
+        ask_to_save(self.app, with_values(base, self._edits), base.name)
 
     def action_look(self) -> None:
         """Show the data as the model will see it, with what stands in the form."""

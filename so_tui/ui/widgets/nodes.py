@@ -38,7 +38,7 @@ class NodePicture:
         return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
 
 
-class NodePanel(Widget, can_focus=True):
+class NumaNodes(Widget, can_focus=True):
     """All nodes under each other, each with ``plot_height`` rows of history (0: none), a row of cores and a row of words."""
 
     ALLOW_MAXIMIZE = True
@@ -62,7 +62,7 @@ class NodePanel(Widget, can_focus=True):
     )
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
     DEFAULT_CSS = """
-    NodePanel {
+    NumaNodes {
         height: auto;
         .nodes--band { color: $raw-line; }
         .nodes--main { color: $accent; }
