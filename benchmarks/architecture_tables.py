@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from architecture_models import NAMES
+from benchmarks.architecture_models import NAMES
 
 Row = dict[str, Any]
 _MEMORY = ("gpu_reserved_bytes", "host_bytes")

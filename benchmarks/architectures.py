@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
-from architecture_tables import Row, full_table, table
-from device_memory import DeviceMemory
 
-from so_tui.launch import command, environment, prepare
+from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
+from benchmarks.architecture_tables import Row, full_table, table
+from benchmarks.device_memory import DeviceMemory
+from so_tui.launch import environment, prepare
+from so_tui.launch.attempt_files import write_launch
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
@@ -249,15 +250,14 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
     """
     launch = prepare(spec, machine, force=True)
     attempt = new_attempt(run)
-    run.plan_path(attempt).write_bytes(msgspec.json.encode(launch.plan))
-    run.ds_config_path(attempt).write_bytes(msgspec.json.encode(launch.ds_config))
-    changes = environment.variables(launch.plan, machine, os.environ, run=str(run.path), attempt=attempt)
-    env = environment.apply(changes, os.environ)
+    write_launch(run, attempt, launch)
+    here = launch.resolved(run=run.path, attempt=attempt, port=_free_port())
+    env = environment.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")
     if fork:
         _fork(run, attempt, env, log, limit_s)
     else:
-        _launch(command.argv(launch.plan, run=str(run.path), attempt=attempt, port=_free_port()), env, run, log, limit_s)
+        _launch(here.argv, env, run, log, limit_s)
     last = _records(run)[-1:]
     if not last or not isinstance(last[0], EndRecord) or last[0].state != "finished":
         raise RuntimeError(log.read_text(errors="replace")[-3000:])

@@ -29,15 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
-from planner_sweep import measured_by_forks
 
+from benchmarks.planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
+from benchmarks.planner_sweep import measured_by_forks
+from so_tui.launch import prepare
 from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.constants import digest
-from so_tui.plan.site import Site, site_of
+from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values
@@ -55,7 +56,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the run's processes stand in another folder
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if arguments.table or arguments.fit:
-        from planner_fit import fit, sweep_table, tables
+        from benchmarks.planner_fit import fit, sweep_table, tables
 
         if arguments.fit:
             print(fit(rows, arguments.out.name))
@@ -185,7 +186,7 @@ def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argp
         plan = make_plan(spec, machine, probed=False)
         row = _identity(setting, spec, plan, machine)
         if not plan.fits:
-            yield row | {"error": "; ".join(plan.reasons)}
+            yield row | {"error": "; ".join(plan.reason_texts)}
             continue
         before = host_rate(plan, machine)
         row |= _run(spec, plan, machine, arguments)
@@ -199,7 +200,7 @@ def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: arg
     found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine, limit_s=arguments.limit_s)
     for setting, spec, plan in zip(settings, specs, plans, strict=True):
         row = _identity(setting, spec, plan, machine)
-        answer = next(found) if plan.fits else {"error": "; ".join(plan.reasons)}
+        answer: dict[str, Any] = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
         if "measured" in answer:
             workload = msgspec.convert(answer["measured"]["workload"], Workload)
             answer["predicted"] = msgspec.to_builtins(predicted_of(spec, machine, workload)[1])
@@ -212,14 +213,14 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "setting": asdict(setting),
         "spec": _spec_tree(spec),
         "constants": digest(),
-        "speed": msgspec.to_builtins(_site(spec, machine).speed),
+        "speed": msgspec.to_builtins(_resources(spec, machine).speed),
         "machine": _machine_tree(machine),
         "name": settings_of(plan),
     }
 
 
-def _site(spec: RunSpec, machine: Machine) -> Site:
-    return site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+def _resources(spec: RunSpec, machine: Machine) -> Resources:
+    return resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
 
 
 def host_rate(plan: Plan, machine: Machine) -> float | None:
@@ -230,10 +231,10 @@ def host_rate(plan: Plan, machine: Machine) -> float | None:
     """
     from so_tui_trainer.tools.calibrate import slowest_together
 
-    site = _site(plan.spec, machine)
-    if site.speed is None:
+    resources = _resources(plan.spec, machine)
+    if resources.speed is None:
         return None
-    known = site.speed.adam_bytes_per_s(site.cores, site.ranks_per_node)
+    known = resources.speed.adam_bytes_per_s(resources.cores, resources.ranks_per_node)
     try:
         return round(slowest_together([rank.cpus for rank in plan.binding]) / known, 2)
     except SoTuiError as error:
@@ -245,7 +246,7 @@ def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namesp
     begun = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-planner-"))
     try:
-        run = run_to_end(spec, machine, scratch, _tell, limit_s=arguments.limit_s)
+        run = run_to_end(prepare(spec, machine), scratch, _tell, limit_s=arguments.limit_s)
         measured = measured_of(run, plan)
     except SoTuiError as error:
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in scratch.glob("*/attempts/*/output.*.log"))

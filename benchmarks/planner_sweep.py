@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from speed import one_rank, ready, steps_of
-
+from benchmarks.speed import one_rank, ready, steps_of
 from so_tui.machine.types import Machine
 from so_tui.spec import RunSpec
 

@@ -148,6 +148,7 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
 
     import superoffload
     from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.engine_settings import engine_settings
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
 
@@ -155,7 +156,7 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
-    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
+    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, engine_settings(spec, mine))
     binding.apply_main_cores(mine)
     return Ready(spec, ranks.device, documents, model, engine)
 
@@ -209,8 +210,8 @@ def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
 def _model(arguments: argparse.Namespace) -> Any:
     """Return the preset's model with random weights, and perhaps fewer layers."""
     import msgspec
-    from architecture_models import scaled_down
 
+    from benchmarks.architecture_models import scaled_down
     from so_tui.spec import find_preset
     from so_tui_trainer.tools.presets import parameter_table
 

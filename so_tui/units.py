@@ -1,16 +1,137 @@
-"""Quantities in words."""
+"""Format quantities for people: always with a unit, never wider than necessary. Pure functions.
+
+Memory is shown in binary units (``memory_size``), because GPU and host memory are sold and reported in GiB. Files, downloads and free disk
+space are shown in decimal units (``disk_size``), as disk vendors and file managers do.
+"""
 
 from __future__ import annotations
 
+import math
+
+GIB = 1 << 30
+MIB = 1 << 20
+KIB = 1 << 10
+_MEMORY_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_DISK_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_TIME_UNITS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+
 
 def thousands(value: int) -> str:
-    """``131072`` -> ``131 072``."""
+    """Return a number with grouped digits: ``131 072``."""
     return f"{value:,}".replace(",", " ")
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 run``, ``2 runs``."""
+    return f"{thousands(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``, ``431``, ``16 000``, ``1e-05``."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
+    if magnitude < -4:
+        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
+    if magnitude >= digits:
+        return thousands(round(value))
+    return f"{value:.{max(0, digits - 1 - magnitude)}f}"
+
+
+def count(value: float, decimals: int = 2) -> str:
+    """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; unchanged below 10 000."""
+    for smallest, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= smallest:
+            scaled = value / unit
+            return f"{scaled:.{decimals}f} {suffix}" if scaled < 100 else f"{scaled:.0f} {suffix}"
+    return f"{value:.0f}"
+
+
+def memory_size(size_bytes: int, decimals: int = 1) -> str:
+    """Return a size of memory in binary units: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100 have decimals."""
+    if size_bytes >= 99.5 * GIB:
+        return f"{size_bytes / GIB:.0f} GiB"
+    if size_bytes >= 0.95 * GIB:
+        return f"{size_bytes / GIB:.{decimals}f} GiB"
+    if size_bytes >= 0.5 * MIB:
+        return f"{size_bytes / MIB:.0f} MiB"
+    return f"{size_bytes / KIB:.0f} KiB" if size_bytes >= KIB else f"{size_bytes} B"
+
+
+def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> str:
+    """Return used and total memory in the unit of the larger: ``78.4 of 95.0 GiB``. Without a total, return the used memory."""
+    if total_bytes is None:
+        return memory_size(used_bytes)
+    larger = max(used_bytes, total_bytes)
+    for size, unit in _MEMORY_UNITS:
+        if larger >= size:
+            digits = 0 if larger >= 1000 * size else decimals
+            return f"{used_bytes / size:.{digits}f} of {total_bytes / size:.{digits}f} {unit}"
+    return f"{used_bytes} of {total_bytes} B"
+
+
 def disk_size(size_bytes: int) -> str:
-    """Space in decimal units, as disks are sold: ``206.7 GB``, ``31.4 MB``; never ``0.0`` of a unit for what is not nothing."""
-    for unit_bytes, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size_bytes >= unit_bytes // 10:
-            return f"{size_bytes / unit_bytes:.1f} {unit}"
+    """Return a size of files in decimal units: ``207 GB``, ``31.4 MB``."""
+    for size, unit in _DISK_UNITS:
+        if size_bytes >= size:
+            scaled = size_bytes / size
+            return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.1f} {unit}"
     return f"{size_bytes} B"
+
+
+def rate(per_s: float) -> str:
+    """Return a number of tokens per second without its unit: ``31.2k``, ``940``."""
+    if per_s >= 1e6:
+        return f"{per_s / 1e6:.1f}M"
+    if per_s >= 10_000:
+        return f"{per_s / 1e3:.1f}k"
+    if per_s >= 1_000:
+        return f"{per_s / 1e3:.2f}k"
+    return significant(per_s)
+
+
+def bandwidth(bytes_per_s: float) -> str:
+    """Return a rate of copies or memory traffic, in decimal units as vendors do: ``412 GB/s``, ``3.4 GB/s``."""
+    scaled = bytes_per_s / 1e9
+    return f"{scaled:.0f} GB/s" if scaled >= 100 else f"{scaled:.1f} GB/s"
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in at most two units: ``3 h 12 m``, ``6 m 04 s``, ``3.10 s``, ``45 ms``."""
+    if seconds < 0 or not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 59.95 else "60 s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} m"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def mark_duration(seconds: float, parts: int = 2) -> str:
+    """Return a mark of a time axis in at most ``parts`` units, without zeros: ``45 s``, ``15 m``, ``1 h 30 m``."""
+    left = round(seconds)
+    found = []
+    for size, unit in _TIME_UNITS:
+        amount, left = divmod(left, size)
+        if amount:
+            found.append(f"{amount} {unit}")
+    return " ".join(found[:parts]) or "0"
+
+
+def age(seconds: float) -> str:
+    """Return how long ago something was, in one unit: ``12 s``, ``6 m``, ``3 h``, ``4 d``."""
+    for size, unit in _TIME_UNITS[:-1]:
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"

@@ -20,7 +20,7 @@ from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
-from so_tui.spec import Refused, find_preset, with_values
+from so_tui.spec import Refusal, Refused, find_preset, with_values
 
 PROGRAM = (sys.executable, "-m", "so_tui")
 _MEDIANS = (
@@ -92,7 +92,8 @@ def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, 
     sequences = part.sequences_per_step()
     wanted = changes.get("train.micro_batch")
     if wanted and sequences % int(wanted):
-        raise Refused([f"a step of {sequences} sequences cannot be cut into micro-batches of {wanted}"])
+        message = f"a step of {sequences} sequences cannot be split into micro-batches of {wanted}"
+        raise Refused([Refusal("indivisible-batch", message)])
     sizes = [int(wanted)] if wanted else [sequences >> halving for halving in range(sequences.bit_length())]
     plans = []
     for size in sizes:
@@ -101,7 +102,7 @@ def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, 
         plans.append(make_plan(with_values(find_preset(shape.preset).spec, settings), machine))
     fitting = [plan for plan in plans if plan.fits and plan.verdict == "fits"]
     if not fitting:
-        raise Refused(plans[-1].reasons)
+        raise Refused([Refusal("does-not-fit", reason) for reason in plans[-1].reason_texts])
     return min(fitting, key=lambda plan: plan.step_s or 0.0)
 
 

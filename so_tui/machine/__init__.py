@@ -1,4 +1,4 @@
-"""/sys, /proc and NVML turned into one frozen Machine, and what is wrong with it."""
+"""Read /sys, /proc and NVML into one frozen Machine, and check it."""
 
 from so_tui.machine.cpulist import cpu_ranges, parse_cpus
 from so_tui.machine.inspect import inspect_machine

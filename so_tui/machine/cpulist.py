@@ -1,4 +1,4 @@
-"""Lists of CPU numbers, as the kernel, numactl and DeepSpeed write them."""
+"""Parse and format lists of CPU numbers as the kernel, numactl and DeepSpeed write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """The kernel's list format (``0-3,8``) as ascending numbers. Raises ValueError on anything else."""
+    """Parse the kernel's list format (``0-3,8``) to ascending numbers. Raises ValueError for any other text."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -16,12 +16,12 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def cpu_ranges(cpus: Iterable[int]) -> str:
-    """The opposite of :func:`parse_cpus`: ``(0, 1, 2, 8)`` is ``0-2,8``."""
+    """Format numbers in the kernel's list format: ``(0, 1, 2, 8)`` is ``0-2,8``."""
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in contiguous_runs(cpus))
 
 
 def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Maximal runs of consecutive numbers, ascending."""
+    """Return the maximal runs of consecutive numbers, ascending."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and cpu == runs[-1][-1] + 1:
@@ -32,7 +32,7 @@ def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def cpus_or_empty(text: str | None) -> tuple[int, ...]:
-    """A cpulist file's CPUs; none where the file is absent, empty or not a list."""
+    """Parse the text of a cpulist file; empty if the file is absent, empty or not a list."""
     try:
         return parse_cpus(text or "")
     except ValueError:

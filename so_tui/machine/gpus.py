@@ -1,4 +1,4 @@
-"""GPUs, from NVML or the PCI devices in sysfs: which CPU node each hangs off, and which NUMA node is its own memory."""
+"""Find GPUs through NVML or the PCI devices in sysfs, with the CPU node of each and the NUMA node of its own memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from so_tui.machine.cpulist import cpus_or_empty
 from so_tui.machine.numa import distance
 from so_tui.machine.nvml import NvmlAnswer, NvmlGpu
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, NumaNode
 
 _PCI = "/sys/bus/pci/devices"
@@ -19,7 +19,7 @@ _NVIDIA, _AMD = 0x10DE, 0x1002
 _DISPLAY_CLASSES = {0x0300, 0x0302}
 _AMD_COMPUTE_CLASSES = {0x0302, 0x0380, 0x1200}
 _NAMES = {
-    # Product names by PCI device id (pci.ids), for when neither NVML nor the driver's /proc tells.
+    # Product names by PCI device id (pci.ids), if neither NVML nor the driver's /proc has them.
     0x20B2: "NVIDIA A100-SXM4-80GB",
     0x2330: "NVIDIA H100 80GB HBM3",
     0x2335: "NVIDIA H200",
@@ -31,7 +31,7 @@ _NAMES = {
     0x31C2: "NVIDIA GB300",
 }
 _PUBLISHED_MIB = {
-    # What nvidia-smi or the NUMA map of such parts shows, for trees that tell neither.
+    # Memory sizes as nvidia-smi or the NUMA map shows them, for system files without either.
     0x20B2: 81920,
     0x2330: 81559,
     0x2335: 143771,
@@ -44,7 +44,7 @@ _PUBLISHED_MIB = {
 
 
 class PciGpu(NamedTuple):
-    """A GPU on the PCI bus, whether or not a driver is there for it."""
+    """A GPU on the PCI bus, with or without a driver."""
 
     bus_id: str
     vendor: Literal["nvidia", "amd"]
@@ -52,75 +52,89 @@ class PciGpu(NamedTuple):
     numa_node: int | None
     cpus: tuple[int, ...]
     published_memory_bytes: int | None = None
-    """What parts with this device id have."""
+    """Memory size of GPUs with this device id."""
 
 
-def pci_gpus(tree: Tree) -> tuple[PciGpu, ...]:
-    """All GPUs on the PCI bus, in bus order."""
-    found = (_pci_gpu(tree, bus_id) for bus_id in tree.names(_PCI))
+class FoundGpus(NamedTuple):
+    """The GPUs that a run may use, and what to report about the others."""
+
+    gpus: tuple[Gpu, ...]
+    hidden: tuple[int, ...]
+    """Indices of GPUs that CUDA_VISIBLE_DEVICES hides."""
+    notes: tuple[str, ...]
+
+
+def pci_gpus(files: SystemFiles) -> tuple[PciGpu, ...]:
+    """Return all GPUs on the PCI bus, in bus order."""
+    found = (_pci_gpu(files, bus_id) for bus_id in files.names(_PCI))
     return tuple(gpu for gpu in found if gpu is not None)
 
 
-def read_gpus(tree: Tree, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The GPUs of this machine with their nodes, and what must be known about the list.
+def read_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool) -> FoundGpus:
+    """Return the GPUs of a machine with their NUMA nodes.
 
-    ``coherent``: whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may be taken for it.
+    Args:
+        files: System files of the machine.
+        nodes: NUMA nodes of the machine.
+        nvml: Answer of NVML; its list is used if NVML started.
+        coherent: Whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may be GPU memory.
     """
-    on_bus = pci_gpus(tree)
-    notes = list(nvml.notes)
+    on_bus = pci_gpus(files)
+    notes = list(nvml.errors)
+    hidden: tuple[Gpu, ...] = ()
     if nvml.answered:
         gpus = tuple(_from_nvml(gpu, on_bus) for gpu in nvml.gpus)
     else:
-        usable = tuple(gpu for gpu in on_bus if not tree.live or _driver_loaded(tree, gpu.vendor))
+        usable = tuple(gpu for gpu in on_bus if not files.live or _driver_loaded(files, gpu.vendor))
         if len(usable) < len(on_bus):
-            notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver here and are left out.")
+            notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left out.")
         gpus = _from_pci(usable)
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
     if not nvml.answered:
         gpus, assumed = _with_published_memory(gpus, on_bus, nodes)
         if assumed:
             listed = ", ".join(str(gpu.index) for gpu in assumed)
-            notes.append(f"Nothing here tells how much memory GPU {listed} has: it is taken to be what is published for {assumed[0].name}.")
-    if tree.live and "CUDA_VISIBLE_DEVICES" in os.environ:
+            notes.append(f"The memory size of GPU {listed} is unknown here; the published size of {assumed[0].name} is assumed.")
+    if files.live and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpus, hidden = _visible(gpus, os.environ["CUDA_VISIBLE_DEVICES"])
         if hidden:
             notes.append(f"CUDA_VISIBLE_DEVICES hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
-    return gpus, tuple(notes)
+    return FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
 
 
 def normal_bus_id(bus_id: str) -> str:
-    """NVML's eight-digit domain as sysfs writes it: ``00000009:01:00.0`` is ``0009:01:00.0``."""
+    """Return a bus id of NVML as sysfs writes it: ``00000009:01:00.0`` is ``0009:01:00.0``."""
     domain, rest = bus_id.split(":", 1)
     return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
-def _pci_gpu(tree: Tree, bus_id: str) -> PciGpu | None:
+def _pci_gpu(files: SystemFiles, bus_id: str) -> PciGpu | None:
     folder = f"{_PCI}/{bus_id}"
-    vendor, device_class = tree.integer(f"{folder}/vendor"), (tree.integer(f"{folder}/class") or 0) >> 8
+    vendor, device_class = files.integer(f"{folder}/vendor"), (files.integer(f"{folder}/class") or 0) >> 8
     if device_class not in {_NVIDIA: _DISPLAY_CLASSES, _AMD: _AMD_COMPUTE_CLASSES}.get(vendor or 0, ()):
         return None
-    node = tree.integer(f"{folder}/numa_node")
-    device = tree.integer(f"{folder}/device") or 0
-    name = _driver_name(tree, bus_id) or _NAMES.get(device) if vendor == _NVIDIA else None
+    node = files.integer(f"{folder}/numa_node")
+    device = files.integer(f"{folder}/device") or 0
+    name = _driver_name(files, bus_id) or _NAMES.get(device) if vendor == _NVIDIA else None
     return PciGpu(
         bus_id=bus_id.lower(),
         vendor="nvidia" if vendor == _NVIDIA else "amd",
         name=name or f"{'NVIDIA' if vendor == _NVIDIA else 'AMD'} GPU [{device:04x}]",
         numa_node=node if node is not None and node >= 0 else None,
-        cpus=cpus_or_empty(tree.text(f"{folder}/local_cpulist")),
+        cpus=cpus_or_empty(files.text(f"{folder}/local_cpulist")),
         published_memory_bytes=_PUBLISHED_MIB[device] * 2**20 if vendor == _NVIDIA and device in _PUBLISHED_MIB else None,
     )
 
 
-def _driver_name(tree: Tree, bus_id: str) -> str | None:
-    for line in (tree.text(f"/proc/driver/nvidia/gpus/{bus_id}/information") or "").splitlines():
+def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
+    for line in (files.text(f"/proc/driver/nvidia/gpus/{bus_id}/information") or "").splitlines():
         if line.startswith("Model:"):
             return line.partition(":")[2].strip()
     return None
 
 
-def _driver_loaded(tree: Tree, vendor: str) -> bool:
-    return tree.exists("/proc/driver/nvidia/version" if vendor == "nvidia" else "/dev/kfd")
+def _driver_loaded(files: SystemFiles, vendor: str) -> bool:
+    return files.exists("/proc/driver/nvidia/version" if vendor == "nvidia" else "/dev/kfd")
 
 
 def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
@@ -132,14 +146,14 @@ def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
 
 def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...]) -> Gpu:
     bus_id = normal_bus_id(gpu.bus_id)
-    place = next((other for other in on_bus if other.bus_id == bus_id), None)
+    device = next((other for other in on_bus if other.bus_id == bus_id), None)
     return Gpu(
         index=gpu.index,
         name=gpu.name if gpu.name.startswith("NVIDIA") else f"NVIDIA {gpu.name}",
         pci_bus_id=bus_id,
-        numa_node=place.numa_node if place else None,
+        numa_node=device.numa_node if device else None,
         memory_node=gpu.memory_node,
-        cpus=place.cpus if place else (),
+        cpus=device.cpus if device else (),
         memory_total_bytes=gpu.memory_total_bytes,
         memory_used_bytes=gpu.memory_used_bytes,
         compute_mode=gpu.compute_mode,
@@ -150,21 +164,21 @@ def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...]) -> Gpu:
 
 
 def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool) -> tuple[Gpu, ...]:
-    """Fill in what the bus does not tell: the only CPU node there is, the node's CPUs, the GPU's own memory node and its size."""
+    """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the GPU's memory node and size."""
     cpu_nodes = {node.id: node for node in nodes if node.kind == "cpu"}
     only_node = next(iter(cpu_nodes)) if len(cpu_nodes) == 1 else None
-    placed = tuple(
+    attached = tuple(
         msgspec.structs.replace(gpu, numa_node=home, cpus=gpu.cpus or (cpu_nodes[home].cpus if home is not None else ()))
         for gpu in gpus
         for home in [gpu.numa_node if gpu.numa_node in cpu_nodes else only_node]
     )
-    owned = _memory_nodes(placed, nodes) if coherent else {}
+    owned = _memory_nodes(attached, nodes) if coherent else {}
     sizes = {node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"}
     return tuple(
         msgspec.structs.replace(
             gpu, memory_node=own, memory_total_bytes=gpu.memory_total_bytes or (sizes.get(own) if own is not None else None)
         )
-        for gpu in placed
+        for gpu in attached
         for own in [gpu.memory_node if gpu.memory_node is not None else owned.get(gpu.pci_bus_id)]
     )
 
@@ -172,13 +186,16 @@ def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent:
 def _with_published_memory(
     gpus: tuple[Gpu, ...], on_bus: tuple[PciGpu, ...], nodes: tuple[NumaNode, ...]
 ) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """The GPUs with the memory that their parts are published with where nothing else is known; and those of which that is so.
+    """Fill in published memory sizes where nothing else is known.
 
-    With more memory nodes than GPUs MIG has cut some of them up, and nothing is assumed.
+    With more memory nodes than GPUs, MIG has partitioned some GPUs, and nothing is assumed.
+
+    Returns:
+        All GPUs, and those whose size was filled in.
     """
     if sum(node.kind == "gpu-memory" for node in nodes) > len(gpus):
         return gpus, ()
-    published = {place.bus_id: place.published_memory_bytes for place in on_bus}
+    published = {device.bus_id: device.published_memory_bytes for device in on_bus}
     filled = tuple(
         msgspec.structs.replace(gpu, memory_total_bytes=published.get(gpu.pci_bus_id)) if gpu.memory_total_bytes is None else gpu
         for gpu in gpus
@@ -187,10 +204,10 @@ def _with_published_memory(
 
 
 def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:
-    """Which gpu-memory node belongs to which GPU, by bus id.
+    """Return the memory node of each GPU, by bus id.
 
-    The nodes nearest to a CPU node belong to the GPUs hanging off it, in PCI order. Where that does not come out even (memory that was
-    not onlined, say) nothing is guessed.
+    The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order. If their numbers differ (memory that is not
+    online, for example), they are left out.
     """
     hbm = [node for node in nodes if node.kind == "gpu-memory"]
     in_bus_order = sorted(gpus, key=lambda gpu: gpu.pci_bus_id)
@@ -207,7 +224,7 @@ def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[st
 
 
 def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None:
-    """The CPU node at the smallest distance; None where two are equally near or the distance is not known."""
+    """Return the CPU node at the smallest distance; None if two are equally near or no distance is known."""
     known = [(far, other.id) for other in nodes if other.kind == "cpu" and (far := distance(nodes, node, other.id)) is not None]
     ranked = sorted(known)
     if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
@@ -216,7 +233,7 @@ def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None
 
 
 def _visible(gpus: tuple[Gpu, ...], variable: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves, and those it hides. As in CUDA, the list ends at the first entry that names no GPU."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES shows and those it hides. As in CUDA, the list ends at the first unknown entry."""
     shown: set[int] = set()
     for entry in variable.split(","):
         match = next((gpu.index for gpu in gpus if _names(entry.strip(), gpu)), None)

@@ -1,4 +1,4 @@
-"""The one function that looks at a machine: everything the other modules know, put together."""
+"""Inspect a machine: assemble what the other modules read."""
 
 from __future__ import annotations
 
@@ -20,57 +20,64 @@ from so_tui.machine.mpam import read_mpam
 from so_tui.machine.numa import read_nodes
 from so_tui.machine.nvml import NvmlAnswer, query_nvml
 from so_tui.machine.software import read_software
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import UNKNOWN, Machine
 from so_tui.spec.errors import InputError, Problem
 
 
 def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None) -> Machine:
-    """This machine; or the one whose /sys and /proc were copied below ``sysroot``, of which nothing live is asked.
+    """Return this machine, or the one whose /sys and /proc were copied below ``sysroot``.
 
-    ``hostname`` is what to call it, where the tree does not say or says another name.
+    Args:
+        sysroot: Folder with the copies; this machine if absent.
+        hostname: Name of the copied machine, if the copy has none or another.
 
-    Raises InputError when ``sysroot`` has no NUMA node and no CPU in it.
+    Raises:
+        InputError: With code ``no-cpus`` if ``sysroot`` contains neither NUMA nodes nor CPUs.
     """
-    tree = Tree(sysroot)
-    online = online_cpus(tree)
-    cpu = processor(tree)
-    nodes = read_nodes(tree, online)
+    files = SystemFiles(sysroot)
+    online = online_cpus(files)
+    cpu = processor(files)
+    nodes = read_nodes(files, online)
     if not any(node.kind == "cpu" for node in nodes):
-        raise InputError([_no_tree(tree.root)])
+        raise InputError([_no_cpus(files.root)])
     online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
-    allowed = allowed_cpus(tree, online)
-    memory = host_memory(tree, nodes)
-    nvml = query_nvml() if tree.live else NvmlAnswer()
-    gpus, gpu_notes = read_gpus(tree, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
-    shm = shared_memory(tree)
-    memory_nodes = allowed_memory_nodes(tree)
+    allowed = allowed_cpus(files, online)
+    memory = host_memory(files, nodes)
+    nvml = query_nvml() if files.live else NvmlAnswer()
+    found = read_gpus(files, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
+    shm = shared_memory(files)
+    memory_nodes = allowed_memory_nodes(files)
     return Machine(
-        hostname=os.uname().nodename if tree.live else hostname or tree.text("/proc/sys/kernel/hostname") or UNKNOWN,
+        hostname=os.uname().nodename if files.live else hostname or files.text("/proc/sys/kernel/hostname") or UNKNOWN,
         cpu_name=cpu.name,
         architecture=cpu.architecture,
-        page_size_bytes=page_size_bytes(tree),
+        page_size_bytes=page_size_bytes(files),
         online_cpus=online,
         allowed_cpus=allowed,
         host_memory_bytes=memory.total_bytes,
         shm_total_bytes=shm.total_bytes,
         shm_free_bytes=shm.free_bytes,
-        mpam=read_mpam(tree, cpu.architecture),
-        software=read_software(tree, memory.nodes, allowed, nvml.driver),
+        mpam=read_mpam(files, cpu.architecture),
+        software=read_software(files, memory.nodes, allowed, nvml.driver),
         numa_nodes=memory.nodes,
-        gpus=gpus,
+        gpus=found.gpus,
         memory_limit_bytes=memory.limit_bytes,
-        smt_siblings=smt_siblings(tree, online),
+        smt_siblings=smt_siblings(files, online),
         allowed_memory_nodes=memory_nodes,
-        live=tree.live,
-        notes=(*allowance_notes(tree, online, allowed), *memory_allowance_notes(nodes, memory_nodes), *memory.notes, *gpu_notes),
+        live=files.live,
+        notes=(*allowance_notes(files, online, allowed), *memory_allowance_notes(nodes, memory_nodes), *memory.notes, *found.notes),
+        hidden_gpus=found.hidden,
+        nvml_errors=nvml.errors,
+        memory_grows=memory.grows,
     )
 
 
-def _no_tree(root: Path) -> Problem:
+def _no_cpus(root: Path) -> Problem:
     return Problem(
+        code="no-cpus",
         field="--sysroot",
         value=str(root),
-        message="holds no /sys or /proc with CPUs in it",
+        message="contains no /sys or /proc with CPUs",
         remedy="Give the folder that contains `sys/devices/system/node` of the other machine.",
     )

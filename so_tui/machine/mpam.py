@@ -1,6 +1,6 @@
-"""How far memory bandwidth partitioning (MPAM) gets on this host, by what an unprivileged user can see.
+"""Detect memory bandwidth partitioning (MPAM), as far as an unprivileged user can see it.
 
-The rungs, each needing the one before: a kernel that knows it, firmware that describes the hardware, resctrl mounted.
+It takes a kernel with MPAM, firmware that describes the hardware, and a mounted resctrl file system, in this order.
 """
 
 from __future__ import annotations
@@ -8,57 +8,57 @@ from __future__ import annotations
 import gzip
 import re
 
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Mpam
 
 _KERNEL_OPTION = re.compile(r"^CONFIG_\w*MPAM\w*=[ym]$", re.MULTILINE)
 _OFF_ARGUMENTS = ("arm64.nompam", "arm64.nompam=1")
 
 
-def read_mpam(tree: Tree, architecture: str) -> Mpam:
-    """The highest rung reached, with what was read."""
+def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
+    """Return the furthest state reached, with its evidence."""
     if architecture not in ("aarch64", "unknown"):
         return Mpam(state="off", evidence=f"{architecture}: MPAM is an Arm feature")
-    if any(argument in _OFF_ARGUMENTS for argument in (tree.text("/proc/cmdline") or "").split()):
-        return Mpam(state="off", evidence="switched off on the kernel command line (arm64.nompam)")
-    config = _kernel_config(tree)
+    if any(argument in _OFF_ARGUMENTS for argument in (files.text("/proc/cmdline") or "").split()):
+        return Mpam(state="off", evidence="disabled on the kernel command line (arm64.nompam)")
+    config = _kernel_config(files)
     in_kernel = _KERNEL_OPTION.search(config) if config is not None else None
-    filesystems = tree.text("/proc/filesystems")
+    filesystems = files.text("/proc/filesystems")
     resctrl = "resctrl" in (filesystems or "").split()
-    firmware = "MPAM" in tree.names("/sys/firmware/acpi/tables")
-    if mount := _mount(tree):
-        return Mpam(state="mounted", evidence=f"resctrl at {mount}: {_controls(tree, mount)}")
+    firmware = "MPAM" in files.names("/sys/firmware/acpi/tables")
+    if mount := _mount(files):
+        return Mpam(state="mounted", evidence=f"resctrl at {mount}: {_controls(files, mount)}")
     if in_kernel or resctrl:
         seen = in_kernel.group() if in_kernel else "resctrl in /proc/filesystems"
         if firmware:
             return Mpam(state="firmware", evidence=f"{seen}; the firmware has an MPAM table; resctrl is not mounted (needs root)")
-        return Mpam(state="kernel", evidence=f"{seen}; no MPAM table of the firmware to be seen")
+        return Mpam(state="kernel", evidence=f"{seen}; no MPAM table of the firmware is visible")
     if config is None and filesystems is None:
         return Mpam(state="unknown", evidence="neither the kernel's configuration nor /proc/filesystems can be read")
     table = "; the firmware has an MPAM table" if firmware else ""
     return Mpam(state="off", evidence=f"this kernel has no MPAM support{table}")
 
 
-def _kernel_config(tree: Tree) -> str | None:
-    release = tree.text("/proc/sys/kernel/osrelease")
-    text = tree.text(f"/boot/config-{release}") if release else None
+def _kernel_config(files: SystemFiles) -> str | None:
+    release = files.text("/proc/sys/kernel/osrelease")
+    text = files.text(f"/boot/config-{release}") if release else None
     if text is not None:
         return text
     try:
-        return gzip.decompress(tree.path("/proc/config.gz").read_bytes()).decode(errors="replace")
+        return gzip.decompress(files.path("/proc/config.gz").read_bytes()).decode(errors="replace")
     except (OSError, EOFError):
         return None
 
 
-def _mount(tree: Tree) -> str | None:
-    for line in (tree.text("/proc/mounts") or "").splitlines():
+def _mount(files: SystemFiles) -> str | None:
+    for line in (files.text("/proc/mounts") or "").splitlines():
         fields = line.split()
         if len(fields) > 2 and fields[2] == "resctrl":
             return fields[1]
     return None
 
 
-def _controls(tree: Tree, mount: str) -> str:
-    controls = [name for name in tree.names(f"{mount}/info") if tree.exists(f"{mount}/info/{name}/num_closids")]
-    group = (tree.text("/proc/self/cpu_resctrl_groups") or "").replace("\n", " ")
+def _controls(files: SystemFiles, mount: str) -> str:
+    controls = [name for name in files.names(f"{mount}/info") if files.exists(f"{mount}/info/{name}/num_closids")]
+    group = (files.text("/proc/self/cpu_resctrl_groups") or "").replace("\n", " ")
     return ", ".join(controls or ["no controls"]) + (f"; this process is in group {group}" if group else "")

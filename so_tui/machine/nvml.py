@@ -1,4 +1,4 @@
-"""Asking NVML, where every call may be unsupported: coherent parts, MIG, containers and old drivers each refuse some."""
+"""Query NVML, where any call may be unsupported: coherent GPUs, MIG, containers and old drivers each refuse some."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ class NvmlGpu(Struct, frozen=True, kw_only=True):
 
 class NvmlAnswer(Struct, frozen=True, kw_only=True):
     answered: bool = False
-    """Whether NVML started: then its list is the truth, also an empty one (a job that was given no GPU)."""
+    """Whether NVML started. Its list is then complete, even if empty (a job without GPUs)."""
     gpus: tuple[NvmlGpu, ...] = ()
     driver: str | None = None
-    notes: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    """Errors of calls that should have succeeded, each a sentence."""
 
 
 class GpuHealth(Struct, frozen=True, kw_only=True):
-    """What changes from minute to minute; None where the driver does not say."""
+    """State of a GPU that changes over time; None where the driver does not report it."""
 
     bus_id: str
     pids: tuple[int, ...] = ()
-    """Processes that compute on it, as far as this container sees them."""
+    """Processes that compute on the GPU, as far as they are visible in this container."""
     uncorrected_ecc_errors: int | None = None
     """Since the driver was loaded."""
     row_remap_pending: bool | None = None
@@ -48,15 +49,15 @@ class GpuHealth(Struct, frozen=True, kw_only=True):
 
 
 class Asker:
-    """Calls NVML functions; an error reads as None, and an unexpected one leaves a note."""
+    """Calls NVML functions. An error returns None; an unexpected one is also recorded in ``errors``."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
-        self.notes: list[str] = []
+        self.errors: list[str] = []
         self._expected = {nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_INVALID_ARGUMENT}
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
-        """``read`` of what the function returns. A function that this nvidia-ml-py does not have counts as not supported."""
+        """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py does not have it."""
         call = getattr(self.nvml, function, None)
         if call is None:
             return None
@@ -64,31 +65,31 @@ class Asker:
             return read(call(*arguments))
         except self.nvml.NVMLError as error:
             if error.value not in self._expected:
-                self.notes.append(f"NVML {function}: {error}.")
+                self.errors.append(f"NVML {function}: {error}.")
             return None
 
 
 def query_nvml() -> NvmlAnswer:
-    """Every GPU the driver shows to this process. Empty without a note where there is no driver at all."""
+    """Return every GPU that the driver shows to this process; empty and without errors if there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         absent = {pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
-        return NvmlAnswer(notes=() if error.value in absent else (f"NVML does not start: {error}.",))
+        return NvmlAnswer(errors=() if error.value in absent else (f"NVML does not start: {error}.",))
     try:
         asker = Asker(pynvml)
         count = asker.ask("nvmlDeviceGetCount", read=int) or 0
         gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
         driver = asker.ask("nvmlSystemGetDriverVersion", read=_text)
-        return NvmlAnswer(answered=True, gpus=gpus, driver=driver, notes=tuple(dict.fromkeys(asker.notes)))
+        return NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors)))
     finally:
         pynvml.nvmlShutdown()
 
 
 def query_health() -> tuple[GpuHealth, ...]:
-    """The state of every GPU the driver shows; empty where there is no driver."""
+    """Return the state of every GPU that the driver shows; empty if there is no driver."""
     import pynvml
 
     try:
@@ -126,7 +127,7 @@ def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
     handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
     bus_id = None if handle is None else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
     if bus_id is None:
-        asker.notes.append(f"GPU {index} does not answer and is left out.")
+        asker.errors.append(f"GPU {index} does not respond and is left out.")
         return None
     memory = asker.ask("nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used)))
     return NvmlGpu(
@@ -148,5 +149,5 @@ def _text(value: str | bytes) -> str:
 
 
 def _node(value: int) -> int | None:
-    """Some drivers answer -1 instead of "not supported"."""
+    """Return a node id; None for the -1 that some drivers return instead of "not supported"."""
     return value if value >= 0 else None

@@ -1,4 +1,4 @@
-"""A Machine and doctor's findings for people, as rich renderables that read well at 80 columns."""
+"""Render a Machine and doctor's findings with rich, to read well at 80 columns."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.text import Text
 from rich.tree import Tree as RichTree
 
 from so_tui.machine.cpulist import cpu_ranges
-from so_tui.machine.doctor.finding import Finding, Severity
+from so_tui.machine.doctor.types import Finding, Severity
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
+from so_tui.units import GIB, memory_size, plural
 
-_GIB = 1 << 30
 _SIGNS: dict[Severity, tuple[str, str, str]] = {
     "blocks": ("✗", "blocks a launch", "bold red"),
     "warning": ("~", "warning", "yellow"),
     "note": ("·", "note", "cyan"),
 }
-"""Sign, word and style: never colour alone."""
+"""Sign, label and style: colour must not be the only difference."""
 
 
 def render(machine: Machine) -> RenderableType:
-    """The tree as it hangs together (node, cores, memory, GPU, its own memory), then software and notes."""
+    """Render the machine: the topology (nodes, cores, memory, GPUs), then software and notes."""
     parts: list[RenderableType] = [_tree(machine), Text()]
     if machine.live:
         parts += [_software(machine.software), Text()]
@@ -33,9 +33,9 @@ def render(machine: Machine) -> RenderableType:
 
 
 def render_findings(findings: Sequence[Finding]) -> RenderableType:
-    """Each finding with what was read, what it costs and what to do; one line where there is none."""
+    """Render findings with their evidence, cost and remedy; a single line if there are none."""
     if not findings:
-        return Text.assemble(("✓ ", "green"), "Nothing found that slows or stops a run.")
+        return Text.assemble(("✓ ", "green"), "No problems found.")
     return Group(*(_finding(finding) for finding in findings))
 
 
@@ -52,31 +52,31 @@ def _tree(machine: Machine) -> RichTree:
             _add_gpu(tree, gpu, machine)
     for node in machine.numa_nodes:
         if node.kind == "gpu-memory" and node.id not in own:
-            tree.add(Text.assemble((f"node {node.id}", "bold"), f"  memory without CPUs, {_size(node.memory_total_bytes)}"))
+            tree.add(Text.assemble((f"node {node.id}", "bold"), f"  memory without CPUs, {memory_size(node.memory_total_bytes)}"))
     empty = [node.id for node in machine.numa_nodes if node.kind == "empty"]
     if empty:
-        tree.add(Text(f"{len(empty)} empty nodes ({cpu_ranges(empty)}), kept for GPU partitions", style="dim"))
+        tree.add(Text(f"{len(empty)} empty nodes ({cpu_ranges(empty)}), reserved for GPU partitions", style="dim"))
     if not machine.gpus:
         tree.add(Text("no GPU", style="dim"))
     return tree
 
 
 def _title(machine: Machine) -> Text:
-    facts = [machine.cpu_name, machine.architecture, _cores(len(machine.online_cpus))]
-    second = [f"{_size(machine.host_memory_bytes)} of host memory"]
+    facts = [machine.cpu_name, machine.architecture, plural(len(machine.online_cpus), "core")]
+    second = [f"{memory_size(machine.host_memory_bytes)} of host memory"]
     if machine.memory_limit_bytes is not None:
-        second.append(f"limited to {_size(machine.memory_limit_bytes)}")
+        second.append(f"limited to {memory_size(machine.memory_limit_bytes)}")
     if machine.shm_total_bytes is not None:
-        second.append(f"/dev/shm {_size(machine.shm_total_bytes)}")
+        second.append(f"/dev/shm {memory_size(machine.shm_total_bytes)}")
     if machine.page_size_bytes:
-        second.append(f"pages of {machine.page_size_bytes // 1024} KiB")
+        second.append(f"{memory_size(machine.page_size_bytes)} pages")
     second.append(f"MPAM {machine.mpam.state}")
     return Text.assemble((machine.label, "bold"), "  ", " · ".join(facts), "\n", (" · ".join(second), "dim"))
 
 
 def _node_line(node: NumaNode, machine: Machine) -> Text:
     allowed = set(node.cpus) & set(machine.allowed_cpus)
-    line = Text.assemble((f"node {node.id}", "bold"), f"  {_cores(len(node.cpus))} {cpu_ranges(node.cpus)} · {_memory(node)}")
+    line = Text.assemble((f"node {node.id}", "bold"), f"  {plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)} · {_memory(node)}")
     if len(allowed) < len(node.cpus):
         line.append(f" · may use {cpu_ranges(allowed) or 'none'}", style="yellow")
     return line
@@ -85,7 +85,7 @@ def _node_line(node: NumaNode, machine: Machine) -> Text:
 def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
     facts = [gpu.name, gpu.pci_bus_id]
     if gpu.memory_total_bytes is not None:
-        facts.append(_size(gpu.memory_total_bytes))
+        facts.append(memory_size(gpu.memory_total_bytes))
     facts += [text for text, shown in (("NVLink-C2C", gpu.c2c), ("MIG", gpu.mig)) if shown]
     if gpu.compute_mode not in (None, "Default"):
         facts.append(str(gpu.compute_mode))
@@ -95,11 +95,11 @@ def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
 
 
 def _memory(node: NumaNode) -> str:
-    parts = [_size(node.memory_total_bytes)]
+    parts = [memory_size(node.memory_total_bytes)]
     if node.memory_free_bytes is not None:
-        parts.append(f"{_size(node.memory_free_bytes)} free")
-    if node.file_cache_bytes is not None and node.file_cache_bytes >= _GIB:
-        parts.append(f"{_size(node.file_cache_bytes)} file cache")
+        parts.append(f"{memory_size(node.memory_free_bytes)} free")
+    if node.file_cache_bytes is not None and node.file_cache_bytes >= GIB:
+        parts.append(f"{memory_size(node.file_cache_bytes)} file cache")
     return ", ".join(parts)
 
 
@@ -133,15 +133,7 @@ def _finding(finding: Finding) -> RenderableType:
     rows = Table.grid(padding=(0, 1))
     rows.add_column(style="dim", width=5)
     rows.add_column(overflow="fold")
-    for name, text in (("read", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
+    for name, text in (("found", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
         rows.add_row(name, text)
     title = Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold"))
     return Group(title, Padding(rows, (0, 0, 1, 2)))
-
-
-def _cores(count: int) -> str:
-    return f"{count} core" if count == 1 else f"{count} cores"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.1f} GiB" if size_bytes < 10 * _GIB else f"{size_bytes / _GIB:.0f} GiB"

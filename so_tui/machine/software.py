@@ -1,4 +1,4 @@
-"""Versions of what a run needs, found without importing any of it: package metadata, files, and programs that answer at once."""
+"""Find the versions of required software without importing it: from package metadata, files and quick commands."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import subprocess
 from pathlib import Path
 
 from so_tui.machine.cpulist import cpu_ranges
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import NumaNode, Software
 
-_PATIENCE_S = 5.0
+_COMMAND_TIMEOUT_S = 5.0
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
 
 
-def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, ...], nvml_driver: str | None) -> Software:
-    """Everything None for another machine's tree."""
-    if not tree.live:
+def read_software(files: SystemFiles, nodes: tuple[NumaNode, ...], allowed: tuple[int, ...], nvml_driver: str | None) -> Software:
+    """Return the installed versions; all None for copied system files."""
+    if not files.live:
         return Software()
     return Software(
         python=platform.python_version(),
@@ -32,9 +32,9 @@ def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, .
         datasets=package_version("datasets"),
         flash_attn=package_version("flash-attn"),
         numactl=_numactl_version(),
-        numactl_works=numactl_trial(*trial_place(nodes, allowed)),
+        numactl_works=numactl_trial(*trial_binding(nodes, allowed)),
         mempolicy_works=_mempolicy_works(),
-        nvidia_driver=nvml_driver or _nvidia_driver(tree),
+        nvidia_driver=nvml_driver or _nvidia_driver(files),
         cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
         ninja=package_version("ninja") or _first_version("ninja", "--version"),
@@ -42,7 +42,7 @@ def read_software(tree: Tree, nodes: tuple[NumaNode, ...], allowed: tuple[int, .
 
 
 def package_version(name: str) -> str | None:
-    """The installed distribution's version, from its metadata alone."""
+    """Return the version of an installed distribution from its metadata; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -51,8 +51,8 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def trial_place(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[int, str]:
-    """A node with memory and the allowed CPUs on it, as numactl takes them."""
+def trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[int, str]:
+    """Return a node with memory and its allowed CPUs, as arguments for numactl."""
     for node in nodes:
         cpus = set(node.cpus) & set(allowed)
         if cpus and node.memory_total_bytes > 0:
@@ -62,12 +62,12 @@ def trial_place(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[
 
 @functools.cache
 def numactl_trial(node: int, cpus: str) -> bool:
-    """Whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid set_mempolicy."""
+    """Return whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid set_mempolicy."""
     return _run("numactl", "-m", str(node), "-C", cpus, "true") is not None
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version in torch's own version.py; None for a CPU build."""
+    """Return the CUDA version from torch's version.py; None for a CPU build."""
     from importlib.util import find_spec
 
     spec = find_spec("torch")
@@ -83,7 +83,7 @@ def _torch_cuda() -> str | None:
 
 @functools.cache
 def _numactl_version() -> str | None:
-    """Releases before 2.0.17 have no --version, so the package manager is asked next."""
+    """Return the version of numactl. Releases before 2.0.17 have no --version, so the package manager is tried next."""
     if shutil.which("numactl") is None:
         return None
     asked = (("numactl", "--version"), ("dpkg-query", "-W", "-f", "${Version}", "numactl"), ("rpm", "-q", "numactl"))
@@ -91,7 +91,7 @@ def _numactl_version() -> str | None:
 
 
 def _mempolicy_works() -> bool | None:
-    """Asks for the policy and changes none. get_mempolicy(2) has no wrapper in libc: its number is from asm/unistd_64.h."""
+    """Return whether get_mempolicy(2) succeeds. libc has no wrapper for it; the call number is from asm/unistd_64.h."""
     import ctypes
 
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
@@ -102,21 +102,21 @@ def _mempolicy_works() -> bool | None:
 
 @functools.cache
 def _cuda_toolkit() -> str | None:
-    """By CUDA_HOME or CUDA_PATH, else the nvcc on PATH, else the usual folder."""
+    """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual folder."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     match = re.search(r"release (\d+\.\d+)", _run(nvcc, "--version") or "")
     return match.group(1) if match else None
 
 
-def _nvidia_driver(tree: Tree) -> str | None:
-    match = _VERSION.search(tree.text("/proc/driver/nvidia/version") or "")
+def _nvidia_driver(files: SystemFiles) -> str | None:
+    match = _VERSION.search(files.text("/proc/driver/nvidia/version") or "")
     return match.group() if match else None
 
 
 @functools.cache
 def _compiler() -> str | None:
-    """The C++ compiler that builds CPU Adam, as torch's extension builder finds it."""
+    """Return the C++ compiler for CPU Adam, found as torch's extension builder does."""
     name = os.environ.get("CXX") or "c++"
     answer = _run(name, "--version")
     return answer.splitlines()[0].strip() if answer else None
@@ -129,9 +129,9 @@ def _first_version(*command: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    """What a program prints; None where it is missing, fails or does not end."""
+    """Return the output of a command; None if it is missing, fails or times out."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

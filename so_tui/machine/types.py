@@ -1,6 +1,6 @@
-"""One host as the program sees it: a frozen snapshot, written by ``inspect --json`` and read back by ``--machine FILE``.
+"""One host as a frozen snapshot, written by ``inspect --json`` and read back by ``--machine FILE``.
 
-Sizes are bytes, cores are logical CPU numbers of the kernel. ``None`` means unknown, never zero.
+Sizes are in bytes, cores are the kernel's logical CPU numbers. ``None`` means unknown, never zero.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from so_tui.structs import prepare
 
 SCHEMA = 1
 UNKNOWN = "unknown"
-"""The hostname of a tree that does not tell it."""
+"""Hostname of a copied system tree that does not contain it."""
 
 Size = Annotated[int, Meta(ge=0)]
-"""Of memory, in bytes: a file that says less than nothing is refused when it is read."""
+"""Bytes of memory; reading a file with a negative size fails."""
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
 
 
 class NumaNode(Struct, frozen=True, kw_only=True):
+    """One NUMA node: CPUs with their memory, the memory of a GPU, or an empty node reserved for one."""
+
     id: int
     kind: NodeKind
     cpus: tuple[int, ...]
@@ -28,42 +30,45 @@ class NumaNode(Struct, frozen=True, kw_only=True):
     memory_free_bytes: Size | None = None
     file_cache_bytes: Size | None = None
     distances: tuple[int, ...] = ()
+    """Distance to each online node, in ascending order of nodes."""
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
+    """One GPU and its position in the NUMA topology."""
+
     index: int
     name: str
     pci_bus_id: str
     """Domain:bus:device.function as sysfs writes it, lower case: ``0009:01:00.0``."""
     numa_node: int | None = None
-    """The CPU node this GPU hangs off."""
+    """CPU node that the GPU is attached to."""
     memory_node: int | None = None
-    """The NUMA node of the GPU's own memory, where the driver exposes one."""
+    """NUMA node of the GPU's own memory, if the driver exposes one."""
     cpus: tuple[int, ...] = ()
     memory_total_bytes: Size | None = None
     memory_used_bytes: Size | None = None
     compute_mode: str | None = None
     uuid: str | None = None
     c2c: bool | None = None
-    """Whether the GPU is attached by NVLink-C2C; None where the driver does not say."""
+    """Whether the GPU is attached by NVLink-C2C; None if the driver does not report it."""
     mig: bool | None = None
     vendor: Literal["nvidia", "amd"] = "nvidia"
 
 
 class Mpam(Struct, frozen=True, kw_only=True):
-    """How far memory bandwidth partitioning (MPAM) gets on this host, by what an unprivileged user can see."""
+    """Support for memory bandwidth partitioning (MPAM) on this host, as far as an unprivileged user can see."""
 
     state: Literal["off", "kernel", "firmware", "mounted", "unknown"]
     evidence: str
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """Installed versions, found without importing anything; None where absent."""
+    """Installed versions, found without importing any package; None if absent."""
 
     python: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
-    """CUDA version torch was built for; None for a CPU build."""
+    """CUDA version that torch is built for; None for a CPU build."""
     deepspeed: str | None = None
     transformers: str | None = None
     datasets: str | None = None
@@ -72,7 +77,7 @@ class Software(Struct, frozen=True, kw_only=True):
     numactl_works: bool | None = None
     """Whether a trial ``numactl -m NODE -C CPUS true`` succeeded here."""
     mempolicy_works: bool | None = None
-    """Whether the kernel answers get_mempolicy(2): containers without CAP_SYS_NICE forbid it together with set_mempolicy(2)."""
+    """Whether get_mempolicy(2) succeeds: containers without CAP_SYS_NICE forbid it together with set_mempolicy(2)."""
     nvidia_driver: str | None = None
     cuda_toolkit: str | None = None
     """Version of nvcc, as torch's extension builder finds it."""
@@ -81,6 +86,8 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 class Machine(Struct, frozen=True, kw_only=True):
+    """A host: processors, memory, NUMA nodes, GPUs and software."""
+
     schema: int = SCHEMA
     hostname: str
     cpu_name: str
@@ -89,7 +96,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     online_cpus: tuple[int, ...]
     allowed_cpus: tuple[int, ...]
     host_memory_bytes: Size
-    """Sum over the cpu nodes (MemTotal would include GPU memory on Grace)."""
+    """Memory of the CPU nodes; on Grace, MemTotal would include GPU memory."""
     shm_total_bytes: Size | None
     shm_free_bytes: Size | None = None
     mpam: Mpam
@@ -97,19 +104,25 @@ class Machine(Struct, frozen=True, kw_only=True):
     numa_nodes: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...]
     memory_limit_bytes: Size | None = None
-    """The cgroup's limit where it is below the host's memory."""
+    """Memory limit of the control group, if it is below the host's memory."""
     smt_siblings: tuple[tuple[int, ...], ...] = ()
-    """Physical cores of several threads; empty where each has one, or where the kernel does not say."""
+    """CPUs of each physical core with several threads; empty if cores have one thread, or if the kernel does not report it."""
     allowed_memory_nodes: tuple[int, ...] | None = None
-    """Nodes that this process may have memory of (``Mems_allowed``)."""
+    """NUMA nodes that this process may allocate on (``Mems_allowed``)."""
     live: bool = True
-    """False for a snapshot of another tree (``--sysroot``): nothing live was asked."""
+    """Whether this was read on the host itself, not from a copy of its system files (``--sysroot``)."""
     notes: tuple[str, ...] = ()
-    """What a reader of the figures must know (memory that grows, a driver that did not answer)."""
+    """Explanations of the figures for people (memory that grows, a driver that did not respond)."""
+    hidden_gpus: tuple[int, ...] = ()
+    """Indices of GPUs that CUDA_VISIBLE_DEVICES hides."""
+    nvml_errors: tuple[str, ...] = ()
+    """Errors of NVML calls that should have succeeded."""
+    memory_grows: bool = False
+    """Whether this is a virtual machine whose memory can grow on demand."""
 
     @property
     def label(self) -> str:
-        """What to call it in a sentence."""
+        """Name for messages."""
         return self.hostname if self.hostname != UNKNOWN else "this machine file"
 
     @property
@@ -117,7 +130,7 @@ class Machine(Struct, frozen=True, kw_only=True):
         return tuple(node for node in self.numa_nodes if node.kind == "cpu")
 
     def node(self, node_id: int) -> NumaNode:
-        """The node with this id. Raises KeyError when there is none."""
+        """Return the node with this id. Raises KeyError if there is none."""
         for node in self.numa_nodes:
             if node.id == node_id:
                 return node

@@ -1,6 +1,6 @@
-"""Bytes that a forward pass leaves behind for backward, per token: by what is recomputed and what is kept. Pure numbers.
+"""Bytes that a forward pass stores for backward, per token, by what is recomputed. Pure numbers.
 
-Symbols: h hidden width, q and kv widths of queries and of keys (values), f feed-forward width that a token meets.
+Symbols: h hidden width, q and kv widths of queries and of keys (values), f feed-forward width that one token uses.
 """
 
 from __future__ import annotations
@@ -16,56 +16,59 @@ POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 """The fastest first."""
 
 SINKS = frozenset({"gpt_oss"})
-"""Model types whose attention has sinks: another tensor like one layer's attention result exists for a moment in backward. The gate of
-their experts is clamped and shifted, in steps that each keep a copy where they are not one kernel."""
+"""Model types whose attention has sinks: backward briefly holds one more tensor of the size of a layer's attention result. The gate of
+their experts is clamped and shifted, and each of these operations stores a copy where they are not one kernel."""
 _ROTATED_AS_THEY_COME = frozenset({"gpt_oss", "llama", "mistral", "qwen2", "seed_oss"})
-"""Model types whose queries and keys nothing keeps before their rotation: no norm stands between, and values do not share their memory."""
+"""Model types whose queries and keys are not stored before rotation: no norm comes before it, and values do not share their memory."""
 
 
 def policy_of(model: ModelSpec) -> Policy:
-    """What this model's backward recomputes; everything where no planner has chosen."""
+    """Return what backward recomputes; ``auto`` counts as ``full``."""
     return "full" if model.activation_checkpointing == "auto" else model.activation_checkpointing
 
 
 def block_input_bytes(shape: Architecture) -> int:
-    """The input of one block: 2 h."""
+    """Return the bytes of one block's input: 2 h."""
     return 2 * shape.hidden
 
 
-def kept_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
-    """What one block leaves behind per token, in bf16.
+def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
+    """Return what one block stores per token for backward, in bf16.
 
     full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
     inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
-    up and their product; experts by those a token meets (see ``expert_kept_bytes``). Where nothing keeps queries and keys before their
-    rotation it is 2 (q + kv) less. Fused experts keep 16 B for each that a token meets whatever the policy: where its row is, and back.
+    up and their product; experts by those that a token uses (see ``expert_stored_bytes``). Where queries and keys are not stored before
+    rotation it is 2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the policy: the index of its row in
+    both directions.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
-    places = 16 * shape.experts_per_token if fused else 0
+    row_indices = 16 * shape.experts_per_token if fused else 0
     if policy == "full":
-        return block_input_bytes(shape) + places
+        return block_input_bytes(shape) + row_indices
     if policy == "selective":
-        return block_input_bytes(shape) + product_bytes(shape, fused=fused) + places
-    feed_forward = expert_kept_bytes(shape, fused=fused) if shape.experts else 6 * f
+        return block_input_bytes(shape) + product_bytes(shape, fused=fused) + row_indices
+    feed_forward = expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
     before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
-    return 2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + places
+    return 2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + row_indices
 
 
-def expert_kept_bytes(shape: Architecture, *, fused: bool) -> int:
-    """What a layer's experts leave behind per token where nothing is recomputed, k of them of width f / k: 2 k h + 6 f with fused kernels
-    (rows, first products, second products' inputs), 4 k h + 8 f in transformers' path, 14 f with gpt-oss's clamped gate. The router: its
-    logits in bf16, their softmax and its fp32 copy, 8 B an expert. transformers' figures are what torch's memory profiler finds.
+def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return what a layer's experts store per token where nothing is recomputed, k of them of width f / k.
+
+    2 k h + 6 f with fused kernels (rows, first products, second products' inputs), 4 k h + 8 f in transformers' path, 14 f with gpt-oss's
+    clamped gate. The router stores its logits in bf16, their softmax and its fp32 copy, 8 B an expert. transformers' figures are what
+    torch's memory profiler shows.
     """
     h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
     return (2 * k * h + 6 * f if fused else 4 * k * h + _plain_gate(shape) * f) + _ROUTER_BYTES * shape.experts
 
 
 def expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
-    """The most that a layer's experts hold per token in backward, recompute included.
+    """Return the most that a layer's experts hold per token in backward, recomputation included.
 
     Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products, inputs and the gradient of these), or in the
-    gate's 2 k h + 10 f, when the products' gradient has come. In transformers' path 6 k h on top of what is kept, as torch's memory
-    profiler finds.
+    gate's 2 k h + 10 f, once the products' gradient has arrived. In transformers' path 6 k h on top of what is stored, as torch's memory
+    profiler shows.
     """
     h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
     own = max(4 * k * h + 8 * f, 2 * k * h + 10 * f) if fused else 10 * k * h + _plain_gate(shape) * f
@@ -80,18 +83,20 @@ def _plain_gate(shape: Architecture) -> int:
 
 
 def product_bytes(shape: Architecture, *, fused: bool) -> int:
-    """What ``selective`` keeps per token and layer beside the layer's input: 2 B for every element of q, k, v, the attention's result, the
-    output projection, gate and up, and 4 B a head. Gate and up of the experts that a token meets are kept by fused kernels only.
+    """Return what ``selective`` stores per token and layer beside the layer's input.
+
+    2 B for every element of q, k, v, the attention's result, the output projection, gate and up, and 4 B a head. Gate and up of experts
+    are stored by fused kernels only.
     """
     feed_forward = 0 if shape.experts and not fused else 2 * shape.active_intermediate
     return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward) + 4 * shape.heads
 
 
 def block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """What recompute and backward of one block hold per token, beside its input: at the end of the feed-forward's backward.
+    """Return what recomputation and backward of one block hold per token beside its input, at the end of the feed-forward's backward.
 
-    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block keeps, the gradients of gate, up and their product, which itself is gone by
-    then, and two of width h. That is what torch's memory history shows on an H200. Without, norms keep fp32 copies:
+    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up and their product (itself freed by
+    then), and two of width h. That is what torch's memory history shows on an H200. Without, norms store fp32 copies:
     24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
@@ -102,10 +107,10 @@ def block_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
-    """GPU memory traffic per token of what is no matrix product, in one forward of one block: norms, residuals, rotary positions, SwiGLU.
+    """Return the GPU memory traffic per token of one block's forward beside matrix products: norms, residuals, rotary positions, SwiGLU.
 
-    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) + 10 f without. For each expert that a
-    token meets 6 h: its row there is read and written, and the one that comes back is read; 20 h without.
+    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) + 10 f without. For each expert
+    that a token uses 6 h: its row is read and written, and the result is read; 20 h without.
     """
     h, heads, f = shape.hidden, shape.query_width + shape.key_value_width, shape.active_intermediate
     routing = (6 if fused else 20) * h * shape.experts_per_token
@@ -113,10 +118,10 @@ def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def fused_kernels(model: ModelSpec) -> bool:
-    """Whether norms, rotary positions and gates are one kernel each."""
+    """Return whether norms, rotary positions and gates are one kernel each."""
     return model.kernels == "auto"
 
 
-def score_bytes(model: ModelSpec, shape: Architecture, sequence_length: int, sequences: int) -> int:
-    """Attention scores that exist whole in one layer: 6 bytes per head and pair of tokens with eager attention, else none."""
-    return 6 * shape.heads * sequence_length**2 * sequences if model.attention == "eager" else 0
+def score_bytes(shape: Architecture, sequence_length: int, sequences: int) -> int:
+    """Return the bytes of one layer's attention scores with eager attention: 6 bytes per head and pair of tokens."""
+    return 6 * shape.heads * sequence_length**2 * sequences

@@ -57,26 +57,12 @@ class Architecture(Struct, frozen=True, kw_only=True):
         return self.layers - self.windowed_layers
 
 
-_read: dict[int, tuple[Mapping[str, Any], Architecture]] = {}
-"""Shapes by the identity of their config, which is kept so that no other can take its place: the planner asks a thousand times."""
-_MOST_READ = 256
-
-
 def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The shape behind ``[model.config]``, which nobody changes. Raises InputError naming every key that is missing or not a positive whole
-    number.
+    """Return the shape that ``[model.config]`` describes.
+
+    Raises:
+        InputError: Names every key that is missing (``missing-model-key``) or not a positive whole number (``invalid-model-key``).
     """
-    known = _read.get(id(config))
-    if known is not None and known[0] is config:
-        return known[1]
-    found = _architecture(config)
-    if len(_read) >= _MOST_READ:
-        _read.clear()
-    _read[id(config)] = (config, found)
-    return found
-
-
-def _architecture(config: Mapping[str, Any]) -> Architecture:
     problems: list[Problem] = []
 
     def number(*keys: str) -> int:
@@ -86,9 +72,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
                 continue
             if isinstance(value, int) and value > 0:
                 return value
-            problems.append(_problem(key, repr(value), "must be a positive whole number"))
+            problems.append(_problem("invalid-model-key", key, repr(value), "must be a positive whole number"))
             return 1
-        problems.append(_problem(keys[0], "", "is missing, so the model's shape is not known"))
+        problems.append(_problem("missing-model-key", keys[0], "", "is missing, so the model's shape is not known"))
         return 1
 
     model_type = str(config.get("model_type", ""))
@@ -138,7 +124,6 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
     return (window, windowed) if windowed else (None, 0)
 
 
-def _problem(key: str, value: str, message: str) -> Problem:
-    return Problem(
-        field=f"model.config.{key}", value=value, message=message, remedy="copy the keys of the model's config.json, or extend a preset"
-    )
+def _problem(code: str, key: str, value: str, message: str) -> Problem:
+    remedy = "copy the keys of the model's config.json, or extend a preset"
+    return Problem(code=code, field=f"model.config.{key}", value=value, message=message, remedy=remedy)

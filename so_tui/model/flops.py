@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import lru_cache
 from math import prod
 
 from msgspec import Struct
@@ -58,13 +57,12 @@ class Flops(Struct, frozen=True, kw_only=True):
 
 
 def flops_of(model: ModelSpec) -> Flops:
-    """Raises InputError when ``model.config`` or ``model.parameters`` do not say enough."""
+    """Return the FLOPs of a model. Raises InputError when ``model.config`` does not describe its shape."""
     return flops_for(model.parameters, architecture(model.config))
 
 
-@lru_cache(maxsize=64)
 def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
-    """The same for a model whose shape is known already."""
+    """Return the FLOPs of a model whose architecture is known already."""
     return Flops(
         active_parameters=active_parameters(blocks, shape),
         head_parameters=shape.vocabulary * shape.hidden,
@@ -137,7 +135,6 @@ def seed_tflops_total(
     return per_sequence * sequences / step_s / 1e12
 
 
-@lru_cache(maxsize=64)
 def peak_flops(gpu_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when unknown."""
     for pattern, flops in PEAK_BF16_FLOPS:

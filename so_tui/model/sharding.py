@@ -11,12 +11,27 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 OWN_LARGEST_BUCKET = 100_000_000
-"""Parameters in a reduce bucket of the project's own SuperOffload, at most."""
+"""Most parameters in a reduce bucket of the project's own engine."""
+PERSISTENCE_THRESHOLD = 100_000
+"""ZeRO-3 stores parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine stores none whole."""
+GATHERED_AHEAD = 400_000_000
+"""Parameters that several ranks all-gather ahead of the layer that computes, and by which the host may run ahead of the GPU; a layer where
+a layer is larger."""
 
 
 def partition_numel(numel: int, ranks: int) -> int:
     """Elements of one rank's share of a parameter: cut evenly, the last share padded."""
     return -(-numel // ranks)
+
+
+def live_parameters(largest_layer: int) -> int:
+    """Return how many gathered parameters ZeRO-3 may hold before it stops: this layer and the next, more where they are small."""
+    return max(2 * largest_layer, GATHERED_AHEAD)
+
+
+def run_ahead_parameters(largest_layer: int) -> int:
+    """Return by how many parameters the host may run ahead of the GPU. They stay gathered until the GPU has used them."""
+    return max(largest_layer, GATHERED_AHEAD)
 
 
 def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[int, int], ...]:

@@ -44,7 +44,7 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
     homes = _homes(places, wanted)
     cores = _shared_out(machine, homes)
     policies = tuple(_memory_policy(machine, home) for home in homes)
-    theirs, alone = _deepspeed(machine, cores, policies), _deepspeed_alone(machine, cores, policies)
+    listed, unlisted = _deepspeed(machine, cores, policies), _deepspeed_unlisted(machine, cores, policies)
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
         main, adam = split_cores(by_core(machine, cpus), cpu_adam_cores_fraction) if mode == "superoffload" else (cpus, ())
@@ -57,8 +57,8 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
                 main_cpus=main,
                 adam_cpus=adam,
                 memory_policy=policies[rank],
-                deepspeed=theirs[rank],
-                alone=alone[rank],
+                deepspeed=listed[rank],
+                deepspeed_unlisted=unlisted[rank],
             )
         )
     return tuple(bindings)
@@ -227,7 +227,7 @@ def _cut(shares: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return [share[: min(map(len, shares))] for share in shares]
 
 
-def _deepspeed_alone(
+def _deepspeed_unlisted(
     machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
     """Without a list the launcher takes the numbers below the count of physical cores, whether or not this process may use them."""

@@ -1,6 +1,6 @@
-"""What was measured on this very machine: its rates (``so-tui calibrate``) and how far predictions were off (``plan --probe``).
+"""What was measured on this machine: its rates (``so-tui calibrate``), and how far predictions were off (``plan --probe``).
 
-One JSON file per machine in the XDG state folder, named after host, GPU and CPU. A machine of the same kind (a node of a cluster) borrows
+One JSON file per machine in the XDG state folder, named after host, GPU and CPU. A machine of the same kind (a node of a cluster) uses
 the figures of one that was measured, and the plan says so.
 """
 
@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan import kept
-from so_tui.plan.constants import JSON_NAMES, Speed, published_speed
-from so_tui.plan.types import Mode, Workload
+from so_tui.model.profile import profile_of
+from so_tui.plan import state_files
+from so_tui.plan.constants import JSON_NAMES, Calibrated, Speed, published_speed
+from so_tui.plan.facts import Mode
+from so_tui.plan.terms import MemoryTerm, TermKind
+from so_tui.plan.types import StepTime
+from so_tui.plan.workload import Workload
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import ModelSpec
 from so_tui.structs import prepare
 
 SCHEMA = 1
-CALIBRATED = "rates calibrated"
-"""How the source of rates that were measured begins."""
 
 
 class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
-    """What ``so-tui calibrate`` measured; None where the machine has none of it, or it was not measured."""
+    """What ``so-tui calibrate`` measured; None where the machine lacks it, or it was not measured."""
 
     measured: str
     """Date, ISO 8601."""
@@ -41,22 +43,22 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     d2h_bytes_per_s: float | None = None
     h2d_bytes_per_s: float | None = None
     both_ways_bytes_per_s: tuple[float, float] | None = None
-    """Down and up while both go at once."""
+    """d2h and h2d while both run at the same time."""
     peer_bytes_per_s: float | None = None
     layer_launch_overhead_s: float | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
     layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
-    """(ranks, the same where so many wait for each other every 32 of them, about once in a layer of a model)."""
+    """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of a model)."""
     adam: tuple[tuple[int, float], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
     adam_together: tuple[tuple[int, float], ...] = ()
-    """(ranks, bytes of host memory traffic per second of each) with so many Adam workers at once on the first GPU's node."""
+    """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the first GPU's node."""
     node_bytes_per_s: tuple[tuple[int, float], ...] = ()
-    """(NUMA node, the most of its memory's bandwidth that any number of its cores reached)."""
+    """(NUMA node, highest bandwidth of its memory that any number of its cores reached)."""
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """The same things predicted and measured, of one setting."""
+    """Figures of one setting, predicted or measured."""
 
     step_s: float
     forward_s: float
@@ -67,11 +69,11 @@ class Figures(Struct, frozen=True, kw_only=True):
     host_bytes: int
     """Of the run's processes while it trains."""
     host_load_bytes: int = 0
-    """The most before the first step; 0 where it was not measured."""
+    """Most before the first step; 0 where it was not measured."""
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """A few real steps of one setting on this machine, beside what was predicted for them without any probe."""
+    """A few real steps of one setting on this machine, and what was predicted for them without any probe."""
 
     measured: str
     model: str
@@ -84,7 +86,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     predicted: Figures
     actual: Figures
     constants: str = ""
-    """``digest`` of the constants that ``predicted`` rests on."""
+    """``digest`` of the constants behind ``predicted``."""
 
 
 class Calibration(Struct, frozen=True, kw_only=True):
@@ -101,17 +103,12 @@ prepare(Calibration)
 
 
 def model_key(model: ModelSpec) -> str:
-    """Names a shape, whatever its weights: a digest of its configuration and parameter table."""
-    return _digest(model.parameters, str(model.config.get("model_type", "")))
-
-
-@lru_cache(maxsize=64)
-def _digest(blocks: object, model_type: str) -> str:
-    return f"{model_type}-{hashlib.sha256(msgspec.json.encode(blocks)).hexdigest()[:12]}"
+    """Return the name of a model's shape, whatever its weights. Raises InputError as ``profile_of``."""
+    return profile_of(model).key
 
 
 def empty(machine: Machine) -> Calibration:
-    """That of a machine of which nothing is known yet."""
+    """Return the calibration of a machine that was not measured yet."""
     gpu = machine.gpus[0].name if machine.gpus else ""
     return Calibration(hostname=machine.hostname, gpu_name=gpu, cpu_name=machine.cpu_name, cores=len(machine.online_cpus))
 
@@ -121,38 +118,38 @@ def folder() -> Path:
 
 
 def path_of(machine: Machine) -> Path:
-    """The file of this machine, whether it exists or not."""
+    """Return the file of this machine, whether it exists or not."""
     mine = empty(machine)
     kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()[:8]
     return folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind}.json"
 
 
 def calibration_of(machine: Machine) -> Calibration | None:
-    """What is known of this machine, else of another of its kind; None when nothing is. An unreadable file counts as none."""
+    """Return what was measured on this machine, else on another of its kind; None when nothing was. An unreadable file counts as none."""
     own = path_of(machine)
-    if (found := kept.read(own, Calibration)) is not None:
+    if (found := state_files.read(own, Calibration)) is not None:
         return found
     mine = empty(machine)
-    same_kind = (kept.read(path, Calibration) for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json")))
+    same_kind = (state_files.read(path, Calibration) for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json")))
     alike = (mine.gpu_name, mine.cpu_name, mine.cores)
     return next((other for other in same_kind if other and (other.gpu_name, other.cpu_name, other.cores) == alike), None)
 
 
 def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None = None) -> Path:
-    """Add to what is known of this machine; a probe replaces the one of the same model, mode, ranks and settings. Raises OSError."""
+    """Add to this machine's file; a probe replaces the one of the same model, mode, ranks and settings. Raises OSError."""
     path = path_of(machine)
-    known = kept.read(path, Calibration) or empty(machine)
+    known = state_files.read(path, Calibration) or empty(machine)
     if rates is not None:
         known = replace(known, rates=rates)
     if probe is not None:
         same = (probe.model, probe.mode, probe.ranks, probe.settings)
         others = tuple(old for old in known.probes if (old.model, old.mode, old.ranks, old.settings) != same)
         known = replace(known, probes=(*others, probe))
-    return kept.write(path, known)
+    return state_files.write(path, known)
 
 
 def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Speed | None:
-    """The machine's own rates, filled up with those published for its GPU; None where that leaves any of them unknown.
+    """Return the machine's own rates, completed by those published for its GPU; None where that leaves any of them unknown.
 
     A machine without GPUs has no prediction: how fast its cores train is not calibrated.
     """
@@ -175,11 +172,81 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     }
     own = {name: value for name, value in measured.items() if value is not None}
     missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
-    where = "here" if known.hostname == machine.hostname else f"on {known.hostname}, a machine like this one"
-    source = f"{CALIBRATED} {where} on {rates.measured[:10]}"
+    calibrated = Calibrated(date=rates.measured, host="" if known.hostname == machine.hostname else known.hostname)
     if published is None:
         # One GPU has no peer; where more machines like it are imagined, memory alone counts.
-        return None if missing else Speed(**{"peer_bytes_per_s": own["h2d_bytes_per_s"]} | own, source=source)
-    if missing:
-        source += f", the rest {published.source}"
-    return replace(Speed(**{name: getattr(published, name) for name in Speed.__struct_fields__}), **own, source=source)
+        return None if missing else Speed(**{"peer_bytes_per_s": own["h2d_bytes_per_s"]} | own, calibrated=calibrated)
+    rest = {name: getattr(published, name) for name in Speed.__struct_fields__} | {"source": published.source if missing else ""}
+    return Speed(**rest | own | {"calibrated": calibrated})
+
+
+def corrected_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Probe]) -> StepTime:
+    """Return a predicted step corrected by probes of the same model.
+
+    Forward and backward are scaled by the ratio of measured to predicted that any probe found, the exposed optimizer by those of the same
+    mode. Probes with as many ranks are preferred. In SuperOffload the host waits for weights while the GPU still computes earlier kernels,
+    so that part of forward is measured as the optimizer's: there only their sum is corrected, and for forward in other modes backward's
+    ratio is used.
+    """
+    near = [probe for probe in probes if probe.ranks == ranks] or list(probes)
+    same = [probe for probe in near if probe.mode == mode]
+    if not near:
+        return step
+    backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in same or near])
+    if same and mode == "superoffload":
+        forward = optimizer = _ratio([(_forward_and_optimizer(probe.actual), _forward_and_optimizer(probe.predicted)) for probe in same])
+    else:
+        forward = _ratio([_forward(probe) for probe in same or near])
+        optimizer = _ratio([(probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in same])
+    return replace(
+        step,
+        forward_s=step.forward_s * forward,
+        backward_s=step.backward_s * backward,
+        exposed_optimizer_s=step.exposed_optimizer_s * optimizer,
+    )
+
+
+def _forward_and_optimizer(figures: Figures) -> float:
+    return figures.forward_s + figures.exposed_optimizer_s
+
+
+def _forward(probe: Probe) -> tuple[float, float]:
+    """Return what was measured and predicted of forward, or of backward where forward was not measured by itself."""
+    if probe.mode == "superoffload":
+        return probe.actual.backward_s, probe.predicted.backward_s
+    return probe.actual.forward_s, probe.predicted.forward_s
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return measured over predicted (median); 1 where there is nothing to compare."""
+    ratios = [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]
+    return median(ratios) if ratios else 1.0
+
+
+def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
+    """Return GPU memory terms corrected by probes of the same model and mode.
+
+    What the allocator reserved beyond the prediction becomes a term, and what it reserved less is taken off its slack. The share of the
+    driver and NCCL is as measured.
+    """
+    same = [probe for probe in probes if probe.mode == mode and probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
+    if not same:
+        return tuple(terms)
+    more = max(probe.actual.gpu_reserved_bytes - probe.predicted.gpu_reserved_bytes for probe in same)
+    outside = max(
+        (probe.actual.gpu_device_bytes - probe.actual.gpu_reserved_bytes for probe in same if probe.actual.gpu_device_bytes), default=0
+    )
+    found = [_corrected(each, more, outside) for each in terms]
+    if more > 0:
+        found.append(MemoryTerm(TermKind.PROBE_EXCESS, "gpu", more, "calibrated", "by a probe of this model here"))
+    return tuple(found)
+
+
+def _corrected(found: MemoryTerm, more: int, outside: int) -> MemoryTerm:
+    if found.kind is TermKind.ALLOCATOR_SLACK and more < 0:
+        return replace(found, bytes=max(0, found.bytes + more), formula=f"{found.formula}, less by a probe")
+    if found.kind is TermKind.CUDA_CONTEXT and outside:
+        return replace(found, bytes=outside, formula="driver, kernels, NCCL, by a probe")
+    if found.kind is TermKind.NCCL_BUFFERS and outside:
+        return replace(found, bytes=0, formula="counted with the context")
+    return found

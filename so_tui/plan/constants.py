@@ -1,7 +1,7 @@
-"""What cannot be worked out and was measured or published instead: kept as data, with where each figure comes from.
+"""Figures that no formula gives: measured or published, stored as data with where each comes from.
 
-``constants.json`` is the one file of them. ``benchmarks/planner.py --fit`` rewrites its ``memory`` and ``step`` from measured runs;
-``so-tui calibrate`` puts a machine's own figures in the place of ``machines``.
+``constants.json`` is their one file. ``benchmarks/planner.py --fit`` rewrites its ``memory`` and ``step`` from measured runs;
+``so-tui calibrate`` replaces ``machines`` by a machine's own figures.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from so_tui.plan.workload import Workload
 from so_tui.structs import prepare
 
 PATH = Path(__file__).with_name("constants.json")
@@ -26,11 +26,11 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
 
     provenance: str
     fitted: bool
-    """Whether the figures are a fit to many settings, rather than taken from few."""
+    """Whether the figures were fitted to many settings, rather than taken from few."""
     cuda_context_bytes: int
-    """Per GPU, outside torch's allocator: what the driver keeps before anything runs, the process's context, kernels, libraries."""
+    """Per GPU, outside torch's allocator: what the driver holds before anything runs, the process's context, kernels, libraries."""
     offload_context_bytes: int
-    """The same beyond that with SuperOffload, whose host memory is mapped for the GPU."""
+    """In addition with SuperOffload, whose host memory is mapped for the GPU."""
     second_context_bytes: int
     """A bare context of one more process."""
     nccl_bytes: int
@@ -38,24 +38,24 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     cuda_process_bytes: int
     """Host memory of a training process beside its tensors: Python, torch, CUDA libraries, data."""
     shared_libraries_bytes: int
-    """Of that, the libraries, which all ranks of a host have together."""
+    """Of that, the libraries, which all ranks of a host share."""
     nccl_host_bytes: int
-    """Host memory of a rank beyond that where two GPUs take part."""
+    """In addition for each rank where two GPUs take part."""
     nccl_peer_host_bytes: int
-    """And for each GPU more than two."""
+    """In addition for each GPU beyond two."""
     after_loading_bytes: int
-    """Of a process that is one of several on a host, what it has only when the weights have passed through it."""
+    """What one of several processes on a host allocates only after the weights were loaded."""
     cpu_process_bytes: int
     launcher_bytes: int
     """DeepSpeed's runner and launcher and our supervisor, once a host."""
     own_worker_bytes: int
     deepspeed_worker_bytes: int
     block_share: float
-    """What one block's recompute and backward hold, as a multiple of the formula's figure."""
+    """What one block's recomputation and backward hold, as a multiple of the formula's figure."""
     stream_pool_share: float
-    """With several GPUs: what the allocator holds for gathering beyond the gathered parameters, as a multiple of them."""
+    """With several GPUs: what the allocator holds for all-gathers beyond the gathered parameters, as a multiple of them."""
     slack_share: float
-    """What the allocator cannot use, as a share of what comes and goes within a layer."""
+    """What the allocator cannot use, as a share of what is allocated and freed within a layer."""
 
 
 _STEP_JSON_NAMES = {
@@ -89,23 +89,23 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     other_s: float
     """Per optimizer step: records, control, schedule."""
     all_gather_launches_per_layer: float
-    """What Python needs beside it to gather a layer from several ranks and to give it back, in each direction."""
+    """The same for all-gathering a layer from several ranks and releasing it, in each direction."""
     all_gather_share: float
-    """What a ZeRO-3 pass over the weights adds to what the GPU computes beside it, as a share of what it takes alone, over NVLink."""
+    """What ZeRO-3's all-gathers of the weights add to the computation they overlap with, as a share of their own time, over NVLink."""
     gpu_step_bytes_per_parameter: float
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
     gpu_step_tensor_s: float
-    """What ZeRO-3 takes for each tensor there, whatever its size, where nothing is offloaded."""
+    """Seconds that ZeRO-3 takes for each tensor there, whatever its size, where nothing is offloaded."""
     clipped_adam_share: float
-    """CPU Adam's rate where clipping puts all of it beside the forward that waits for its weights, over its rate alone."""
+    """CPU Adam's rate where clipping moves all of it beside the forward that waits for its weights, over its undisturbed rate."""
     norm_s: float
-    """From the end of backward until the Adam worker starts, where clipping makes it wait for the norm."""
+    """From the end of backward until the Adam worker starts, where it waits for the gradient norm."""
     weight_copy_latency_s: float
-    """From the end of a sub-group's Adam until its weights begin to travel."""
+    """From the end of a sub-group's Adam until the copy of its weights begins."""
     zerooffload_copies: float
-    """What Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
+    """How long Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
     zerooffload_step_bytes: float
-    """Host memory traffic of ZeRO-Offload's step per parameter, its kernel's included."""
+    """Host memory traffic of ZeRO-Offload's step per parameter, including its kernel's."""
     deepspeed_backward_bytes: float
     deepspeed_step_bytes: float
     deepspeed_clipped_step_bytes: float
@@ -118,6 +118,27 @@ JSON_NAMES = {
     "layer_launch_overhead_by_ranks": "small_layer_together",
 }
 """Names of hardware rates in files, which stay readable across versions."""
+
+
+class Calibrated(Struct, frozen=True, kw_only=True):
+    """Rates that ``so-tui calibrate`` measured."""
+
+    date: str
+    """ISO 8601."""
+    host: str = ""
+    """The machine of the same kind that was measured; empty where it is this one."""
+
+
+class SpeedSource(Struct, frozen=True, kw_only=True):
+    """What a prediction of time rests on."""
+
+    calibrated: Calibrated | None = None
+    published: str = ""
+    """Source of the published rates that were used: all, or those that were not measured."""
+    workload: Workload | None = None
+    """None where nothing is known of the data: whole sequences, every token trained."""
+    probed: bool = False
+    """Whether a probe of the same model corrected the prediction."""
 
 
 class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
@@ -133,27 +154,28 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     peer_bytes_per_s: float
     """One GPU to the others, each way."""
     layer_launch_overhead_s: float
-    """Host time of a small layer's forward and backward: how fast Python, hooks and launches are."""
+    """Host time of a small layer's forward and backward: Python, hooks and kernel launches."""
     adam: tuple[tuple[int, float], ...]
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
     node_bytes_per_s: float
-    """The most that a NUMA node's memory gives, with however many cores."""
+    """Highest bandwidth of a NUMA node's memory, whatever the number of cores."""
     adam_together: tuple[tuple[int, float], ...] = ()
-    """(ranks, what Adam of each moves) where so many share a node, its cores and its memory; ascending."""
+    """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory; ascending."""
     layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
-    """(ranks, ``layer_launch_overhead_s`` where so many wait for each other about once in a layer of a model), ascending: the slowest
-    core's time is everyone's."""
-    source: str
-    """Where the figures come from, for people."""
+    """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once a layer), ascending: all wait for the slowest."""
+    source: str = ""
+    """Where the published figures come from, for people; empty where none is used."""
+    calibrated: Calibrated | None = None
+    """Set where figures were measured on this machine or one of its kind."""
 
     def layer_launch_overhead_of(self, ranks: int) -> float:
-        """Host time of a small layer where ``ranks`` gather weights together. More than were measured take no less time than those."""
+        """Return the host time of a small layer where ``ranks`` all-gather weights. More ranks than were measured take no less time."""
         return max([self.layer_launch_overhead_s, *(seconds for count, seconds in self.layer_launch_overhead_by_ranks if count <= ranks)])
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
-        """What Adam on ``cores`` cores moves, ``ranks_per_node`` of them at the same time on one node.
+        """Return the rate of Adam on ``cores`` cores with ``ranks_per_node`` of them running at the same time on one node.
 
-        Several move no more together than one on as many cores, whatever the memory gives others; less where that was measured.
+        Together they move no more than one Adam on as many cores, and less where that was measured.
         """
         measured = [rate for ranks, rate in self.adam_together if ranks <= ranks_per_node]
         if ranks_per_node not in dict(self.adam_together):
@@ -162,7 +184,7 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
 
 
 class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
-    """The figures of a kind of machine, found by its GPU's product name."""
+    """Figures of a kind of machine, found by its GPU's product name."""
 
     pattern: str
 
@@ -177,17 +199,20 @@ class Constants(Struct, frozen=True, kw_only=True):
 prepare(Constants)
 
 
+_CONTENT = PATH.read_bytes()
+_SHIPPED = msgspec.json.decode(_CONTENT, type=Constants)
+_DIGEST = hashlib.sha256(_CONTENT).hexdigest()[:12]
 _others: list[Constants] = []
 
 
 def constants() -> Constants:
-    """What came with the program."""
-    return _others[-1] if _others else _read(PATH)
+    """Return the constants that came with the program, or those of ``using``."""
+    return _others[-1] if _others else _SHIPPED
 
 
 @contextmanager
 def using(other: Constants) -> Iterator[None]:
-    """While this lasts, predictions rest on ``other``: for fitting, which tries many. Not for threads."""
+    """Predict with other constants within this context, as fitting does. Not safe with threads."""
     _others.append(other)
     try:
         yield
@@ -195,25 +220,18 @@ def using(other: Constants) -> Iterator[None]:
         _others.pop()
 
 
-@lru_cache(maxsize=1)
 def digest() -> str:
-    """Names the constants that came with the program, and so what was predicted with them."""
-    return hashlib.sha256(PATH.read_bytes()).hexdigest()[:12]
+    """Return the name of the constants that came with the program, recorded with whatever was predicted from them."""
+    return _DIGEST
 
 
-@lru_cache(maxsize=8)
-def _read(path: Path) -> Constants:
-    return msgspec.json.decode(path.read_bytes(), type=Constants)
-
-
-@lru_cache(maxsize=64)
 def published_speed(gpu_name: str) -> Speed | None:
-    """Figures for a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is known of it."""
+    """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is known of it."""
     return next((kind for kind in constants().machines if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE)), None)
 
 
 def _interpolated(points: tuple[tuple[int, float], ...], cores: int) -> float:
-    """Straight lines between the points, through zero before the first, flat after the last."""
+    """Interpolate between the points: through zero before the first, flat after the last."""
     before_cores, before_rate = 0, 0.0
     for at, rate in points:
         if cores <= at:

@@ -1,4 +1,4 @@
-"""Memory beside the GPU that is no model state: processes, loading, saving, /dev/shm, and what checkpoints take on disk."""
+"""Host memory that holds no model states: processes, loading, saving, /dev/shm; and what checkpoints take on disk."""
 
 from __future__ import annotations
 
@@ -6,145 +6,154 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from so_tui.model.layout import StateLayout, state_layout
+from so_tui.model.layout import StateLayout
+from so_tui.model.profile import profile_of
 from so_tui.plan.constants import constants
-from so_tui.plan.terms import count, own_engine, power_of_two
-from so_tui.plan.types import MemoryTerm
+from so_tui.plan.placement import Placement, own_engine, power_of_two
+from so_tui.plan.terms import NOT_STEADY, Formula, MemoryTerm, TermKind
 from so_tui.spec.types import RunSpec
 
 STATE_BYTES = 12
-"""Of a checkpoint, per parameter: fp32 master and two moments. The bf16 weights are a cast of the masters."""
-LOADING = "loading, beyond what comes later"
-SAVING = "saving, one array at a time"
-GRADIENT_PARTITION = "gradient partition"
-ROUNDING = "rounding of pinned blocks"
-KEPT_BLOCKS = "pinned blocks that torch keeps"
-LIBRARIES = "libraries of the training processes"
-"""Once a host: all its ranks map the same files."""
-NCCL_ON_HOST = "NCCL on the host"
-NOT_STEADY = frozenset({LOADING, SAVING})
-"""Host terms that come and go outside of training steps."""
+"""Of a checkpoint, per parameter: fp32 master weight and two moments. The bf16 weights are a cast of the master weights."""
 
 _READING_BYTES = 64 * 2**20
 _MESSAGES_SHM_BYTES = 16_000_000
 
 
 def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
-    """Host memory of the training processes and Adam workers of ``ranks`` on one host while they train."""
-    node = [entry for entry in terms if entry.place == "node"]
-    each = sum(entry.bytes for entry in node if entry.rank is None and entry.name not in NOT_STEADY)
-    return each * ranks + sum(entry.bytes for entry in node if entry.name == LIBRARIES)
+    """Return the host memory of the training processes and Adam workers of ``ranks`` on one host while they train."""
+    node = [found for found in terms if found.location == "node"]
+    each = sum(found.bytes for found in node if found.rank is None and found.kind not in NOT_STEADY)
+    return each * ranks + sum(found.bytes for found in node if found.kind is TermKind.LIBRARIES)
 
 
 def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
-    """The most host memory of a run of ``ranks`` on one host before its first step, with what starts it.
+    """Return the peak host memory of a run of ``ranks`` on one host before its first step, launcher included.
 
-    DeepSpeed's optimizers make their moments in that step, ours before. NCCL's memory comes with the first collectives.
+    DeepSpeed's optimizers allocate their moments in that step, ours before. NCCL's memory comes with the first collectives.
     """
-    node = [entry for entry in terms if entry.place == "node"]
-    partition = sum(entry.bytes for entry in node if entry.name == GRADIENT_PARTITION)
-    later = {SAVING, NCCL_ON_HOST} | (set() if own_engine(spec) else {"moments"} | ({LOADING} if partition else set()))
-    names = {entry.name for entry in node}
-    locks = partition and LIBRARIES in names  # without CUDA nothing is copied into pinned memory
-    making = gradient_blocks(state_layout(spec, ranks), partition, ROUNDING in names).making if locks else 0
-    return making * ranks + sum(entry.bytes * (ranks if entry.rank is None else 1) for entry in node if entry.name not in later)
+    node = [found for found in terms if found.location == "node"]
+    kinds = {found.kind for found in node}
+    partition = sum(found.bytes for found in node if found.kind is TermKind.GRADIENT_PARTITION)
+    later = {TermKind.SAVING, TermKind.NCCL_ON_HOST}
+    if not own_engine(spec):
+        later |= {TermKind.MOMENTS, *({TermKind.LOADING} if partition else ())}
+    allocating = 0
+    if partition and TermKind.LIBRARIES in kinds:  # without CUDA nothing is copied into pinned memory
+        layout = profile_of(spec.model).layout(ranks, spec.offload)
+        allocating = gradient_blocks(layout, partition, TermKind.PINNED_ROUNDING in kinds).allocating
+    each = sum(found.bytes * (ranks if found.rank is None else 1) for found in node if found.kind not in later)
+    return allocating * ranks + each
 
 
 class GradientBlocks(Struct, frozen=True, kw_only=True):
-    """Bytes beside one rank's gradients for DeepSpeed's optimizers and its gradient partition, all in pinned blocks."""
+    """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and its gradient partition."""
 
-    making: int
-    """The most that making them needs for a moment, beyond all blocks that stay."""
+    allocating: int
+    """Peak while they are allocated, beyond all blocks that stay."""
     unused: int
-    """Blocks that torch keeps for others of their size, of which none comes any more."""
+    """Blocks that torch's allocator retains for others of their size, none of which follows."""
 
 
 def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> GradientBlocks:
-    """How DeepSpeed's optimizers make their gradients (``stage3.py`` of 0.19.8).
+    """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of 0.19.8).
 
-    Each block is made in ordinary memory and then copied into pinned memory: sub-group by sub-group in fp32, beside a buffer as large
-    as the largest of them, and at last the partition. Where a sub-group's gradients go on to the GPU, torch keeps the block for the next
-    one of its size.
+    Each block is allocated in ordinary memory and then copied into pinned memory: sub-group by sub-group in fp32, beside a buffer as large
+    as the largest of them, and finally the partition. Where a sub-group's gradients move on to the GPU, torch retains the block for the
+    next one of its size.
     """
-    peak = locked = 0
+    peak = pinned = 0
     free: list[int] = []
     sizes = [(4 * group.numel, 4 * layout.largest_sub_group, group.device == "gpu") for group in layout.sub_groups]
-    for size, buffer, given_back in [*sizes, (partition_bytes, 0, False)]:
+    for size, buffer, released in [*sizes, (partition_bytes, 0, False)]:
         block = power_of_two(size) if pinned_rounded else size
         if block in free:
             free.remove(block)
         else:
-            locked += block
-        peak = max(peak, locked + size + buffer)
-        if given_back:
+            pinned += block
+        peak = max(peak, pinned + size + buffer)
+        if released:
             free.append(block)
-    unused = sum(free) if pinned_rounded else 0  # since 2.13 torch keeps other blocks, which nothing has measured
-    return GradientBlocks(making=peak - (locked - sum(free) + unused), unused=unused)
+    unused = sum(free) if pinned_rounded else 0  # torch 2.13 retains other blocks, which were not measured
+    return GradientBlocks(allocating=peak - (pinned - sum(free) + unused), unused=unused)
 
 
-def host_terms(
-    spec: RunSpec, layout: StateLayout, states: Sequence[MemoryTerm], has_gpu: bool, pinned_rounded: bool
-) -> Iterator[MemoryTerm]:
-    memory = constants().memory
+def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
+    """Yield the terms of processes, of loading and of saving; ``states`` are the terms of the model states."""
+    memory, layout, has_gpu = constants().memory, placement.layout, placement.has_gpu
     libraries = memory.shared_libraries_bytes if has_gpu else 0
     process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
-    yield MemoryTerm("training process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    yield MemoryTerm(TermKind.TRAINING_PROCESS, "node", process, "calibrated", "Python, torch, DeepSpeed, data")
     if libraries:
-        yield MemoryTerm(LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
+        yield MemoryTerm(TermKind.LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
     if has_gpu and layout.ranks > 1:
         channels = memory.nccl_host_bytes + memory.nccl_peer_host_bytes * (layout.ranks - 2)
-        yield MemoryTerm(NCCL_ON_HOST, "node", channels, "calibrated", "channels between the GPUs")
-    yield MemoryTerm("launcher and supervisor", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
-    later = {term.name: term.bytes for term in states if term.place == "node"} if has_gpu else {}
-    if own_engine(spec):
-        yield MemoryTerm("Adam worker", "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
-    elif spec.offload.mode == "superoffload":
-        yield MemoryTerm("Adam worker", "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
-        scratch = 4 * layout.largest_sub_group
-        yield MemoryTerm("gradient copy of the Adam worker", "node", scratch, "exact", f"4 B x {count(layout.largest_sub_group)}, pinned")
-        if pinned_rounded:
-            lost = power_of_two(scratch) - scratch
-            yield MemoryTerm("rounding of the Adam worker's block", "node", lost, "exact", "to the next power of two by torch before 2.13")
-    if spec.checkpoint.saves:
-        kept = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
-        formula = f"4 B x {count(kept)}, the largest sub-group on the GPU on its way to the disk"
-        yield MemoryTerm(SAVING, "node", 4 * kept, "estimate", formula)
-    making = 0
-    if GRADIENT_PARTITION in later:
-        blocks = gradient_blocks(layout, later[GRADIENT_PARTITION], pinned_rounded)
-        making, later[KEPT_BLOCKS] = blocks.making, blocks.unused
+        yield MemoryTerm(TermKind.NCCL_ON_HOST, "node", channels, "calibrated", "channels between the GPUs")
+    yield MemoryTerm(TermKind.LAUNCHER, "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
+    yield from _worker_terms(placement)
+    if placement.spec.checkpoint.saves:
+        largest = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
+        formula = Formula("4 B x {}, the largest sub-group on the GPU on its way to the disk", (largest,))
+        yield MemoryTerm(TermKind.SAVING, "node", 4 * largest, "estimate", formula)
+    later = {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
+    allocating = 0
+    if TermKind.GRADIENT_PARTITION in later:
+        blocks = gradient_blocks(layout, later[TermKind.GRADIENT_PARTITION], placement.pinned_rounded)
+        allocating, later[TermKind.UNUSED_PINNED_BLOCKS] = blocks.allocating, blocks.unused
         if blocks.unused:
-            yield MemoryTerm(KEPT_BLOCKS, "node", blocks.unused, "exact", "gradients of sub-groups that went on to the GPU")
-    yield from _loading(layout, later, making, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
+            moved = "gradients of sub-groups that moved on to the GPU"
+            yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", blocks.unused, "exact", moved)
+    yield from _loading(layout, later, allocating, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
 
 
-def _loading(layout: StateLayout, later: Mapping[str, int], making: int, process_later: int) -> Iterator[MemoryTerm]:
-    """What loading needs beyond what the states will need later: a rank's share of the weights passes through the host, whole.
+def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
+    memory, largest = constants().memory, placement.layout.largest_sub_group
+    if own_engine(placement.spec):
+        yield MemoryTerm(TermKind.ADAM_WORKER, "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
+    elif placement.spec.offload.mode == "superoffload":
+        yield MemoryTerm(TermKind.ADAM_WORKER, "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
+        yield MemoryTerm(TermKind.WORKER_GRADIENT_COPY, "node", 4 * largest, "exact", Formula("4 B x {}, pinned", (largest,)))
+        if placement.pinned_rounded:
+            lost = power_of_two(4 * largest) - 4 * largest
+            yield MemoryTerm(TermKind.WORKER_ROUNDING, "node", lost, "exact", "to the next power of two by torch before 2.13")
 
-    That is when DeepSpeed makes one flat array of it. Before, a rank reads only its part of the checkpoint's files. Its process is not as
-    large as later by then, by ``process_later`` bytes. What ``making`` gradients needs is there before the moments are.
+
+def _loading(layout: StateLayout, later: Mapping[TermKind, int], allocating: int, process_later: int) -> Iterator[MemoryTerm]:
+    """Yield what loading needs beyond what the states need later: a rank's share of the weights passes through the host as one array.
+
+    Args:
+        layout: States of one rank.
+        later: Bytes of the states that the host holds once training has begun.
+        allocating: Peak of allocating DeepSpeed's gradients, which comes before the moments.
+        process_later: Bytes by which the process is smaller while it loads.
     """
     weights = 2 * layout.numel + _READING_BYTES - sum(later.values()) - process_later
-    gradients = making - later.get("moments", 0)
+    gradients = allocating - later.get(TermKind.MOMENTS, 0)
     if max(weights, gradients) > 0:
-        less = ", less what its process has only later" if process_later else ""
-        formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU{less}"
+        less = ", less what its process allocates only later" if process_later else ""
+        formula: Formula | str = Formula("2 B x {}, the weights of a rank on their way to the GPU{}", (layout.numel, less))
         if gradients > weights:
             formula = "gradients on their way into pinned memory, less the moments that come after them"
-        yield MemoryTerm(LOADING, "node", max(weights, gradients), "estimate", formula)
+        yield MemoryTerm(TermKind.LOADING, "node", max(weights, gradients), "estimate", formula)
 
 
-def shared_terms(spec: RunSpec, layout: StateLayout, local_ranks: int) -> Iterator[MemoryTerm]:
-    if spec.offload.mode == "superoffload" and spec.offload.engine == "deepspeed":
-        formula = f"8 B x {count(layout.cpu_numel)} x {local_ranks} ranks (fp32 weights and gradients; part of the host memory above)"
-        yield MemoryTerm("masters and gradients in /dev/shm", "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
+def shared_terms(placement: Placement) -> Iterator[MemoryTerm]:
+    """Yield what lies in /dev/shm."""
+    offload, layout, local_ranks = placement.spec.offload, placement.layout, placement.local_ranks
+    if offload.mode == "superoffload" and offload.engine == "deepspeed":
+        formula = Formula(
+            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)", (layout.cpu_numel, local_ranks)
+        )
+        yield MemoryTerm(TermKind.SHARED_STATES, "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
     if local_ranks > 1:
-        yield MemoryTerm("messages between ranks", "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
+        yield MemoryTerm(TermKind.RANK_MESSAGES, "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
 
 
-def disk_terms(spec: RunSpec, layout: StateLayout) -> Iterator[MemoryTerm]:
+def disk_terms(placement: Placement) -> Iterator[MemoryTerm]:
+    """Yield what one checkpoint takes on disk, and its export where one is asked for."""
+    layout = placement.layout
     states = STATE_BYTES * layout.numel * layout.ranks
-    formula = f"{STATE_BYTES} B x {count(layout.numel)} x {layout.ranks} ranks (fp32 weights, two moments)"
-    yield MemoryTerm("one checkpoint", "disk", states, "exact", formula)
-    if spec.checkpoint.export:
-        yield MemoryTerm("export", "disk", 2 * layout.parameters, "exact", f"2 B x {count(layout.parameters)} (bf16)")
+    formula = Formula("{} B x {} x {} ranks (fp32 weights, two moments)", (STATE_BYTES, layout.numel, layout.ranks))
+    yield MemoryTerm(TermKind.CHECKPOINT, "disk", states, "exact", formula)
+    if placement.spec.checkpoint.export:
+        yield MemoryTerm(TermKind.EXPORT, "disk", 2 * layout.parameters, "exact", Formula("2 B x {} (bf16)", (layout.parameters,)))

@@ -1,143 +1,267 @@
-"""The settings that are tried for a run, and the fastest of those that fit. Pure functions.
+"""The settings that are tried for a run, the fastest of those that fit, and why it was chosen. Pure functions.
 
-Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that keeps the margin), what is recomputed, and
-how an optimizer step is cut into micro-batches. The tokens of an optimizer step and the sequence length stay as they were given.
+Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin), what is recomputed, and
+how an optimizer step is split into micro-batches. The tokens of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from msgspec.structs import replace
 
-from so_tui.model.activations import POLICIES, Policy
-from so_tui.plan.assess import Assessment, assess, best, in_mode, smallest_ratio, states_fit, step_of
-from so_tui.plan.site import Site, other_site
+from so_tui.model.activations import POLICIES, Policy, policy_of
+from so_tui.plan.alternatives import batch_splits, with_micro_batch, with_policy
+from so_tui.plan.facts import (
+    AdamCoresChosen,
+    AllOnGpu,
+    CheckpointingChosen,
+    Choice,
+    LargerSteps,
+    LeastGpuMemory,
+    MicroBatchChosen,
+    Mode,
+    ModeWithoutGpu,
+    NextBest,
+    NoNextBest,
+    NothingOffloaded,
+    SmallestRatio,
+    SpeedUnknown,
+)
+from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mode, step_with
 from so_tui.plan.types import Verdict
-from so_tui.plan.verdict import EACH_GPU, GPU_MARGIN
 from so_tui.spec.types import RunSpec
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
 ALIKE = 0.015
-"""Settings that differ in speed by less than this are as good as each other: predictions tell them no better apart."""
+"""Settings whose speeds differ by less than this count as equally fast: predictions are not more precise."""
 _ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
+_LONG_WAIT = 0.3
+"""Share of a step that waits for the optimizer, from which larger steps are looked at."""
+_LARGER = 4
+"""How many times the tokens of a step are tried then."""
+_WORTHWHILE = 1.2
+"""Least gain in tokens per second for which they are proposed."""
 
 
-def fastest(spec: RunSpec, site: Site, *, ranks: int | None = None) -> tuple[Assessment, tuple[Assessment, ...]]:
-    """The best setting for ``spec`` here, and everything that was tried, best first.
+def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
+    """Return the best settings for ``spec``, and everything that was tried, best first.
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
-    frugal = _frugal(spec, site, ranks)
+    variants = _Variants(spec, target)
+    frugal = _frugal(variants)
     lost = all(found.verdict == "does not fit" for found in frugal)
-    if lost or site.speed is None or site.gpu_memory_unknown:
-        tried = sorted([best(spec, site, ranks=ranks), *frugal], key=lambda found: _ORDER[found.verdict])
+    if lost or target.resources.speed is None or target.resources.gpu_memory_unknown:
+        tried = sorted([best(spec, target), *frugal], key=lambda found: _ORDER[found.verdict])
         return tried[0], tuple(tried)
-    tried = [*_tried(spec, site, ranks)]
-    if "full" in policies(spec, site) or all(found.verdict == "does not fit" for found in tried):
+    tried = [*_tried(variants)]
+    if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += frugal
     tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
     return _simplest(spec, tried), tuple(tried)
 
 
+class _Variants:
+    """A spec with other micro-batches and other recomputation. Each variant is assessed once."""
+
+    def __init__(self, spec: RunSpec, target: Target) -> None:
+        self.spec, self.target = spec, target
+        self._known: dict[tuple[Policy, int], Candidates] = {}
+
+    def of(self, policy: Policy, micro_batch: int) -> Candidates:
+        key = (policy, micro_batch)
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = Candidates(with_policy(with_micro_batch(self.spec, micro_batch), policy), self.target)
+        return found
+
+
 def rate(found: Assessment) -> float:
-    """Sequences per second of one rank; 0 where no speed is known."""
+    """Return the sequences per second of one rank; 0 where no speed is known."""
     return found.spec.train.micro_batch * found.spec.gradient_accumulation_steps / found.step.total_s if found.step else 0.0
 
 
-def runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
-    """The next best that fits with a margin and differs in more than the ratio; None where there is none."""
-    others = (found for found in tried if found.verdict == "fits" and _kind(found) != _kind(chosen))
-    return next(others, None)
+def fastest_policy(spec: RunSpec, target: Target) -> Assessment:
+    """Return a spec whose mode and ratio are decided, with the fastest recomputation where it is left open."""
+    found = [assess(with_policy(spec, policy), target) for policy in policies(spec, target)]
+    return min(found, key=lambda found: (_ORDER[found.verdict], -rate(found)))
 
 
-def with_fitting_cores(chosen: Assessment, site: Site) -> RunSpec:
-    """The smallest share of cores for CPU Adam with which a step takes no longer: what Adam cannot use, the training process can."""
+def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
+    """Return the recomputation to try: the given one; all where it is left open and speeds are known; else ``full``."""
+    given = spec.model.activation_checkpointing
+    if given != "auto":
+        return (given,)
+    return ("full",) if target.resources.speed is None else POLICIES
+
+
+def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
+    """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the training process can use the others."""
     spec = chosen.spec
-    if spec.offload.mode != "superoffload" or not spec.offload.ratio or site.speed is None or site.problem:
+    if spec.offload.mode != "superoffload" or not spec.offload.ratio or target.resources.speed is None or target.resources.problem:
         return spec
     found = []
     for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
         varied = replace(spec, offload=replace(spec.offload, cpu_adam_cores_fraction=fraction))
-        step = step_of(chosen, varied, other_site(site, site.gpus, fraction))
+        step = step_with(chosen, varied, target.on(target.resources.gpus, fraction))
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
     return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
 
 
-def fastest_policy(spec: RunSpec, site: Site) -> Assessment:
-    """A spec whose mode and ratio are decided, with the recomputing that makes it fastest where it is left open."""
-    found = [assess(with_policy(spec, policy), site) for policy in policies(spec, site)]
-    return min(found, key=lambda found: (_ORDER[found.verdict], -rate(found)))
+def _frugal(variants: _Variants) -> list[Assessment]:
+    """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the largest, with fewest gradients to sum."""
+    sizes = batch_splits(variants.spec)
+    return [variants.of("full", size).best for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))]
 
 
-def policies(spec: RunSpec, site: Site) -> tuple[Policy, ...]:
-    """What may be recomputed: what the spec says, all of it where it leaves that open and speeds are known, else everything."""
-    given = spec.model.activation_checkpointing
-    if given != "auto":
-        return (given,)
-    return ("full",) if site.speed is None else POLICIES
-
-
-def micro_batches(spec: RunSpec) -> tuple[int, ...]:
-    """Micro-batches, ascending, that cut the same optimizer step (nearly, where it is a target) into whole micro-steps."""
-    train = spec.train
-    sequences = train.micro_batch * spec.gradient_accumulation_steps
-    if train.tokens_per_step:
-        most = train.tokens_per_step / (spec.data.sequence_length * spec.ranks)
-        return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))
-    return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0)}))
-
-
-def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
-    """The same sequences in an optimizer step, cut differently."""
-    train = spec.train
-    if micro_batch == train.micro_batch:
-        return spec
-    accumulation = train.gradient_accumulation if train.tokens_per_step else train.micro_batch * train.gradient_accumulation // micro_batch
-    return replace(spec, train=replace(train, micro_batch=micro_batch, gradient_accumulation=accumulation))
-
-
-def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
-    if spec.model.activation_checkpointing == policy:
-        return spec
-    return replace(spec, model=replace(spec.model, activation_checkpointing=policy))
-
-
-def _frugal(spec: RunSpec, site: Site, ranks: int | None) -> list[Assessment]:
-    """What takes the least memory: on the GPU the smallest micro-batch, on the host the largest, which has the fewest gradients to sum."""
-    sizes = micro_batches(spec)
-    repeating = with_policy(spec, "full")
-    return [
-        best(with_micro_batch(repeating, size), site, ranks=ranks) for size in dict.fromkeys((sizes[0], spec.train.micro_batch, sizes[-1]))
-    ]
-
-
-def _tried(spec: RunSpec, site: Site, ranks: int | None) -> Iterator[Assessment]:
-    without_offload = states_fit(spec, site, ranks)
-    for policy in policies(spec, site):
-        for micro_batch in micro_batches(spec):
-            varied = with_policy(with_micro_batch(spec, micro_batch), policy)
-            if without_offload:
-                on_gpu = assess(in_mode(varied, "gpu"), site, ranks=ranks)
-                yield on_gpu
-                if on_gpu.verdict == "fits":
+def _tried(variants: _Variants) -> Iterator[Assessment]:
+    for policy in policies(variants.spec, variants.target):
+        for micro_batch in batch_splits(variants.spec):
+            variant = variants.of(policy, micro_batch)
+            if variant.on_gpu is not None:
+                yield variant.on_gpu
+                if variant.on_gpu.verdict == "fits":
                     continue
-            offloaded = smallest_ratio(varied, site, margin=GPU_MARGIN, ranks=ranks)
-            yield offloaded
-            if any(shortage.fatal and shortage.place == EACH_GPU for shortage in offloaded.shortages):
+            yield variant.offloaded
+            if any(shortage.fatal and shortage.pool == "gpu" for shortage in variant.offloaded.shortages):
                 break  # nor would a larger micro-batch
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
-    """Of what is as good as the first: without offload before with, then the given micro-batch, then the fastest."""
+    """Return, of what is as good as the first, what does not offload, then what keeps the given micro-batch, then the fastest."""
     first = tried[0]
     alike = [found for found in tried if found.verdict == first.verdict and rate(found) >= (1 - ALIKE) * rate(first)]
     given = spec.train.micro_batch
     return min(alike, key=lambda found: (found.spec.offload.mode != "gpu", found.spec.train.micro_batch != given, -rate(found)))
 
 
-def _kind(found: Assessment) -> tuple[str, str, int]:
+def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[Choice]:
+    """Yield why the recommended settings were chosen, and the next best with its price.
+
+    Args:
+        given: What the user asked for.
+        chosen: What is recommended.
+        tried: Everything that was assessed, best first.
+    """
+    resources = chosen.target.resources
+    if not resources.has_gpu:
+        yield ModeWithoutGpu(mode=_mode(chosen))
+        return
+    if resources.problem:
+        return
+    yield _offload_choice(given, chosen)
+    if resources.speed is not None:
+        yield _checkpointing_choice(chosen)
+    if chosen.spec.train.micro_batch != given.train.micro_batch:
+        yield _micro_batch_choice(given, chosen)
+    yield from _core_choice(given, chosen)
+    if resources.speed is None:
+        yield SpeedUnknown()
+    elif (other := _runner_up(chosen, tried)) is not None:
+        offload = other.spec.offload
+        yield NextBest(
+            mode=_mode(other),
+            ratio=offload.ratio,
+            micro_batch=other.spec.train.micro_batch,
+            policy=policy_of(other.spec.model),
+            slower=_slower(chosen, other),
+        )
+    elif not resources.gpu_memory_unknown:
+        yield NoNextBest(fits=chosen.verdict == "fits")
+
+
+def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
+    ratio, given_ratio = chosen.spec.offload.ratio, given.offload.ratio
+    if chosen.spec.offload.mode == "gpu":
+        return AllOnGpu()
+    if not ratio:
+        return NothingOffloaded()
+    if chosen.target.resources.gpu_memory_unknown:
+        return LeastGpuMemory(ratio=ratio)
+    plain = SmallestRatio(ratio=ratio, keeps_margin=chosen.verdict == "fits")
+    if ratio == given_ratio:
+        return plain
+    as_given = assess(in_mode(chosen.spec, "superoffload", given_ratio), chosen.target)
+    if as_given.verdict == "does not fit":
+        return replace(plain, given_ratio=given_ratio, given_shortage=as_given.shortages[0])
+    if as_given.step and chosen.step and as_given.step.total_s >= chosen.step.total_s:
+        return replace(plain, given_ratio=given_ratio, given_step_s=as_given.step.total_s, step_s=chosen.step.total_s)
+    return plain
+
+
+def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
+    policy = policy_of(chosen.spec.model)
+    full = chosen if policy == "full" else assess(with_policy(chosen.spec, "full"), chosen.target)
+    if policy == "full" or not full.step or not chosen.step:
+        return CheckpointingChosen(policy=policy)
+    return CheckpointingChosen(policy=policy, step_s=chosen.step.total_s, full_step_s=full.step.total_s)
+
+
+def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
+    mode: Mode = "gpu" if chosen.spec.offload.mode == "gpu" else "superoffload"
+    spec = in_mode(with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio)
+    before = assess(spec, chosen.target)
+    found = MicroBatchChosen(
+        micro_batch=chosen.spec.train.micro_batch,
+        accumulation=chosen.spec.gradient_accumulation_steps,
+        given_micro_batch=given.train.micro_batch,
+    )
+    if before.shortages:
+        return replace(found, given_shortage=before.shortages[0])
+    return replace(found, given_slower=_slower(chosen, before)) if rate(before) else found
+
+
+def _core_choice(given: RunSpec, chosen: Assessment) -> Iterator[AdamCoresChosen]:
+    fraction, given_fraction = chosen.spec.offload.cpu_adam_cores_fraction, given.offload.cpu_adam_cores_fraction
+    if fraction != given_fraction and chosen.spec.offload.ratio:
+        resources = chosen.target.resources
+        yield AdamCoresChosen(
+            adam_cores=resources.adam_cores, cores=resources.cores, fraction=fraction, raised=not fraction < given_fraction
+        )
+
+
+def _runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
+    """Return the next best that fits with a margin and differs in more than the ratio."""
+    return next((found for found in tried if found.verdict == "fits" and _settings(found) != _settings(chosen)), None)
+
+
+def _settings(found: Assessment) -> tuple[str, str, int]:
     return found.spec.offload.mode, found.spec.model.activation_checkpointing, found.spec.train.micro_batch
+
+
+def _slower(chosen: Assessment, other: Assessment) -> float:
+    """Return how much longer the other takes for the same tokens, as a share."""
+    return rate(chosen) / rate(other) - 1
+
+
+def _mode(found: Assessment) -> Mode:
+    return cast(Mode, found.spec.offload.mode)
+
+
+def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
+    """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It changes training, so the user decides."""
+    if chosen.verdict != "fits" or not chosen.step or chosen.step.exposed_optimizer_s < _LONG_WAIT * chosen.step.total_s:
+        return
+    larger, _ = fastest(_with_more_tokens(given), chosen.target)
+    if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
+        return
+    sequences = chosen.target.resources.ranks * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
+    yield LargerSteps(
+        step_s=chosen.step.total_s,
+        exposed_optimizer_s=chosen.step.exposed_optimizer_s,
+        times=_LARGER,
+        tokens=given.data.sequence_length * sequences,
+        key="train.tokens_per_step" if given.train.tokens_per_step else "train.gradient_accumulation",
+        value=larger.spec.train.tokens_per_step or given.train.gradient_accumulation * _LARGER,
+        faster=rate(larger) / rate(chosen),
+    )
+
+
+def _with_more_tokens(given: RunSpec) -> RunSpec:
+    train = given.train
+    if train.tokens_per_step:
+        return replace(given, train=replace(train, tokens_per_step=_LARGER * train.tokens_per_step))
+    return replace(given, train=replace(train, gradient_accumulation=_LARGER * train.gradient_accumulation))

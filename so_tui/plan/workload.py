@@ -1,6 +1,6 @@
-"""What is known of a run's data before it runs: left by whoever tokenised it (a look at the data, an earlier run), read by plans.
+"""What is known of a run's data before it runs. Whoever tokenises data (a preview, an earlier run) leaves it here, and plans read it.
 
-One small JSON file per data and tokenizer in the XDG state folder. Plans only read; without a file they reckon with the most it can be.
+One small JSON file per data and tokenizer in the XDG state folder. Without a file plans assume the most that data can cost.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from so_tui.plan import kept
-from so_tui.plan.types import Workload
+from so_tui.plan import state_files
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
@@ -20,10 +19,21 @@ from so_tui.structs import prepare
 SCHEMA = 1
 
 
+class Workload(Struct, frozen=True, kw_only=True):
+    """Properties of the data that decide how long a step takes; the defaults are the most that data can cost."""
+
+    attended_tokens: float = 0.0
+    """Sum of squared document lengths over the sum of lengths, which attention's cost follows; 0: whole sequences."""
+    trained_share: float = 1.0
+    """Tokens that carry loss, of all positions."""
+    useful_share: float = 1.0
+    """Tokens that are not padding, of all positions."""
+
+
 class Seen(Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     fingerprint: str
-    """Of the tokenised data: other rows under the same name have another."""
+    """Of the tokenised data: it differs for other rows under the same name."""
     workload: Workload
 
 
@@ -31,25 +41,25 @@ prepare(Seen)
 
 
 def path_of(spec: RunSpec) -> Path:
-    """The file for the spec's data, whether it exists or not: by what decides how it is tokenised and cut."""
+    """Return the file for the spec's data, whether it exists or not. Its name depends on whatever changes the tokenised data."""
     data, model = spec.data, spec.model
-    sources = [(_place(part.source), part.weight, part.subset, part.split, part.format) for part in data.sources]
-    tokenizer = _place(model.tokenizer or model.id)
+    sources = [(_absolute(part.source), part.weight, part.subset, part.split, part.format) for part in data.sources]
+    tokenizer = _absolute(model.tokenizer or model.id)
     decisive = [sources, data.loss, data.sequence_length, data.packing, tokenizer, model.revision]
     return state_home() / "data" / f"{hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:24]}.json"
 
 
 def seen(spec: RunSpec) -> Seen | None:
-    """What is known of the spec's data; None when nothing is. An unreadable file counts as none."""
-    return kept.read(path_of(spec), Seen)
+    """Return what is known of the spec's data; None when nothing is. An unreadable file counts as none."""
+    return state_files.read(path_of(spec), Seen)
 
 
 def remember(spec: RunSpec, found: Seen) -> Path:
-    """For the plans of this data from now on. Raises OSError."""
-    return kept.write(path_of(spec), found)
+    """Store what was found, for plans of this data. Raises OSError."""
+    return state_files.write(path_of(spec), found)
 
 
-def _place(name: str) -> str:
-    """Files and folders by their whole path, so that they are the same from everywhere."""
+def _absolute(name: str) -> str:
+    """Return a file or folder by its absolute path, which does not depend on the working directory; other names unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() else name

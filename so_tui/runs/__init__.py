@@ -1,13 +1,13 @@
-"""The run directory: the one channel between the trainer, the supervisor and the screen.
+"""The run directory: the only channel between the trainer, the supervisor and the screen.
 
-Rank 0 alone writes metrics, the supervisor alone writes state, samples and the cut of the log; everyone else reads, by polling.
+Only rank 0 writes metrics, and only the supervisor writes state and samples and trims the log. All others read by polling.
 """
 
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt
 from so_tui.runs.listing import create_run, default_runs_dir, delete_run, find_run, list_runs, probes_dir
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers, redact
-from so_tui.runs.pyramid import Column, Overview
+from so_tui.runs.overview import Column, Overview
 from so_tui.runs.reader import LogLine, RunReader, Update
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_spec, read_state, write_spec, write_state

@@ -1,7 +1,15 @@
-"""All the runs there are: creating one, listing them, finding one by what a user would type.
+"""Create runs, list them, and find one by the text that a user types.
 
-Runs live in the default folder or where ``--runs-dir`` says; folders other than the default are remembered in ``run-folders`` in the
-XDG state folder, one path a line, so that ``so-tui runs`` shows those runs too.
+Runs are stored in the default folder or in that of ``--runs-dir``. Other folders than the default are recorded in ``run-folders`` in the
+XDG state folder, one path per line, so that ``so-tui runs`` lists their runs as well.
+
+Problem codes:
+    name-taken: A run of this name exists.
+    runs-dir-not-writable: The run directory cannot be created or written.
+    unknown-run, ambiguous-run, no-runs: No run has this name, several have it, or there are none at all.
+    not-a-run: The path is not a run directory.
+    invalid-path: The text cannot be a path.
+    not-deletable: The run directory cannot be deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
-from so_tui.spec.errors import InputError, Problem, Refused
+from so_tui.spec.errors import InputError, Problem, Refusal, Refused
 from so_tui.spec.files import path_fault
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
@@ -24,126 +32,139 @@ LATEST = "latest"
 
 
 def default_runs_dir() -> Path:
-    """``$SO_TUI_RUNS_DIR``, or ``runs`` in the XDG state folder."""
+    """Return ``$SO_TUI_RUNS_DIR``, or ``runs`` in the XDG state folder."""
     override = os.environ.get("SO_TUI_RUNS_DIR", "")
     return Path(override).expanduser().absolute() if override else state_home() / "runs"
 
 
 def probes_dir() -> Path:
-    """Where ``plan --probe`` trains: such runs are nobody's latest and in no list, and one that failed is found by its path."""
+    """Return the folder for the runs of ``plan --probe``, which no list shows; a failed one can be found by its path."""
     return state_home() / "probes"
 
 
 def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = None) -> RunDirectory:
-    """Makes a new run directory with ``spec.json`` and the state ``created``; two creators never get the same one.
+    """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get the same directory.
 
-    Without a name it is the spec's with a short suffix (``tiny-0412-a3``). Raises InputError when the folder cannot be written, when the
-    disk is full or when the name is taken; nothing is left behind then.
+    Args:
+        spec: What the run trains.
+        runs_dir: Folder of the run; the default folder if absent.
+        name: Name of the run; by default that of the spec with a short suffix (``tiny-0412-a3``).
+
+    Raises:
+        InputError: If the folder cannot be written, the disk is full or the name is taken. Nothing is left behind.
     """
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         run = _claim(folder, name) if name else _claim_new(folder, spec.name)
     except FileExistsError as error:
-        raise _unusable(folder, f"there is a run {name} already" if name else str(error), "Choose another name.") from error
+        message = f"a run named {name} exists already" if name else str(error)
+        raise _unusable("name-taken", folder, message, "Choose another name.") from error
     except OSError as error:
-        raise _unusable(folder, f"cannot make a run here: {error.strerror}", "Choose another folder with --runs-dir.") from error
+        message = f"a run cannot be created here: {error.strerror}"
+        raise _unusable("runs-dir-not-writable", folder, message, "Choose another folder with --runs-dir.") from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             part.mkdir()
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
-        write_spec(run, spec)  # last: by its spec a run is found, and found it must be whole
+        write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
         with contextlib.suppress(OSError):
             _remove(run.path)
         remedy = "Free some space there, or choose another folder with --runs-dir."
-        raise _unusable(folder, f"cannot write the run: {error.strerror}", remedy) from error
+        raise _unusable("runs-dir-not-writable", folder, f"the run cannot be written: {error.strerror}", remedy) from error
     if folder not in (default_runs_dir(), probes_dir()):
-        _remember(folder)
+        _record_folder(folder)
     return run
 
 
 def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
-    """Every run, newest first: those of the given folder alone, or of the default folder and the remembered ones."""
+    """Return all runs of one folder, or of the default folder and the recorded ones, newest first."""
     folders = (runs_dir.expanduser().absolute(),) if runs_dir else known_folders()
     found = {run.path: made for folder in folders for run, made in _runs_in(folder)}
     return tuple(RunDirectory(path) for path in sorted(found, key=lambda path: (found[path], path.name), reverse=True))
 
 
 def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
-    """The run with this name or path, or the newest for ``latest``. Raises InputError, naming the nearest ones."""
+    """Return the run with this name or path, or the newest for ``latest``. Raises InputError with similar names if there is none."""
     if "/" in run or run in (".", ".."):
         if fault := path_fault(run):
-            raise _not_found(run, fault, "Give the folder of a run, or a name from `so-tui runs`.")
+            raise _not_found("invalid-path", run, fault, "Give the folder of a run, or a name from `so-tui runs`.")
         directory = RunDirectory(Path(run).expanduser().absolute())
         if directory.spec_path.is_file():
             return directory
-        raise _not_found(run, "no run lies there", "Give the folder that holds its spec.json, or a name from `so-tui runs`.")
+        remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
+        raise _not_found("not-a-run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
     if run == LATEST and runs:
         return runs[0]
     named = [known for known in runs if known.name == run]
     if len(named) > 1:
-        raise _not_found(run, "several runs have this name", "Give the path: " + ", ".join(str(known.path) for known in named) + ".")
+        paths = ", ".join(str(known.path) for known in named)
+        raise _not_found("ambiguous-run", run, "several runs have this name", f"Give the path: {paths}.")
     if named:
         return named[0]
     if not runs:
-        raise _not_found(run, "there is no run yet", "Start one with `so-tui run PRESET`, or say where they are with --runs-dir.")
+        remedy = "Start one with `so-tui run PRESET`, or give their folder with --runs-dir."
+        raise _not_found("no-runs", run, "there are no runs yet", remedy)
     import difflib  # only for the message
 
     near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.4) or [known.name for known in runs[:3]]
-    raise _not_found(run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
+    raise _not_found("unknown-run", run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
 
 
 def delete_run(run: RunDirectory) -> None:
-    """Deletes a run that has ended, with the checkpoints in its folder (those kept elsewhere stay).
+    """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
 
-    Raises Refused while it lives, InputError when the folder is no run or cannot be deleted.
+    Raises:
+        Refused: If the run is still alive.
+        InputError: If the folder is not a run or cannot be deleted.
     """
     state = state_with_truth(run)
     if state.state not in FINAL_STATES and state.host:
-        raise Refused([f"{run.name} is {state.state} on {state.host}. Stop it first: so-tui stop {run.name}"])
+        raise Refused([Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: so-tui stop {run.name}")])
     hidden = run.path.with_name(f".{run.name}.deleted")
     try:
-        run.path.rename(hidden)  # gone at once for every reader, however long the rest takes
+        run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
         _remove(hidden)
     except OSError as error:
         message = f"cannot be deleted: {error.strerror}"
-        raise InputError([Problem(field="run", value=str(run.path), message=message, remedy="Check who owns its folder.")]) from error
+        remedy = "Check the owner of its folder."
+        raise InputError([Problem(code="not-deletable", field="run", value=str(run.path), message=message, remedy=remedy)]) from error
 
 
 def known_folders() -> tuple[Path, ...]:
-    """The default folder and the remembered ones, each once."""
+    """Return the default folder and the recorded ones, each once."""
     try:
-        remembered = _remembered_path().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # nothing remembered, or not ours to read: the default folder is always there to look at
-        remembered = []
-    others = (Path(line) for line in remembered if line.startswith("/"))
+        recorded = _record_path().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # nothing recorded, or not readable: the default folder remains
+        recorded = []
+    others = (Path(line) for line in recorded if line.startswith("/"))
     return tuple(dict.fromkeys((default_runs_dir(), *(folder for folder in others if folder != probes_dir()))))
 
 
-def _remembered_path() -> Path:
+def _record_path() -> Path:
     return state_home() / "run-folders"
 
 
-def _remember(folder: Path) -> None:
+def _record_folder(folder: Path) -> None:
     if folder in known_folders() or "\n" in str(folder):
         return
-    # Without this note the run is only harder to find (by its path); a home that cannot be written is no reason to refuse it.
+    # Without this record the run can still be found by its path, so a read-only home is no reason to refuse it.
     with contextlib.suppress(OSError):
-        path = _remembered_path()
+        path = _record_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{folder}\n")
 
 
 def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
-    """The runs of a folder with their time of creation (ns); none when the folder is missing or not ours to read."""
+    """Return the runs of a folder with their creation time (ns); empty if the folder is missing or not readable."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
         for entry in entries:
             run = RunDirectory(Path(entry.path))
-            with contextlib.suppress(OSError):  # no spec.json: not a run, or not yet
+            with contextlib.suppress(OSError):  # no spec.json: not a run, or one that is being created
                 found.append((run, run.spec_path.stat().st_mtime_ns))
     return found
 
@@ -158,19 +179,19 @@ def _claim_new(folder: Path, stem: str) -> RunDirectory:
 
 def _claim(folder: Path, name: str) -> RunDirectory:
     path = folder / name
-    path.mkdir()  # fails when another creator was first
+    path.mkdir()  # fails if another process was first
     return RunDirectory(path)
 
 
 def _remove(path: Path) -> None:
-    import shutil  # pulls in every compression module: not for those who only list runs
+    import shutil  # imports every compression module, which listing runs does not need
 
     shutil.rmtree(path)
 
 
-def _unusable(folder: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(field="--runs-dir", value=str(folder), message=message, remedy=remedy)])
+def _unusable(code: str, folder: Path, message: str, remedy: str) -> InputError:
+    return InputError([Problem(code=code, field="--runs-dir", value=str(folder), message=message, remedy=remedy)])
 
 
-def _not_found(run: str, message: str, remedy: str) -> InputError:
-    return InputError([Problem(field="run", value=run, message=message, remedy=remedy)])
+def _not_found(code: str, run: str, message: str, remedy: str) -> InputError:
+    return InputError([Problem(code=code, field="run", value=run, message=message, remedy=remedy)])

@@ -1,162 +1,105 @@
-"""Rows of (steps, minimum, maximum, last value) of one metric, on floors of which each folds FANOUT rows of the one below into one.
+"""Minimum and maximum of any range of a long series, at a cost that does not depend on its length.
 
-A chart of c columns over any range reads the highest floor that still has a few rows per column: its cost follows the width of the
-chart, not the length of the run. Rows are appended at the end; ``minimum > maximum`` says that a row has no finite value.
+Level 0 of the pyramid holds one pair of extremes per entry; each entry of a level above combines ``fanout`` entries of the level below.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable
 
-from msgspec import Struct
-
-FANOUT = 4
-_ROWS_PER_COLUMN = 2
-"""A row that straddles two columns counts for both: at two rows a column an extreme is drawn half a column too wide at most."""
+NO_EXTREMES = (math.inf, -math.inf)
+"""Extremes of an entry without any finite value."""
 
 
-class Column(Struct, frozen=True, array_like=True):
-    """One column of a chart: a gap without a record (``rows`` 0) or without a finite value (NaN)."""
-
-    rows: int
-    """Rows that fell into the column; 0 means that nothing was recorded there."""
-    minimum: float
-    maximum: float
-    last: float
-    """The last value as it was recorded, also when it is not finite."""
+def extremes(values: Iterable[float]) -> tuple[float, float]:
+    """Return minimum and maximum of the finite values; ``NO_EXTREMES`` if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), max(finite)) if finite else NO_EXTREMES
 
 
-class Overview(Struct, frozen=True, kw_only=True):
-    """A metric over the steps ``first`` to ``last``, both included, in equal columns."""
+class MinMaxPyramid:
+    """Append-only extremes with coarser levels above them.
 
-    metric: str
-    first: int
-    last: int
-    columns: tuple[Column, ...]
+    One thread appends. Others may read at the same time, up to a length that they learned after an append.
+    """
 
+    __slots__ = ("_highs", "_lows", "fanout")
 
-EMPTY = Column(0, math.nan, math.nan, math.nan)
-
-
-class Buckets(Struct, frozen=True):
-    """Rows as they are stored, in step order."""
-
-    first: array[float]
-    last: array[float]
-    minimum: array[float]
-    maximum: array[float]
-    value: array[float]
-
-
-class Floor:
-    """One floor: five columns of equal length, in step order."""
-
-    __slots__ = ("first", "last", "maximum", "minimum", "value")
-
-    def __init__(self) -> None:
-        self.first = array("d")
-        self.last = array("d")
-        self.minimum = array("d")
-        self.maximum = array("d")
-        self.value = array("d")
+    def __init__(self, fanout: int) -> None:
+        """Combine ``fanout`` entries per level. A larger value takes less memory, a smaller one gives more levels to choose from."""
+        self.fanout = fanout
+        self._lows: list[array[float]] = [array("d")]
+        self._highs: list[array[float]] = [array("d")]
 
     def __len__(self) -> int:
-        return len(self.first)
-
-    def fold(self, below: Floor) -> None:
-        """Takes in what is complete on the floor below and not here yet."""
-        start, stop = len(self) * FANOUT, len(below) // FANOUT * FANOUT
-        if start == stop:
-            return
-        cut = slice(start, stop, FANOUT)
-        ends = slice(start + FANOUT - 1, stop, FANOUT)
-        groups = [slice(start + offset, stop, FANOUT) for offset in range(FANOUT)]
-        self.first.extend(below.first[cut])
-        self.last.extend(below.last[ends])
-        self.value.extend(below.value[ends])
-        self.minimum.extend(map(min, *(below.minimum[group] for group in groups)))
-        self.maximum.extend(map(max, *(below.maximum[group] for group in groups)))
-
-
-class Pyramid:
-    def __init__(self) -> None:
-        self.floors = [Floor()]
+        return len(self._highs[0])  # appended to last
 
     @property
-    def base(self) -> Floor:
-        return self.floors[0]
+    def levels(self) -> int:
+        """Number of levels, at least 1."""
+        return len(self._highs)
 
-    def extend(self, rows: Buckets, stop: int) -> None:
-        """Adds the first ``stop`` rows."""
-        base = self.base
-        base.first.extend(rows.first[:stop])
-        base.last.extend(rows.last[:stop])
-        base.minimum.extend(rows.minimum[:stop])
-        base.maximum.extend(rows.maximum[:stop])
-        base.value.extend(rows.value[:stop])
+    def append(self, low: float, high: float) -> None:
+        """Append one entry."""
+        self._lows[0].append(low)
+        self._highs[0].append(high)
+        if len(self._highs[0]) % self.fanout == 0:
+            self._combine()
 
-    def append_values(self, steps: list[int], values: list[float]) -> None:
-        """Adds one row for each record."""
-        base = self.base
-        base.first.extend(steps)
-        base.last.extend(steps)
-        base.value.extend(values)
-        base.minimum.extend(value if math.isfinite(value) else math.inf for value in values)
-        base.maximum.extend(value if math.isfinite(value) else -math.inf for value in values)
+    def extend(self, lows: Iterable[float], highs: Iterable[float]) -> None:
+        """Append several entries."""
+        self._lows[0].extend(lows)
+        self._highs[0].extend(highs)
+        self._combine()
 
-    def fold(self) -> None:
-        """Brings the upper floors up to date with the base."""
-        for below, floor in zip(self.floors, self.floors[1:], strict=False):
-            floor.fold(below)
-        while len(self.floors[-1]) >= FANOUT * FANOUT:
-            floor = Floor()
-            floor.fold(self.floors[-1])
-            self.floors.append(floor)
+    def low(self, index: int) -> float:
+        """Return the minimum of one entry; infinity if it has none."""
+        return self._lows[0][index]
 
-    def rows_between(self, first: float, last: float) -> int:
-        """How many rows of the base touch the range."""
-        return max(0, bisect_right(self.base.first, last) - bisect_left(self.base.last, first))
+    def high(self, index: int) -> float:
+        """Return the maximum of one entry; minus infinity if it has none."""
+        return self._highs[0][index]
 
-    def rows(self, first: float, last: float, at_least: int) -> Iterator[tuple[float, float, float, float, float]]:
-        """(first step, last step, minimum, maximum, value) of rows in the range, from the highest floor with at least so many."""
-        wanted, level = self.rows_between(first, last) // FANOUT, 0
-        while wanted >= at_least and level + 1 < len(self.floors):
-            wanted, level = wanted // FANOUT, level + 1
-        done = 0  # rows of this floor that the floor above has folded in
-        for floor in self.floors[level::-1]:
-            start = max(done, bisect_left(floor.last, first))
-            stop = bisect_right(floor.first, last)
-            cut = slice(start, stop)
-            yield from zip(floor.first[cut], floor.last[cut], floor.minimum[cut], floor.maximum[cut], floor.value[cut], strict=True)
-            done = len(floor) * FANOUT
+    def level(self, level: int, start: int, stop: int) -> tuple[array[float], array[float]]:
+        """Return minima and maxima of the entries ``[start, stop)`` of one level."""
+        return self._lows[level][start:stop], self._highs[level][start:stop]
 
+    def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
+        """Return minimum and maximum of the entries ``[start, stop)``; None if there is no finite value."""
+        if stop - start == 1:  # most columns of a short run
+            low, high = self._lows[0][start], self._highs[0][start]
+            return (low, high) if low <= high else None
+        least, greatest = NO_EXTREMES
+        level, fanout = 0, self.fanout
+        while start < stop:
+            lows, highs = self._lows[level], self._highs[level]
+            climbs = level + 1 < len(self._lows) and stop - start > 2 * fanout
+            head = min(stop, -(-start // fanout) * fanout) if climbs else stop
+            tail = max(head, stop // fanout * fanout) if climbs else stop
+            for first, last in ((start, head), (tail, stop)):
+                for index in range(first, last):
+                    if lows[index] < least:
+                        least = lows[index]
+                    if highs[index] > greatest:
+                        greatest = highs[index]
+            if not climbs:
+                break
+            start, stop, level = head // fanout, tail // fanout, level + 1
+        return (least, greatest) if least <= greatest else None
 
-def overview(metric: str, pyramids: list[Pyramid], columns: int, first: int, last: int) -> Overview:
-    """Draws the pyramids (in step order) into columns. ``columns`` >= 1 and ``first`` <= ``last``."""
-    rows = [0] * columns
-    low, high, value = [math.inf] * columns, [-math.inf] * columns, [math.nan] * columns
-    scale, rightmost = columns / (last - first + 1), columns - 1
-    for pyramid in pyramids:
-        for row_first, row_last, row_low, row_high, row_value in pyramid.rows(first, last, _ROWS_PER_COLUMN * columns):
-            right = min(int((row_last - first) * scale), rightmost)
-            left = right if row_first == row_last else max(0, int((row_first - first) * scale))
-            if not rows[left] or left == right:
-                value[left] = row_value
-            for index in range(left, right + 1):  # nearly always one
-                rows[index] += 1
-                if row_low < low[index]:
-                    low[index] = row_low
-                if row_high > high[index]:
-                    high[index] = row_high
-            for index in range(left + 1, right + 1):
-                value[index] = row_value
-    return Overview(metric=metric, first=first, last=last, columns=tuple(map(_column, rows, low, high, value)))
-
-
-def _column(rows: int, low: float, high: float, value: float) -> Column:
-    if not rows:
-        return EMPTY
-    return Column(rows, low, high, value) if low <= high else Column(rows, math.nan, math.nan, value)
+    def _combine(self) -> None:
+        """Bring the upper levels up to date with level 0."""
+        fanout, level = self.fanout, 0
+        while complete := len(self._highs[level]) // fanout:
+            if level + 1 == len(self._highs):
+                self._lows.append(array("d"))
+                self._highs.append(array("d"))
+            start, stop = len(self._highs[level + 1]) * fanout, complete * fanout
+            if start == stop:
+                return
+            lows, highs = self._lows[level], self._highs[level]
+            self._lows[level + 1].extend(min(lows[index : index + fanout]) for index in range(start, stop, fanout))
+            self._highs[level + 1].extend(max(highs[index : index + fanout]) for index in range(start, stop, fanout))
+            level += 1

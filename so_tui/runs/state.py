@@ -1,4 +1,9 @@
-"""``state.json`` and ``spec.json``: whole files, replaced atomically, so that a reader sees the old one or the new one."""
+"""Read and write ``state.json`` and ``spec.json``: whole files, replaced atomically.
+
+Problem codes:
+    run-gone: The folder of the run does not exist any more.
+    unreadable-state, unreadable-spec: ``state.json`` or ``spec.json`` is missing or malformed.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,21 @@ from so_tui.spec.types import RunSpec
 
 T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What writing fails with on a disk without room, or room for this user."""
+"""Errors of writing to a full disk or above a quota."""
 
 
 def write_state(run: RunDirectory, state: RunState) -> None:
-    """Replaces ``state.json``. Raises OSError (disk full, folder gone)."""
+    """Replace ``state.json``. Raises OSError if the disk is full or the folder is gone."""
     write_atomic(run.state_path, msgspec.json.encode(state))
 
 
 def write_last_state(run: RunDirectory, state: RunState) -> None:
-    """As ``write_state``; a disk too full for another file takes it over the old one, whose block is there. Raises OSError.
+    """Replace ``state.json`` with a final state. If the disk is full, overwrite the old file, whose block is already allocated.
 
-    For the last word alone: who reads at that very moment may see a torn one, and looks again.
+    Only for the final state: a reader may see a half-written file for a moment and must read again.
+
+    Raises:
+        OSError: If writing fails for another reason than a full disk.
     """
     try:
         write_state(run, state)
@@ -39,32 +47,33 @@ def write_last_state(run: RunDirectory, state: RunState) -> None:
 
 
 def overwrite(path: Path, content: bytes) -> None:
-    """Writes over the file, without a byte more where that will do; what is left of the old is blanked out. Raises OSError."""
+    """Overwrite a file in place, padding shorter content with blanks to the old size. Raises OSError."""
     with path.open("r+b") as file:
         file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 
 def read_state(run: RunDirectory) -> RunState:
-    """The state as recorded (see liveness for the truth). Raises InputError when there is none or it cannot be read."""
-    return _read(run.state_path, RunState, "is this the folder of a run?")
+    """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing or cannot be read."""
+    return _read(run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run.")
 
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
-    """Replaces ``spec.json``. Raises OSError."""
+    """Replace ``spec.json``. Raises OSError."""
     write_atomic(run.spec_path, msgspec.json.format(msgspec.json.encode(spec), indent=1))
 
 
 def read_spec(run: RunDirectory) -> RunSpec:
-    """What the run trains. Raises InputError when ``spec.json`` is missing or malformed."""
-    return _read(run.spec_path, RunSpec, "the run was written by another version of so-tui, or its folder is damaged")
+    """Return the spec of the run. Raises InputError if ``spec.json`` is missing or malformed."""
+    remedy = "The run was written by another version of so-tui, or its folder is damaged."
+    return _read(run.spec_path, RunSpec, "unreadable-spec", remedy)
 
 
-def _read(path: Path, kind: type[T], hint: str) -> T:
+def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError) as error:
         if not path.parent.exists():
-            hint = "the folder of the run is gone: it was deleted or moved"
+            code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        problem = Problem(field="run", value=str(path.parent), message=f"{path.name} cannot be read: {reason}", remedy=hint)
-        raise InputError([problem]) from error
+        message = f"{path.name} cannot be read: {reason}"
+        raise InputError([Problem(code=code, field="run", value=str(path.parent), message=message, remedy=remedy)]) from error

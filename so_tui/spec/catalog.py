@@ -1,4 +1,17 @@
-"""Presets on disk: the built-in ones, the user's, and single files."""
+"""Presets on disk: built-in, user and single files.
+
+Problem codes:
+    unknown-builtin: A ``builtin:`` source does not exist.
+    unknown-preset: There is no preset of this name.
+    not-a-preset: The file or folder exists, but is not a preset.
+    data-not-preset: A data file was named in place of a preset.
+    invalid-path: The text cannot be a path.
+    file-not-found, unreadable, invalid-toml: The file of the preset is missing, cannot be read, or is not TOML.
+    circular-extends: A preset extends itself through others.
+    invalid-name: The name has characters that names may not have.
+    name-taken: Another preset or file has the name; ``builtin-name`` if it is a built-in preset.
+    not-writable: The preset cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -13,58 +26,67 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from so_tui.spec.check import check_tree, nearest, shown
+from so_tui.spec.check import check_tree
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
 from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.types import Preset, RunSpec
+from so_tui.spec.wording import nearest, shown
 
 BUILTIN = "builtin:"
-"""Prefix of models, tokenizers and data that come with the program: ``builtin:tiny/rows.jsonl``."""
+"""Prefix of models, tokenizers and data that come with so-tui: ``builtin:tiny/rows.jsonl``."""
 
 Origin = Literal["built-in", "user", "file"]
 
 _DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 _KEYS = frozenset((*RunSpec.__struct_fields__, "extends"))
-"""The outermost keys of a preset."""
+"""Top-level keys of a preset."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Catalog(Struct, frozen=True):
-    """The presets by name, in the order to show them (``tiny`` last), and what is wrong with those that could not be read."""
+    """All presets, and the problems of those that could not be read."""
 
     presets: dict[str, Preset]
+    """Presets by name, in display order (``tiny`` last)."""
     problems: tuple[Problem, ...] = ()
 
 
 def builtin_folder() -> Path:
-    """Folder of the built-in presets: ``so_tui/presets`` in an installed wheel, ``presets`` beside the package in a checkout."""
+    """Return the folder of the built-in presets: ``so_tui/presets`` in a wheel, ``presets`` beside the package in a checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "presets"
     return installed if installed.is_dir() else package.parent / "presets"
 
 
 def user_folder() -> Path:
-    """Folder of the user's presets, by the XDG rules."""
+    """Return the folder of the user's presets, following the XDG rules."""
     config = os.environ.get("XDG_CONFIG_HOME", "")
     return (Path(config) if config.startswith("/") else Path.home() / ".config") / "so-tui" / "presets"
 
 
 def resolve_source(text: str) -> str:
-    """A ``builtin:`` name as the path it stands for; every other text as it is. Raises InputError when there is no such built-in."""
+    """Return the path of a ``builtin:`` name; any other text unchanged.
+
+    Raises:
+        InputError: If there is no such built-in.
+    """
     if not text.startswith(BUILTIN):
         return text
     folder = builtin_folder()
     path = (folder / text.removeprefix(BUILTIN)).resolve()
     if not path.is_relative_to(folder.resolve()) or not path.exists():
         names = ", ".join(sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir()))
-        raise InputError([Problem(field="source", value=shown(text), message="is not a built-in", remedy=f"Built-in: {names}.")])
+        problem = Problem(
+            code="unknown-builtin", field="source", value=shown(text), message="is not built in", remedy=f"Built in: {names}."
+        )
+        raise InputError([problem])
     return str(path)
 
 
 def load_catalog(user_dir: Path | None = None) -> Catalog:
-    """All presets. A user preset that is wrong is reported in ``problems`` and never stops the others."""
+    """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the others."""
     trees: dict[str, _Source] = {}
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = ((builtin_folder(), "built-in"), (user_dir or user_folder(), "user"))
@@ -73,7 +95,7 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
             try:
                 source = _read(path, origin)
                 if source.name in trees:
-                    raise InputError([_taken(source, trees[source.name])])
+                    raise InputError([_duplicate_name(source, trees[source.name])])
                 trees[source.name] = source
             except InputError as error:
                 problems += error.problems
@@ -87,19 +109,25 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
 
 
 def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
-    """A preset by name, or a file by path (anything with a ``/`` or ending in ``.toml``; a file that is there is no name).
+    """Return a preset by name, or from a file by path.
 
-    ``table=False`` leaves out a file's own parameter table, for whoever makes it anew. Raises InputError: unknown name (with the nearest
-    one), file missing, malformed or no preset, or what is wrong with that preset.
+    Args:
+        name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path.
+        catalog: Presets to search; loaded if absent.
+        table: False leaves out the file's own parameter table, for generating it again.
+
+    Raises:
+        InputError: If the name is unknown, the file is missing or not a preset, or the preset is invalid.
     """
     fault = path_fault(name_or_path)
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
-        remedy = f"To train on your own rows name a preset too: tiny --set data.source={name_or_path}"
-        raise InputError([Problem(field="preset", value=shown(name_or_path), message="names data, not a preset", remedy=remedy)])
+        remedy = f"To train on your own rows, name a preset as well: tiny --set data.source={name_or_path}"
+        message = "is a data file, not a preset"
+        raise InputError([Problem(code="data-not-preset", field="preset", value=shown(name_or_path), message=message, remedy=remedy)])
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         if fault:
             remedy = "`so-tui presets` lists the presets by name."
-            raise InputError([Problem(field="preset", value=shown(name_or_path), message=fault, remedy=remedy)])
+            raise InputError([Problem(code="invalid-path", field="preset", value=shown(name_or_path), message=fault, remedy=remedy)])
         source = _read(Path(name_or_path).expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
@@ -119,9 +147,16 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
 
 
 def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None) -> Path:
-    """Write a user preset that holds only what differs from ``base``, and return its path. An older one of that name is replaced.
+    """Write a user preset with the differences from ``base`` and return its path. An existing user preset of this name is replaced.
 
-    Raises InputError for a bad name, the name of a built-in preset, an unknown base or a folder that cannot be written.
+    Args:
+        spec: What to save.
+        name: Name of the preset.
+        base: Preset to extend; None writes a complete preset.
+        user_dir: Folder of user presets; the XDG folder if absent.
+
+    Raises:
+        InputError: If the name is invalid or built in, the base is unknown, or the folder cannot be written.
     """
     folder = user_dir or user_folder()
     presets = load_catalog(folder).presets
@@ -134,24 +169,28 @@ def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | 
 
 
 def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | None = None) -> None:
-    """Whether a user's preset may have this name, if need be in the place of another one of theirs. Raises InputError."""
+    """Check that a user preset may have this name, possibly replacing another user preset.
+
+    Raises:
+        InputError: If the name is invalid, built in, or taken by a file that cannot be read.
+    """
     if not _NAME.fullmatch(name):
-        remedy = "Use up to 64 small letters, digits, '.', '_' and '-', starting with a letter or digit."
-        raise InputError([Problem(field="name", value=shown(name), message="is not a valid name", remedy=remedy)])
+        remedy = "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit."
+        raise InputError([Problem(code="invalid-name", field="name", value=shown(name), message="is not a valid name", remedy=remedy)])
     older = presets.get(name)
     if older and older.origin == "built-in":
-        raise InputError([Problem(field="name", value=shown(name), message="is a built-in preset", remedy="Choose another name.")])
+        message = "is a built-in preset"
+        raise InputError([Problem(code="builtin-name", field="name", value=shown(name), message=message, remedy="Choose another name.")])
     path = (folder or user_folder()) / f"{name}.toml"
-    if older is None and path.exists():  # it could not be read: what was typed there is not lost
-        raise InputError(
-            [Problem(field="name", value=shown(name), message=f"is taken by {path}", remedy="Mend that file or choose another name.")]
-        )
+    if older is None and path.exists():  # a preset that cannot be read must not be overwritten
+        raise InputError([_name_taken(name, str(path), "Correct that file or choose another name.")])
 
 
 def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
-    """Write a new user preset, whole, with its parameter table in the form of the built-in ones, and return its path.
+    """Write a new, complete user preset with its parameter table, and return its path. Existing files are never replaced.
 
-    Raises InputError when a preset or file of that name is there already (nothing is ever replaced), or the folder cannot be written.
+    Raises:
+        InputError: If a preset or file of this name exists, or the folder cannot be written.
     """
     folder = user_dir or user_folder()
     path = folder / f"{spec.name}.toml"
@@ -163,8 +202,8 @@ def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
     return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", replace=False)
 
 
-def _name_taken(name: str, path: str) -> Problem:
-    return Problem(field="name", value=shown(name), message=f"is taken by {path}", remedy="Choose another name.")
+def _name_taken(name: str, path: str, remedy: str = "Choose another name.") -> Problem:
+    return Problem(code="name-taken", field="name", value=shown(name), message=f"is taken by {path}", remedy=remedy)
 
 
 def _toml(tree: Tree) -> str:
@@ -174,7 +213,7 @@ def _toml(tree: Tree) -> str:
 
 
 def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset]) -> Tree:
-    """What to write for a spec: only what differs from its base, or all of it without one. Raises InputError for an unknown base."""
+    """Return the tree to write: the differences from the base, or the complete spec without one. Raises InputError for an unknown base."""
     if base is None:
         return spec_tree(spec)
     if base not in presets:
@@ -184,13 +223,13 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
         spec = msgspec.structs.replace(spec, title="")
     below = complete_tree(msgspec.structs.replace(above, title=""))
     changes = differences(complete_tree(spec), below)
-    if check_tree(merged(below, changes)) != spec:  # a key of the shape was taken away, which a difference cannot say
+    if check_tree(merged(below, changes)) != spec:  # a key of the architecture was removed, which differences cannot express
         return spec_tree(spec)
     return {"extends": base, **changes}
 
 
 class _Source(Struct, frozen=True):
-    """A preset file as read: not yet checked."""
+    """A preset file as parsed, before any check."""
 
     name: str
     path: str
@@ -202,23 +241,25 @@ def _read(path: Path, origin: Origin) -> _Source:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise _unreadable(path, "there is no such file", "`so-tui presets` lists the presets by name.") from None
+        raise _unreadable("file-not-found", path, "there is no such file", "`so-tui presets` lists the presets by name.") from None
     except IsADirectoryError:
         raise InputError([_no_preset(path, "is a folder, not a preset")]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, f"cannot be read ({error})", "Check the path, and that the file is UTF-8 text you may read.") from None
+        remedy = "Check the path, and that the file is UTF-8 text with read permission."
+        raise _unreadable("unreadable", path, f"cannot be read ({error})", remedy) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix != ".toml":
             raise InputError([_no_preset(path, "is a file, not a preset")]) from None
-        raise _unreadable(path, f"is not TOML: {error}", "Mend that line; text needs quotes, and a key stands once.") from None
+        remedy = "Correct that line: text needs quotes, and each key may appear once."
+        raise _unreadable("invalid-toml", path, f"is not TOML: {error}", remedy) from None
     if tree and not tree.keys() & _KEYS:
         raise InputError([_no_preset(path, f"is TOML, but not a preset: it holds {', '.join(tree)}")])
     tree.setdefault("name", path.stem)
     return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
 
 
-def _unreadable(path: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(field="preset", value="", message=message, remedy=remedy, file=str(path))])
+def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
+    return InputError([Problem(code=code, field="preset", value="", message=message, remedy=remedy, file=str(path))])
 
 
 def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
@@ -227,9 +268,12 @@ def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
 
 
 def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, ...]) -> Tree:
-    """The file's tree over that of the preset it extends, and so on down; name and title are its own, or the two could not be told apart.
+    """Return the tree of a file merged over that of the preset it extends, recursively.
 
-    Raises InputError for an unknown base or a circle.
+    The title is not inherited, so that a preset and its base look different in lists.
+
+    Raises:
+        InputError: If a base is unknown or the chain of bases is circular.
     """
     tree = {key: value for key, value in source.tree.items() if key != "extends"}
     if "extends" not in source.tree:
@@ -240,15 +284,15 @@ def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, 
     if base in seen:
         chain = " -> ".join((*seen, base))
         remedy = "Extend a preset that does not itself extend this one."
-        raise InputError(
-            [Problem(field="extends", value=shown(base), message=f"goes in a circle ({chain})", remedy=remedy, file=source.path)]
-        )
+        message = f"is circular ({chain})"
+        problem = Problem(code="circular-extends", field="extends", value=shown(base), message=message, remedy=remedy, file=source.path)
+        raise InputError([problem])
     below = _extended(sources[base], sources, (*seen, base))
     return merged({key: value for key, value in below.items() if key != "title"}, tree)
 
 
 def _order(preset: Preset) -> tuple[object, ...]:
-    """Built-in models by size, then the user's, then shapes for benchmarks; ``tiny`` last."""
+    """Return the sort key of a preset: built-in models by size, then the user's, then random weights for benchmarks; ``tiny`` last."""
     spec = preset.spec
     return (
         spec.name == "tiny",
@@ -262,19 +306,20 @@ def _order(preset: Preset) -> tuple[object, ...]:
 
 def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
     remedy = f"{nearest(name, known)}Presets: {', '.join(known)}."
-    return Problem(field=field, value=shown(name), message="there is no such preset", remedy=remedy, file=file)
+    return Problem(code="unknown-preset", field=field, value=shown(name), message="there is no such preset", remedy=remedy, file=file)
 
 
 def _no_preset(path: Path, message: str) -> Problem:
-    """Said of what is there and was named as a preset, but is none."""
+    """Return the problem of a file or folder that exists but is not a preset."""
     remedy = "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` lists them by name."
     if path.is_dir():
-        remedy += " Of a folder that holds a model `so-tui presets add FOLDER` makes one."
-    return Problem(field="preset", value=shown(str(path)), message=message, remedy=remedy)
+        remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
+    return Problem(code="not-a-preset", field="preset", value=shown(str(path)), message=message, remedy=remedy)
 
 
-def _taken(source: _Source, other: _Source) -> Problem:
+def _duplicate_name(source: _Source, other: _Source) -> Problem:
     return Problem(
+        code="name-taken",
         field="name",
         value=shown(source.name),
         message=f"is already the name of {other.path}",
@@ -284,7 +329,7 @@ def _taken(source: _Source, other: _Source) -> Problem:
 
 
 def _write(path: Path, text: str, *, replace: bool = True) -> Path:
-    """Write a preset so that a reader sees the old file or the new one, never half of it. Raises InputError."""
+    """Write a preset atomically: readers see the old file or the new one. Raises InputError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +337,7 @@ def _write(path: Path, text: str, *, replace: bool = True) -> Path:
         if replace:
             partial.replace(path)
         else:
-            os.link(partial, path)  # fails where the name is taken, at this very moment too
+            os.link(partial, path)  # unlike a rename, fails if another process took the name in the meantime
             partial.unlink()
     except FileExistsError:
         partial.unlink()
@@ -300,8 +345,8 @@ def _write(path: Path, text: str, *, replace: bool = True) -> Path:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        remedy = "Free space, or set XDG_CONFIG_HOME to a folder you may write to."
-        raise InputError(
-            [Problem(field="preset", value=str(path), message=f"cannot be written: {error.strerror}", remedy=remedy)]
-        ) from None
+        remedy = "Free some space, or set XDG_CONFIG_HOME to a writable folder."
+        message = f"cannot be written: {error.strerror}"
+        problem = Problem(code="not-writable", field="preset", value=str(path), message=message, remedy=remedy)
+        raise InputError([problem]) from None
     return path

@@ -1,4 +1,7 @@
-"""Errors a user can mend, each with the exit code of the contract. The command line prints them; the screen shows them beside the field."""
+"""Errors that a user can correct, each with an exit code.
+
+The command line prints them; the screen shows them next to the field.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,54 @@ from msgspec import Struct
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """One thing that is wrong with what the user gave."""
+    """One invalid input: which field, what was given, what is wrong and how to correct it."""
 
     code: str = ""
     """What is wrong, in kebab-case and independent of the wording: ``unknown-key``. Documented where it is raised."""
     field: str
-    """Dotted name of the field (``offload.ratio``), or what stands for it (``preset``, ``--machine``)."""
+    """Dotted name of the field (``offload.ratio``), or another name for the input (``preset``, ``--machine``)."""
     value: str
-    """What was given, as the user would recognise it; empty when nothing was."""
+    """The input as the user wrote it; empty if nothing was given."""
     message: str
+    """What is wrong, as a clause that follows the field and value; no full stop."""
     remedy: str
+    """How to correct it, in whole sentences."""
+    default: str = ""
+    """Default of the field as TOML; empty if it has none."""
     file: str = ""
+    """File in which the problem was found."""
+
+    @property
+    def advice(self) -> str:
+        """The remedy and, if the field has one, its default."""
+        return f"{self.remedy} The default is {self.default}." if self.default else self.remedy
 
     def __str__(self) -> str:
         where = f"{self.file}: " if self.file else ""
         given = f" = {self.value}" if self.value else ""
-        return f"{where}{self.field}{given}: {self.message}. {self.remedy}"
+        return f"{where}{self.field}{given}: {self.message}. {self.advice}"
+
+
+class Refusal(Struct, frozen=True):
+    """One reason why a run cannot start here."""
+
+    code: str
+    """What stands in the way, in kebab-case and independent of the wording: ``gpu-in-use``. Documented where it is raised."""
+    message: str
+    """What stands in the way and what to do about it."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class SoTuiError(Exception):
-    """Base of the errors that end a command with a clear message and no traceback."""
+    """Base class of errors that end a command with a message instead of a traceback."""
 
     exit_code = 1
 
 
 class InputError(SoTuiError):
-    """Usage or input is wrong: exit code 2, nothing was started or written."""
+    """Invalid usage or input. Nothing was started or written; exit code 2."""
 
     exit_code = 2
 
@@ -42,21 +67,31 @@ class InputError(SoTuiError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
-        """Comes whole from another process."""
+        """Keep the problems when the error is pickled to another process."""
         return type(self), (self.problems,)
 
 
-class Refused(SoTuiError):  # noqa: N818 - the word of the contract
-    """The run does not fit or cannot run here: exit code 3. ``forceable`` where that is not certain to fail."""
+class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status
+    """The run does not fit or cannot run here: exit code 3. ``forceable`` means that starting it anyway might succeed."""
 
     exit_code = 3
 
-    def __init__(self, reasons: Sequence[str], *, forceable: bool = False) -> None:
-        self.reasons = tuple(reasons)
+    def __init__(self, refusals: Sequence[Refusal], *, forceable: bool = False) -> None:
+        self.refusals = tuple(refusals)
         self.forceable = forceable
         super().__init__("\n".join(self.reasons))
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The messages of the refusals."""
+        return tuple(refusal.message for refusal in self.refusals)
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the refusals."""
+        return tuple(refusal.code for refusal in self.refusals)
+
 
 def first_line(error: BaseException) -> str:
-    """The first line of what somebody else's code says went wrong, to be put into a message; the error's kind where it says nothing."""
+    """Return the first line of a third-party error, to quote in a message; the name of its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

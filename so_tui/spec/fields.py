@@ -1,4 +1,4 @@
-"""Every key of a preset, with documentation, unit, range and default, read from the types: nothing is said twice."""
+"""Every key of a preset with its documentation, unit, range and default, read from the types in ``types.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
     path: str
     """Dotted name, as ``--set`` takes it."""
     type_name: FieldType
-    """What an editor offers; for a field that takes several types, the plainest of them."""
+    """Type that an editor offers; the simplest one if the field takes several."""
     description: str
     unit: str = ""
     minimum: float | None = None
@@ -41,13 +41,13 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
     excludes_maximum: bool = False
     choices: tuple[str, ...] = ()
     takes_list: bool = False
-    """Whether a list is taken as well (``gpus``, ``data.source``)."""
+    """Whether the field also takes a list (``gpus``, ``data.source``)."""
     default: Any = None
     required: bool = False
 
     @property
     def range_text(self) -> str:
-        """The range in words, with its unit; empty where there is none."""
+        """Range in words, with its unit; empty if there is none."""
         unit = f" {self.unit}" if self.unit else ""
         low = None if self.minimum is None else f"{self.minimum:g}" if self.type_name == "number" else f"{int(self.minimum):_}"
         high = None if self.maximum is None else f"{self.maximum:g}" if self.type_name == "number" else f"{int(self.maximum):_}"
@@ -65,7 +65,7 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> str:
-        """What the field takes, in words: ``a number from 0 to 1``."""
+        """Type and range in words: ``a number from 0 to 1``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         text = _NOUNS[self.type_name]
@@ -78,25 +78,25 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
 @cache
 def fields() -> tuple[FieldInfo, ...]:
-    """All keys in the order of the types, sections flattened (``train.micro_batch``). The generated parameter table is left out."""
+    """Return all keys in declaration order, with sections flattened (``train.micro_batch``), without the generated parameter table."""
     return tuple(info for info in _walk(RunSpec, "") if info.path != GENERATED)
 
 
 @cache
 def field_index() -> dict[str, FieldInfo]:
-    """``fields()`` by path."""
+    """Return ``fields()`` by path."""
     return {info.path: info for info in fields()}
 
 
 @cache
 def source_index() -> dict[str, FieldInfo]:
-    """The keys of one source of a mixture (``weight``), by name."""
+    """Return the keys of one source of a mixture (``weight``), by name."""
     return {info.path: info for info in _walk(DataSource, "")}
 
 
 @cache
 def section_names() -> tuple[str, ...]:
-    """Names of the sections of a preset: ``model``, ``data``, ..."""
+    """Return the names of the sections of a preset: ``model``, ``data``, ..."""
     return tuple(field.name for field in inspect.type_info(RunSpec).fields if isinstance(_bare(field.type), inspect.StructType))  # type: ignore[attr-defined]
 
 
@@ -142,7 +142,7 @@ def _field_info(path: str, struct: type[Struct], field: inspect.Field) -> FieldI
 
 
 def _choices(struct: type[Struct], name: str) -> tuple[str, ...]:
-    """The choices in the order of the types (msgspec sorts them)."""
+    """Return the choices in declaration order (msgspec sorts them)."""
     choices = get_args(get_type_hints(struct)[name])
     return choices if NoneType not in choices else get_args(choices[0])
 
@@ -154,7 +154,7 @@ def _bare(kind: inspect.Type) -> inspect.Type:
 
 
 def _options(kind: inspect.Type) -> list[inspect.Type]:
-    """Alternatives of a union but for "none given", lists last."""
+    """Return the members of a union without None, lists last."""
     options = [_bare(option) for option in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
     options = [option for option in options if not isinstance(option, inspect.NoneType)]
     return sorted(options, key=lambda option: _type_name(option) == "list")
@@ -176,7 +176,7 @@ def _type_name(kind: inspect.Type) -> FieldType:
             return "list"
         case inspect.DictType():
             return "table"
-    raise TypeError(f"the reference has no word for {kind}")
+    raise TypeError(f"fields of type {kind} are not supported")
 
 
 def _bound(kind: inspect.Type, closed: str, opened: str) -> tuple[float | None, bool]:

@@ -1,4 +1,4 @@
-"""Files that readers see whole, whenever they look."""
+"""Atomic file writes, and checks of path names."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import os
 from pathlib import Path
 
 _LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
-"""Of Linux and its file systems."""
+"""Limits of Linux and its common file systems."""
 
 
 def path_fault(text: str) -> str:
-    """Why this text can be no path, empty where it can: of such a one even the question what lies there is an error."""
+    """Return why a text cannot be a path, or an empty string if it can.
+
+    Even testing whether such a path exists raises an error, so check before.
+    """
     try:
         path = os.fsencode(text)
     except UnicodeEncodeError:
-        return "holds characters that no name may"
+        return "contains characters that file names cannot have"
     if len(path) > _LONGEST_PATH_BYTES or max(map(len, path.split(b"/"))) > _LONGEST_NAME_BYTES:
-        return "is too long for a name"
+        return "is too long for a file name"
     if b"\0" in path:
-        return "holds a NUL, which no name may"
+        return "contains a NUL character, which file names cannot have"
     try:
         Path(text).expanduser()
     except RuntimeError:
-        return "begins with `~` and a user who is not known here"
+        return "begins with `~` and the name of an unknown user"
     return ""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replaces the file as a whole. Raises OSError and leaves the old file and no other when that fails."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # others may write it too, from other hosts
+    """Replace a file atomically: readers see the old content or the new.
+
+    Raises:
+        OSError: If writing fails; the old file is unchanged and no temporary file is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # unique: processes on other hosts may write the same file
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -37,7 +44,7 @@ def write_atomic(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk is told of a descriptor, not of a name
+        error.filename = error.filename or str(path)  # an error from a descriptor (disk full) has no file name
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

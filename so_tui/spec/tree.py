@@ -1,4 +1,8 @@
-"""Plain trees and how they combine: a preset over its base, ``--set`` over a spec, a spec as what differs from its base."""
+"""Combine plain trees: a preset over its base, ``--set`` over a spec, and the differences of a spec from its base.
+
+Problem codes:
+    unknown-key: ``--set`` names a key that does not exist.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,24 @@ from typing import Any
 
 import msgspec
 
-from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, nearest, problems_in, shown
+from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, section_names
 from so_tui.spec.types import RunSpec
+from so_tui.spec.wording import nearest, shown
 
 Tree = dict[str, Any]
 
 _FREE_TABLE = "model.config."
-"""Keys below this are those of a Hugging Face config.json, not ours."""
+"""Keys below this prefix are those of a Hugging Face config.json."""
 
 
 def spec_tree(spec: RunSpec, *, full: bool = True) -> Tree:
-    """The spec as plain values with the defaults left out: what ``check_tree`` takes back.
+    """Return the spec as plain values without defaults, which ``check_tree`` accepts.
 
-    ``full=False`` also leaves out the model's shape (``model.config`` and ``model.parameters``), for people to read.
+    Args:
+        spec: The spec to convert.
+        full: False also leaves out ``model.config`` and ``model.parameters``, for people to read.
     """
     tree = differences(complete_tree(spec), _defaults())
     if not full:
@@ -32,17 +39,23 @@ def spec_tree(spec: RunSpec, *, full: bool = True) -> Tree:
 
 
 def complete_tree(spec: RunSpec) -> Tree:
-    """The spec as plain values, defaults written out."""
+    """Return the spec as plain values, including defaults."""
     tree: Tree = msgspec.to_builtins(spec)
     return tree
 
 
 def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
-    """The spec with dotted keys changed (``--set``). Values are TOML; what is not TOML is taken as text, ``0,1`` as a list.
+    """Return the spec with some values changed, as ``--set`` does.
 
-    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two, and so do ``gradient_accumulation`` and
-    ``tokens_per_step``; changing the shape drops the parameter table that was generated for the old one.
-    Raises InputError with all problems.
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with ``gradient_accumulation`` and
+    ``tokens_per_step``. Changing ``model.config`` drops the parameter table, which describes the previous architecture.
+
+    Args:
+        spec: The spec to change.
+        values: Values by dotted key. A value is parsed as TOML; text that is not TOML is taken literally, ``0,1`` as a list.
+
+    Raises:
+        InputError: With all problems of the result.
     """
     changes: Tree = {}
     problems = []
@@ -62,7 +75,7 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
 
 
 def parse_value(text: str, info: FieldInfo | None = None) -> Any:
-    """A typed value from what was typed into ``--set`` or a form field."""
+    """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
     if info is not None and info.type_name in ("text", "choice") and not (info.takes_list and text.lstrip().startswith("[")):
         return _unquoted(text)
     value = _toml_value(text)
@@ -74,21 +87,21 @@ def parse_value(text: str, info: FieldInfo | None = None) -> Any:
 
 
 def merged(base: Tree, changes: Tree) -> Tree:
-    """``changes`` over ``base``, section by section; lists and values are replaced whole."""
+    """Return ``base`` with ``changes`` applied section by section; lists and values are replaced as a whole."""
     tree = _overlaid(base, changes)
     changed = _section(changes, "train")
     for alternatives in (LENGTHS, STEP_SIZES):
         if len([key for key in alternatives if changed.get(key)]) == 1:
             for key in set(alternatives) - set(changed):
                 tree["train"].pop(key, None)
-    reshaped = "config" in _section(changes, "model") and "parameters" not in _section(changes, "model")
-    if reshaped and _section(tree, "model").get("config") != _section(base, "model").get("config"):
+    new_config = "config" in _section(changes, "model") and "parameters" not in _section(changes, "model")
+    if new_config and _section(tree, "model").get("config") != _section(base, "model").get("config"):
         tree["model"].pop("parameters", None)
     return tree
 
 
 def differences(tree: Tree, base: Tree) -> Tree:
-    """What of ``tree`` is not the same in ``base``; sections without a difference are left out."""
+    """Return the part of ``tree`` that differs from ``base``; sections without a difference are left out."""
     found: Tree = {}
     for key, value in tree.items():
         if key in base and base[key] == value:
@@ -108,7 +121,7 @@ def _overlaid(base: Tree, changes: Tree) -> Tree:
 
 
 def _defaults() -> Tree:
-    """The defaults of every section; what is required is absent."""
+    """Return the defaults of every section; required keys are absent."""
     tree: Tree = {name: {} for name in section_names()}
     for info in field_index().values():
         if not info.required:
@@ -140,6 +153,7 @@ def _unknown_path(path: str, text: str) -> Problem:
     if path in section_names():
         hint = f"`{path}` is a section: name one of its keys, such as `{next(full for full in known if full.startswith(path + '.'))}`. "
     return Problem(
+        code="unknown-key",
         field=path,
         value=shown(text),
         message="is not a known key",

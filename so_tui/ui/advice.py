@@ -20,7 +20,7 @@ def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
     gpus = plan.spec.gpus
     present = {gpu.index for gpu in machine.gpus}
     absent = gpus > len(present) if isinstance(gpus, int) else not present.issuperset(gpus)
-    return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reasons[0]
+    return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reason_texts[0]
 
 
 def advice(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:

@@ -9,28 +9,30 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import work
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.reactive import var
-from textual.screen import ModalScreen, Screen
+from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
 from textual.worker import Worker, WorkerState
 
 from so_tui.ui import messages
 from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
-from so_tui.ui.page import PAGES, Page
+from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.text import plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
 from so_tui.ui.widgets.plot import GlyphName
 
 if TYPE_CHECKING:
+    from so_tui.launch import Launch
+    from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Catalog, RunSpec
+    from so_tui.spec import Catalog
     from so_tui.ui.runlist import RunLister, RunRow
     from so_tui.ui.screens.dialogs import Question
 
@@ -38,48 +40,12 @@ RUNS_POLL_S = 2.0
 StartRun = Callable[..., "RunDirectory"]
 
 
-def _presets() -> Screen[Any]:
-    from so_tui.ui.screens.presets import PresetsScreen
-
-    return PresetsScreen()
-
-
-def _configure() -> Screen[Any]:
-    from so_tui.ui.screens.configure import ConfigureScreen
-
-    return ConfigureScreen()
-
-
-def _dashboard() -> Screen[Any]:
-    from so_tui.ui.screens.dashboard import DashboardScreen
-
-    return DashboardScreen()
-
-
-def _runs() -> Screen[Any]:
-    from so_tui.ui.screens.runs import RunsScreen
-
-    return RunsScreen()
-
-
-def _machine() -> Screen[Any]:
-    from so_tui.ui.screens.machine import MachineScreen
-
-    return MachineScreen()
-
-
 class SoTuiApp(App[None]):
     """``catalog`` and ``machine`` are loaded after the first paint where they are not given."""
 
     TITLE = "so-tui"
     CSS_PATH = "app.tcss"
-    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
-        "presets": _presets,
-        "configure": _configure,
-        "dashboard": _dashboard,
-        "runs": _runs,
-        "machine": _machine,
-    }
+    MODES = MODES
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]  # noqa: RUF012 - Textual's own attribute
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -97,7 +63,7 @@ class SoTuiApp(App[None]):
     """Where the machine was described that is planned for; empty: it is this one."""
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
-    findings: var[tuple[Any, ...] | None] = var(None)
+    findings: var[tuple[Finding, ...] | None] = var(None)
     glyphs: var[GlyphName] = var[GlyphName]("braille")
     starting: var[str] = var("")
     """What is being started, for seconds; nothing else is meanwhile, since the thread of a start cannot be called off."""
@@ -238,8 +204,8 @@ class SoTuiApp(App[None]):
             self.notify(words, title="Not started", severity="warning", markup=False)
         return not self.starting
 
-    def ask_launch(self, spec: RunSpec, facts: Iterable[Content]) -> None:
-        """Ask once, then start ``spec`` on this machine."""
+    def ask_launch(self, launch: Launch, facts: Iterable[Content]) -> None:
+        """Ask once, then start ``launch`` on this machine."""
         from so_tui.ui.screens.dialogs import Question
 
         if not self.may_start():
@@ -247,42 +213,44 @@ class SoTuiApp(App[None]):
         if self.machine_file and self.machine is not None:
             there = f"What you see is planned for {self.machine.label} ({self.machine_file}), and a run starts where so-tui runs."
             back = "Start it on that machine, or press o and leave the field empty to plan for this one."
-            self.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
+            self.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))
             return
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self.launch(spec)
+                self.launch(launch)
 
-        self.push_screen(Question(f"Launch {spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
+        self.push_screen(Question(f"Launch {launch.spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
 
-    def launch(self, spec: RunSpec, force: bool = False) -> None:
-        """Start ``spec`` unless something else is being started."""
+    def launch(self, launch: Launch) -> None:
+        """Start ``launch`` unless something else is being started."""
         if self.may_start():
-            self.starting = spec.label
+            self.starting = launch.spec.label
+            from so_tui.ui.page import Page
+
             if isinstance(page := self.screen_stack[0], Page):
                 page.action_leave_field()  # who types on will be typing when it has started
-            self._launch(spec, force)
+            self._launch(launch)
 
     @work(thread=True, group="launch", name="launch", exit_on_error=False)
-    def _launch(self, spec: RunSpec, force: bool) -> None:
+    def _launch(self, launch: Launch) -> None:
         """Check everything, then hand the run to its supervisor. A refusal comes back with its reasons."""
+        from msgspec.structs import replace
+
         from so_tui.spec.errors import Refused, SoTuiError
 
-        machine = self.machine
-        assert machine is not None
         try:
             if self._start is not None:
-                run = self._start(spec, machine, runs_dir=self.runs_dir, force=force)
+                run = self._start(launch, runs_dir=self.runs_dir)
             else:
                 from so_tui.launch import preflight, start
 
-                for warning in preflight(spec, machine, force=force, runs_dir=self.runs_dir):
+                for warning in preflight(launch, runs_dir=self.runs_dir):
                     self.call_from_thread(self.notify, warning, severity="warning", markup=False)
-                run = start(spec, machine, runs_dir=self.runs_dir, force=force)
+                run = start(launch, runs_dir=self.runs_dir)
         except SoTuiError as error:
-            retry = spec if isinstance(error, Refused) and error.forceable else None
-            self.post_message(messages.Failed(f"{spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
+            retry = replace(launch, forced=True) if isinstance(error, Refused) and error.forceable else None
+            self.post_message(messages.Failed(f"{launch.spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
         else:
             self.post_message(messages.Launched(run))
 
@@ -298,7 +266,7 @@ class SoTuiApp(App[None]):
 
         def answered(forced: bool | None) -> None:
             if forced and message.retry_forced is not None:
-                self.launch(message.retry_forced, force=True)
+                self.launch(message.retry_forced)
 
         offer = "Launch all the same" if message.retry_forced is not None else ""
         self.push_screen(Notice(message.title, message.lines, offer=offer), answered)
@@ -348,6 +316,7 @@ class SoTuiApp(App[None]):
         self.exit(message="\n".join(told) or None)
 
     def action_help(self) -> None:
+        from so_tui.ui.page import Page
         from so_tui.ui.screens.dialogs import KeysHelp
         from so_tui.ui.screens.help import key_groups
 
@@ -356,7 +325,7 @@ class SoTuiApp(App[None]):
             title = dict(PAGES)[page.PAGE]
             self.push_screen(KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page)))
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+    def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Every command of the screen and of the program, with its key; then what Textual brings."""
         from so_tui.ui.screens.help import commands
 

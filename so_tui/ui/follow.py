@@ -32,7 +32,7 @@ from so_tui.runs.records import (
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.loads import GpuView, Loads, NodeView
 from so_tui.ui.series import Axis, Line, Series
-from so_tui.ui.stretch import Stretch
+from so_tui.ui.step_series import StepSeries
 
 PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
 HISTORY_ROWS = 1500
@@ -66,10 +66,10 @@ class Snapshot:
     """Loss on what is not trained on; None before the first evaluation."""
     resumes: tuple[ResumedRecord, ...]
     warnings: tuple[WarningRecord, ...]
-    whole: Stretch
+    whole: StepSeries
     length: int
-    closer: Stretch | None
-    """The stretch that was zoomed to, where the whole run shows several steps in a row."""
+    closer: StepSeries | None
+    """The window that was zoomed to, where the whole run shows several steps per row."""
     nodes: tuple[NodeView, ...]
     gpus: tuple[GpuView, ...]
     averaged: bool
@@ -116,7 +116,7 @@ class Snapshot:
         return self.whole.series
 
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
-        """A metric, in full detail where that was read for the stretch that ``axis`` shows."""
+        """A metric, in full detail where that was read for the window that ``axis`` shows."""
         closer = self.closer
         if closer is not None and axis is not None and closer.covers(*axis.in_steps()):
             return closer.line(metric, role, len(closer))
@@ -143,14 +143,14 @@ class RunFollower:
         self._plan: Plan | None = None
         self._machine: Machine | None = None
         self._seeded = False
-        self._closer: Stretch | None = None
+        self._closer: StepSeries | None = None
         self._restart_series()
 
     def _decay(self) -> float:
         return smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
 
     def _restart_series(self) -> None:
-        self._whole, self._closer = Stretch(self._decay()), None
+        self._whole, self._closer = StepSeries(self._decay()), None
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     def poll(self, window: tuple[float, float] | None = None) -> Snapshot:
@@ -206,7 +206,7 @@ class RunFollower:
         if 3 * width >= whole.last_step - first:
             self._closer = None
         elif self._closer is None or not self._closer.covers(low, high) or self._closer.last_step - self._closer.steps[0] > 12 * width:
-            self._closer = Stretch(self._decay())
+            self._closer = StepSeries(self._decay())
             self._closer.add_columns(self._reader, int(max(first, low - width)), int(min(latest.step, high + width)))
 
     def _read_attempt(self, state: RunState | None) -> None:
@@ -249,7 +249,7 @@ class RunFollower:
             averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,
-            silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
+            silent_s=self._watch.unchanged_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
             trouble=trouble,
             deleted=deleted(self.run),
             stop_asked="stop" in control.pending(self.run),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from so_tui.spec import FieldInfo, RunSpec, complete_tree, differences, field_index
 
@@ -97,7 +96,7 @@ def hint(info: FieldInfo) -> str:
     return info.range_text.removesuffix(info.unit).removeprefix("from ").replace("_", " ").replace(" and ", ", ").strip() or info.unit
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """A value as it is typed into a field and read back by ``parse_value``."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -110,13 +109,13 @@ def text_of(value: Any) -> str:
     return str(value)
 
 
-def _inline(value: Any) -> str:
+def _inline(value: object) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + " }"
     return f'"{value}"' if isinstance(value, str) else text_of(value)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """A tree as dotted paths; tables that are values themselves (a model's shape) stay whole."""
     for key, value in tree.items():
         path = f"{prefix}{key}"

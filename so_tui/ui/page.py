@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -12,21 +13,15 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.worker import Worker
 
+from so_tui.ui.app import SoTuiApp
+from so_tui.ui.screens import PAGES
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import plural, shorten
 from so_tui.ui.widgets.keyline import KeyLine
 
 if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
     from so_tui.ui.runlist import RunRow
 
-PAGES: tuple[tuple[str, str], ...] = (
-    ("presets", "Presets"),
-    ("configure", "Configure"),
-    ("dashboard", "Dashboard"),
-    ("runs", "Runs"),
-    ("machine", "Machine"),
-)
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
 """Titles where there is no room for those."""
 
@@ -42,6 +37,8 @@ class TopLine(Widget):
     DEFAULT_CSS = """
     TopLine { height: 1; background: $surface; padding: 0 1; }
     """
+
+    app = getters.app(SoTuiApp)
 
     def __init__(self) -> None:
         self._live = 0
@@ -63,8 +60,7 @@ class TopLine(Widget):
             self.refresh()
 
     def render(self) -> Content:
-        app: SoTuiApp = self.app  # type: ignore[assignment]
-        live = self._live
+        app, live = self.app, self._live
         right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no run live", "$faint")
         if app.starting:
             right = Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ") + right
@@ -125,6 +121,7 @@ class Navigation(Widget):
 class Page(Screen[None]):
     """One of the five screens."""
 
+    app = getters.app(SoTuiApp)
     PAGE: ClassVar[str]
     HELP_TEXT: ClassVar[str] = ""
     """What this screen is for, in a sentence or two; the help opens with it."""
@@ -134,12 +131,6 @@ class Page(Screen[None]):
 
     _left: Widget | None = None
     """The field that was left, from which tab goes on."""
-
-    @property
-    def so(self) -> SoTuiApp:
-        """The app, typed."""
-        app: Any = self.app
-        return app  # type: ignore[no-any-return]
 
     def compose(self) -> ComposeResult:
         yield TopLine()
@@ -152,7 +143,7 @@ class Page(Screen[None]):
         raise NotImplementedError
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        self.so.worker_changed(event)
+        self.app.worker_changed(event)
 
     def action_leave_field(self) -> None:
         """Take the keyboard out of a text field, so that single keys are commands again."""

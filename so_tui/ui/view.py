@@ -70,8 +70,9 @@ class View:
             return replace(moved, window=(low + shift, high + shift), tail=False)
         return moved
 
-    def words(self, extent: tuple[float, float]) -> str:
-        """Said beside the charts when they do not show everything."""
+    @property
+    def range_note(self) -> str:
+        """What stands beside the charts while they do not show the whole run."""
         return "" if self.window is None else "newest part" if self.tail else "zoomed"
 
 

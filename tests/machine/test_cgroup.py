@@ -8,8 +8,8 @@ import pytest
 
 from so_tui.machine import cgroup
 from so_tui.machine.memory import available_bytes
-from so_tui.machine.tree import Tree
-from tests.support.sysroots import build_sysroot
+from so_tui.machine.system_files import SystemFiles
+from tests.support.sysroots import build_files
 
 V2 = {
     "/proc/self/cgroup": "0::/slurm/job_7/step_0\n",
@@ -37,13 +37,13 @@ HIDDEN = {
 }
 
 
-def tree(files: dict[str, str], folder: Path) -> Tree:
-    return Tree(build_sysroot("\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in files.items()), folder))
+def system_files(files: dict[str, str], folder: Path) -> SystemFiles:
+    return SystemFiles(build_files(files, folder))
 
 
 @pytest.mark.parametrize("files", [V2, V1, HIDDEN])
 def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
-    found = tree(files, tmp_path)
+    found = system_files(files, tmp_path)
     assert cgroup.cpuset(found) == {8, 9, 10, 11}
     assert cgroup.memory_limit_bytes(found) == 64 << 30
     assert cgroup.cpu_quota(found) == 2.5
@@ -66,7 +66,7 @@ def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
     ],
 )
 def test_memory_that_is_left_counts_the_file_cache_as_free(tmp_path: Path, files: dict[str, str]) -> None:
-    found = tree(files, tmp_path)
+    found = system_files(files, tmp_path)
     assert cgroup.memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
     assert available_bytes(found) == cgroup.memory_left_bytes(found)
 
@@ -79,5 +79,5 @@ def test_no_limits(tmp_path: Path) -> None:
         "/sys/fs/cgroup/user/memory.max": "max\n",
     }
     for files in (free, {}):
-        found = tree(files, tmp_path / str(len(files)))
+        found = system_files(files, tmp_path / str(len(files)))
         assert (cgroup.cpuset(found), cgroup.memory_limit_bytes(found), cgroup.cpu_quota(found)) == (None, None, None)

@@ -1,4 +1,4 @@
-"""Doctor on processors, schedulers, GPUs in use, and what ended processes left behind."""
+"""Doctor on processors, schedulers, GPUs in use, and leftovers of ended processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_doctor import GIB, INSTALLED, found, healthy, only
 
 from so_tui.machine import inspect_machine
 from so_tui.machine.doctor import findings
 from so_tui.machine.nvml import GpuHealth
+from tests.support.doctor import GIB, INSTALLED, found, healthy, kinds, only
 from tests.support.sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, QUAD_GH200_HBM_ONLY, Host, fake_numa
 
 
 def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
-    """Sixteen cores, memory that grows, no swap, half of memory in /dev/shm: as such machines are lent."""
+    """A typical rented machine: sixteen cores, memory that grows, no swap, half of the memory in /dev/shm."""
     files = {
         "/proc/swaps": "Filename Type Size Used Priority\n",
         "/proc/sys/kernel/numa_balancing": "0\n",
@@ -34,7 +34,7 @@ def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
         page_size_bytes=4096,
         shm_total_bytes=62 * GIB,
         shm_free_bytes=62 * GIB,
-        notes=("Memory of this virtual machine may start small and grow on demand; 9.2 GiB is what it has now.",),
+        memory_grows=True,
     )
     health = (GpuHealth(bus_id="00000000:05:00.0", persistence=True, uncorrected_ecc_errors=0, compute_capability=(9, 0)),)
     assert found(machine, files, tmp_path / "t", health=health) == ()
@@ -44,14 +44,14 @@ def test_a_task_mask_away_from_the_gpu(tmp_path: Path) -> None:
     quad = healthy(tmp_path)
     machine = msgspec.structs.replace(quad, allowed_cpus=tuple(range(8)), gpus=quad.gpus[3:])
     finding = only(found(machine))
-    assert "GPU 3 hangs off cores 216-287; we may use 0-7" in finding.evidence
+    assert (finding.code, "GPU 3" in finding.evidence, "216-287" in finding.evidence) == ("cores-far-from-gpu", True, True)
     one_node = msgspec.structs.replace(quad, allowed_cpus=tuple(range(216, 288)), gpus=quad.gpus[3:])
     assert found(one_node) == ()
 
 
 def test_few_cores(tmp_path: Path) -> None:
     machine = healthy(tmp_path, EIGHT_H200, allowed_cpus=tuple(range(16)))
-    assert "16 cores may be used, for 8 GPUs" in " ".join(finding.evidence for finding in found(machine))
+    assert "few-cores" in [finding.code for finding in found(machine)]
     assert found(healthy(tmp_path / "b", ONE_H200_GUEST)) == ()
 
 
@@ -60,29 +60,28 @@ FREQUENCY = "/sys/devices/system/cpu/cpu0/cpufreq"
 
 
 @pytest.mark.parametrize(
-    ("host", "files", "severity", "title"),
+    ("host", "files", "severity", "code"),
     [
-        (QUAD_GH200, {HOPPER_NODES: "1\n"}, "warning", "NUMA balancing"),
-        (EIGHT_H200, {HOPPER_NODES: "1\n"}, "note", "NUMA balancing"),
+        (QUAD_GH200, {HOPPER_NODES: "1\n"}, "warning", "numa-balancing"),
+        (EIGHT_H200, {HOPPER_NODES: "1\n"}, "note", "numa-balancing"),
         (ONE_H200_GUEST, {HOPPER_NODES: "1\n"}, None, ""),
         (
             QUAD_GH200,
             {f"{FREQUENCY}/scaling_governor": "powersave\n", f"{FREQUENCY}/scaling_driver": "cppc_cpufreq\n"},
             "warning",
-            "governor",
+            "slow-governor",
         ),
         (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "powersave\n", f"{FREQUENCY}/scaling_driver": "intel_pstate\n"}, None, ""),
         (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "performance\n"}, None, ""),
-        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "800000 100000\n"}, "warning", "CPU time"),
+        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "800000 100000\n"}, "warning", "cpu-quota"),
         (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "max 100000\n"}, None, ""),
-        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "256\n"}, "warning", "processes and threads"),
+        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "256\n"}, "warning", "process-limit"),
         (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "32768\n"}, None, ""),
     ],
 )
-def test_what_the_kernel_does(tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, title: str) -> None:
+def test_traps_of_kernel_settings(tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, code: str) -> None:
     results = found(healthy(tmp_path / "m", host), files, tmp_path / "t")
-    assert [finding.severity for finding in results] == ([severity] if severity else [])
-    assert all(title in finding.title for finding in results)
+    assert kinds(results) == ([(severity, code)] if severity else [])
 
 
 def test_a_login_node(tmp_path: Path) -> None:
@@ -91,37 +90,39 @@ def test_a_login_node(tmp_path: Path) -> None:
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     machine = healthy(tmp_path / "m")
-    assert "login node" in only(found(machine, environment={"PATH": str(command.parent)})).title
+    assert only(found(machine, environment={"PATH": str(command.parent)})).code == "login-node"
     assert found(machine, environment={"PATH": str(command.parent), "SLURM_JOB_ID": "12"}) == ()
 
 
 def health_of(**changes: Any) -> GpuHealth:
-    return GpuHealth(**({"bus_id": "00000009:01:00.0", "persistence": True, "compute_capability": (9, 0)} | changes))
+    healthy_gpu = GpuHealth(bus_id="00000009:01:00.0", persistence=True, compute_capability=(9, 0))
+    return msgspec.structs.replace(healthy_gpu, **changes)
 
 
 @pytest.mark.parametrize(
-    ("health", "environment", "severity", "title"),
+    ("health", "environment", "severity", "code"),
     [
-        (health_of(uncorrected_ecc_errors=2), {}, "warning", "GPU 0 had memory errors"),
-        (health_of(row_remap_pending=True), {}, "warning", "GPU 0 had memory errors"),
-        (health_of(row_remap_failed=True), {}, "blocks", "memory of GPU 0 is broken"),
-        (health_of(persistence=False), {}, "note", "Persistence mode"),
-        (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0"}, "warning", "leaves out this GPU"),
+        (health_of(uncorrected_ecc_errors=2), {}, "warning", "gpu-memory-errors"),
+        (health_of(row_remap_pending=True), {}, "warning", "gpu-memory-errors"),
+        (health_of(row_remap_failed=True), {}, "blocks", "gpu-memory-broken"),
+        (health_of(persistence=False), {}, "note", "persistence-off"),
+        (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0"}, "warning", "arch-list-without-gpu"),
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0+PTX"}, None, ""),
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, None, ""),
         (health_of(uncorrected_ecc_errors=0, row_remap_pending=False), {}, None, ""),
         (health_of(bus_id="0000000A:01:00.0", row_remap_failed=True), {}, None, ""),
     ],
 )
-def test_what_the_driver_tells(tmp_path: Path, health: GpuHealth, environment: dict[str, str], severity: str | None, title: str) -> None:
+def test_traps_that_the_driver_reports(
+    tmp_path: Path, health: GpuHealth, environment: dict[str, str], severity: str | None, code: str
+) -> None:
     results = found(healthy(tmp_path), health=(health,), environment=environment)
-    assert [finding.severity for finding in results] == ([severity] if severity else [])
-    assert all(title in finding.title for finding in results)
+    assert kinds(results) == ([(severity, code)] if severity else [])
 
 
 def test_a_torch_too_old_for_the_gpu(tmp_path: Path) -> None:
     machine = healthy(tmp_path, software=msgspec.structs.replace(INSTALLED, torch_cuda="12.6"))
-    assert only(found(machine, health=(health_of(compute_capability=(10, 0)),))).severity == "blocks"
+    assert kinds(found(machine, health=(health_of(compute_capability=(10, 0)),))) == [("blocks", "torch-too-old-for-gpu")]
     assert found(machine, health=(health_of(),)) == ()
 
 
@@ -129,9 +130,9 @@ def test_gpus_in_use(tmp_path: Path) -> None:
     files = {"/proc/71/comm": "python3\n", "/proc/72/comm": "pt_main\n", "/proc/72/environ": "A=1\0SO_TUI_RUN=/runs/qwen-1\0"}
     machine = healthy(tmp_path / "m")
     other = only(found(machine, files, tmp_path / "t", health=(health_of(pids=(71,)),)))
-    assert (other.severity, "71 (python3)" in other.evidence) == ("warning", True)
+    assert (other.severity, other.code, "71 (python3)" in other.evidence) == ("warning", "gpu-busy", True)
     ours = only(found(machine, files, tmp_path / "t", health=(health_of(pids=(72,)),)))
-    assert (ours.severity, "qwen-1" in ours.evidence) == ("note", True)
+    assert (ours.severity, ours.code, "qwen-1" in ours.evidence) == ("note", "gpu-training", True)
 
 
 SEGMENTS = {"/dev/shm/torch_4711_99_1": "x" * (40 << 20), "/dev/shm/sem.mp-abc": "x", "/dev/shm/mine.bin": "x" * (40 << 20)}
@@ -140,8 +141,9 @@ SEGMENTS = {"/dev/shm/torch_4711_99_1": "x" * (40 << 20), "/dev/shm/sem.mp-abc":
 def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
     machine = healthy(tmp_path / "m")
     finding = only(found(machine, SEGMENTS, tmp_path / "t"))
+    assert finding.code == "shm-left-behind"
     assert "torch_4711_99_1" in finding.evidence
-    assert "rm /dev/shm/torch_4711_99_1`" in finding.remedy, "nothing but what nobody has open"
+    assert "rm /dev/shm/torch_4711_99_1`" in finding.remedy, "only segments that no process has open"
     mapped = {"/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1\n"}
     assert found(machine, {**SEGMENTS, **mapped}, tmp_path / "u") == ()
 
@@ -151,12 +153,12 @@ def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int =
 
 
 @pytest.mark.parametrize(
-    ("files", "title"),
+    ("files", "code"),
     [
-        (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "another distributed run"),
-        (orphan(50, cmdline="python\0-u\0-m\0deepspeed.launcher.launch\0"), "another distributed run"),
-        (orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "without a supervisor"),
-        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49, session=48), **orphan(49, cmdline="adopter\0")}, "without a supervisor"),
+        (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "orphaned-ranks"),
+        (orphan(50, cmdline="python\0-u\0-m\0deepspeed.launcher.launch\0"), "orphaned-ranks"),
+        (orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "orphaned-trainers"),
+        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49, session=48), **orphan(49, cmdline="adopter\0")}, "orphaned-trainers"),
         ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49), **orphan(49, cmdline="a script of one's own\0")}, None),
         ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49), **orphan(49, cmdline="python\0so_tui\0supervise\0/runs/a\0")}, None),
         (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0", parent=49), None),
@@ -164,40 +166,38 @@ def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int =
         ({**orphan(50, cmdline="python\0-m\0deepspeed.launcher.launch\0"), "/proc/1/comm": "bash\n"}, None),
     ],
 )
-def test_processes_left_behind(tmp_path: Path, files: dict[str, str], title: str | None) -> None:
+def test_processes_left_behind(tmp_path: Path, files: dict[str, str], code: str | None) -> None:
     results = found(healthy(tmp_path / "m"), files, tmp_path / "t")
-    assert [title in finding.title for finding in results if title] == ([True] if title else [])
-    assert bool(results) == bool(title)
+    assert kinds(results) == ([("warning", code)] if code else [])
 
 
-def test_findings_here_are_true() -> None:
-    """Whatever this machine is: what doctor says of it can be checked."""
+def test_findings_agree_with_this_machine() -> None:
+    """Findings about this machine, whatever it is, agree with its system files."""
     machine = inspect_machine()
-    titles = {finding.title: finding for finding in findings(machine)}
-    assert ("No GPU" in titles) <= (machine.gpus == ())
-    assert ("Swap is on" in titles) <= (len(Path("/proc/swaps").read_text().splitlines()) > 1)
-    assert ("Few cores for CPU Adam" in titles) <= bool(machine.gpus)
-    if left := titles.get("Shared memory that ended processes left behind"):
+    codes = {finding.code: finding for finding in findings(machine)}
+    assert ("no-gpu" in codes) <= (machine.gpus == ())
+    assert ("swap-on" in codes) <= (len(Path("/proc/swaps").read_text().splitlines()) > 1)
+    assert ("few-cores" in codes) <= bool(machine.gpus)
+    if left := codes.get("shm-left-behind"):
         for path in map(Path, left.remedy.split("`")[1].split()[1:]):
             assert not path.exists() or path.stat().st_uid == os.getuid()
 
 
-def test_every_check_is_silent_on_a_machine_elsewhere(tmp_path: Path) -> None:
+def test_no_check_reads_this_host_for_another_machine(tmp_path: Path) -> None:
     assert findings(dataclasses.replace(QUAD_GH200).machine(tmp_path)) == ()
 
 
 @pytest.mark.parametrize(
-    ("host", "titles"),
+    ("host", "codes"),
     [
         (QUAD_GH200, []),
         (NVL2, []),
-        (QUAD_GH200_HBM_ONLY, ["takes the GPUs' memory"]),
-        (fake_numa(4), ["fake NUMA nodes"]),
-        (fake_numa(8), ["takes the GPUs' memory", "fake NUMA nodes"]),
+        (QUAD_GH200_HBM_ONLY, ["gpu-memory-taken-for-hbm"]),
+        (fake_numa(4), ["fake-numa"]),
+        (fake_numa(8), ["gpu-memory-taken-for-hbm", "fake-numa"]),
     ],
     ids=["quad", "nvl2", "only-hbm", "fake-4", "fake-8"],
 )
-def test_numa_maps_that_mislead_others_are_noted(tmp_path: Path, host: Host, titles: list[str]) -> None:
+def test_numa_maps_that_mislead_other_software_are_noted(tmp_path: Path, host: Host, codes: list[str]) -> None:
     results = found(healthy(tmp_path, host))
-    assert [finding.severity for finding in results] == ["note"] * len(titles)
-    assert all(title in finding.title for title, finding in zip(titles, results, strict=True))
+    assert kinds(results) == [("note", code) for code in codes]

@@ -1,4 +1,4 @@
-"""Doctor with a plan: each trap of a run's settings on the machine where it bites, and silence where it does not."""
+"""Doctor with a plan finds each trap of a run's settings on a machine where it matters, and nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_doctor import GIB, found, healthy, needs_of, only, with_gpu, with_software
 
 from so_tui.cli import main
 from so_tui.machine.types import Machine
+from tests.support.doctor import GIB, Needs, found, healthy, kinds, only, with_gpu, with_software
 from tests.support.sysroots import ONE_GH200
 
 THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
@@ -19,99 +19,99 @@ THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
 
 def test_a_plan_that_does_not_fit_blocks(tmp_path: Path) -> None:
     short, mends = ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"), ("4 GPUs hold it", "a larger part would")
-    finding = only(found(healthy(tmp_path), plan=needs_of(fits=False, reasons=(*short, *mends), remedies=mends)))
-    assert (finding.severity, finding.evidence, finding.remedy) == ("blocks", "; ".join(short), "4 GPUs hold it; or a larger part would")
+    finding = only(found(healthy(tmp_path), plan=Needs(fits=False, reason_texts=(*short, *mends), remedy_texts=mends)))
+    assert (finding.severity, finding.code, finding.evidence) == ("blocks", "plan-does-not-fit", "; ".join(short))
+    assert finding.remedy == "4 GPUs hold it; or a larger part would"
 
 
-@pytest.mark.parametrize(("share", "severity"), [(0.5, None), (0.95, "warning"), (1.5, "blocks")])
-def test_a_memory_limit_against_what_the_run_needs(tmp_path: Path, share: float, severity: str | None) -> None:
+@pytest.mark.parametrize(("share", "kind"), [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))])
+def test_a_memory_limit_against_what_the_run_needs(tmp_path: Path, share: float, kind: tuple[str, str] | None) -> None:
     machine = healthy(tmp_path, memory_limit_bytes=100 * GIB)
-    results = found(machine, plan=needs_of(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}))
-    assert [finding.severity for finding in results] == ([severity] if severity else [])
-    assert all("limits memory" in finding.title for finding in results)
+    results = found(machine, plan=Needs(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}))
+    assert kinds(results) == ([kind] if kind else [])
 
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:
     files = {"/proc/meminfo": f"MemAvailable: {20 * GIB // 1024} kB\n"}
     machine = healthy(tmp_path / "m")
-    finding = only(found(machine, files, tmp_path / "t", plan=needs_of(host_bytes_per_node={0: 30 * GIB})))
-    assert finding.severity == "warning"
+    finding = only(found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})))
+    assert (finding.severity, finding.code) == ("warning", "memory-in-use")
     assert "available 20.0 GiB" in finding.evidence
-    assert found(machine, files, tmp_path / "t", plan=needs_of(host_bytes_per_node={0: 10 * GIB})) == ()
-    growing = msgspec.structs.replace(machine, notes=("Memory of this virtual machine may start small and grow on demand; ...",))
-    assert found(growing, files, tmp_path / "t", plan=needs_of(host_bytes_per_node={0: 30 * GIB})) == ()
+    assert found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 10 * GIB})) == ()
+    growing = msgspec.structs.replace(machine, memory_grows=True)
+    assert found(growing, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})) == ()
 
 
 def test_room_for_checkpoints(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     machine = healthy(tmp_path / "m")
     absent = tmp_path / "runs" / "not yet there"
-    finding = only(found(machine, plan=needs_of(disk_peak_bytes=free * 2), checkpoints=absent))
-    assert finding.severity == "blocks"
+    finding = only(found(machine, plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent))
+    assert (finding.severity, finding.code) == ("blocks", "no-room-for-checkpoints")
     assert str(tmp_path) in finding.evidence
-    assert found(machine, plan=needs_of(disk_peak_bytes=free // 2, disk_bytes=free // 4), checkpoints=absent) == ()
+    assert found(machine, plan=Needs(disk_peak_bytes=free // 2, disk_bytes=free // 4), checkpoints=absent) == ()
     assert found(machine, checkpoints=tmp_path) == () or free < 10_000_000_000
-    assert not absent.exists(), "looking makes nothing"
+    assert not absent.exists(), "a check creates nothing"
 
 
-# (settings over DeepSpeed's own engine, machine, part of the title)
+# (settings over DeepSpeed's own engine, changes of the machine, code)
 ENGINE_TRAPS: list[tuple[dict[str, str], dict[str, Any], str]] = [
-    ({"train.gradient_clipping": "1"}, {}, "clipping stops the overlap"),
-    ({"offload.cpu_adam_cores_fraction": "0.9"}, {"allowed_cpus": tuple(range(9))}, "no core of its own"),
-    ({}, {"compute_mode": "Exclusive_Process"}, "takes two processes"),
-    ({}, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "expandable_segments"),
+    ({"train.gradient_clipping": "1"}, {}, "clipping-stops-overlap"),
+    ({"offload.cpu_adam_cores_fraction": "0.9"}, {"allowed_cpus": tuple(range(9))}, "no-main-core"),
+    ({}, {"compute_mode": "Exclusive_Process"}, "gpu-allows-one-process"),
+    ({}, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "expandable-segments"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "changes", "title"), ENGINE_TRAPS)
+@pytest.mark.parametrize(("settings", "changes", "code"), ENGINE_TRAPS)
 def test_traps_of_deepspeeds_engine_that_ours_does_not_have(
-    tmp_path: Path, settings: dict[str, str], changes: dict[str, Any], title: str
+    tmp_path: Path, settings: dict[str, str], changes: dict[str, Any], code: str
 ) -> None:
-    def titles(engine: str) -> list[str]:
+    def codes(engine: str) -> list[str]:
         machine: Machine = healthy(tmp_path / engine, ONE_GH200)
         if "compute_mode" in changes:
             machine = with_gpu(machine, compute_mode=changes["compute_mode"])
         if "allowed_cpus" in changes:
             machine = msgspec.structs.replace(machine, allowed_cpus=changes["allowed_cpus"])
-        plan = needs_of(changes={"gpus": "1", **THEIRS, **settings, "offload.engine": engine})
-        return [finding.title for finding in found(machine, plan=plan, environment=changes.get("environment", {}))]
+        plan = Needs(changes={"gpus": "1", **THEIRS, **settings, "offload.engine": engine})
+        return [finding.code for finding in found(machine, plan=plan, environment=changes.get("environment", {}))]
 
-    assert any(title in one for one in titles("deepspeed"))
-    assert not any(title in one for one in titles("so-tui"))
+    assert code in codes("deepspeed")
+    assert code not in codes("so-tui")
 
 
 def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
-    plan = needs_of(mode="zerooffload")
+    plan = Needs(mode="zerooffload")
     without = with_software(healthy(tmp_path / "m"), ninja=None, cuda_toolkit="13.0")
-    assert only(found(without, plan=plan)).severity == "blocks"
+    assert kinds(found(without, plan=plan)) == [("blocks", "no-ninja")]
     other = with_software(healthy(tmp_path / "n"), cuda_toolkit="12.8")
-    assert "not the one torch was built for" in only(found(other, plan=plan)).title
+    assert only(found(other, plan=plan)).code == "cuda-toolkit-mismatch"
     assert found(other, plan=plan, environment={"DS_SKIP_CUDA_CHECK": "1"}) == ()
-    assert found(other, plan=needs_of()) == (), "our own Adam needs no toolkit"
+    assert found(other, plan=Needs()) == (), "our own Adam needs no toolkit"
     same = with_software(healthy(tmp_path / "o"), cuda_toolkit="13.0")
     home = {"HOME": "/home/a"}
-    assert "not compiled yet" in only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).title
+    assert only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).code == "adam-not-compiled"
     built = {"/home/a/.cache/torch_extensions/py312_cu130/cpu_adam/cpu_adam.so": ""}
     assert found(other, built, tmp_path / "u", plan=plan, environment=home) == ()
 
 
 @pytest.mark.parametrize(
-    ("left_s", "settings", "step_s", "title"),
+    ("left_s", "settings", "step_s", "code"),
     [
         (36_000, {"train.steps": "1000"}, 10.0, None),
-        (7_200, {"train.steps": "1000"}, 10.0, "The job ends before the run does"),
-        (300, {"train.epochs": "1"}, None, "This job ends soon"),
+        (7_200, {"train.steps": "1000"}, 10.0, "job-too-short"),
+        (300, {"train.epochs": "1"}, None, "job-ends-soon"),
         (36_000, {"train.epochs": "1"}, None, None),
     ],
 )
-def test_the_time_limit_of_a_job(tmp_path: Path, left_s: int, settings: dict[str, str], step_s: float | None, title: str | None) -> None:
-    plan = needs_of(changes=settings, step_s=step_s)
+def test_the_time_limit_of_a_job(tmp_path: Path, left_s: int, settings: dict[str, str], step_s: float | None, code: str | None) -> None:
+    plan = Needs(changes=settings, step_s=step_s)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(1_000_000 + left_s)}
     results = found(healthy(tmp_path), plan=plan, environment=environment, now=1_000_000.0)
-    assert [finding.title for finding in results] == ([title] if title else [])
+    assert kinds(results) == ([("warning", code)] if code else [])
 
 
-def test_the_command_knows_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "machine.json"
     host = ONE_GH200.machine(tmp_path / "root")
     machine.write_bytes(msgspec.json.encode(host))

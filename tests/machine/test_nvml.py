@@ -58,7 +58,7 @@ def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_everything_that_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch)
     assert machine.software.nvidia_driver == "580.95.05"
     gpu = machine.gpus[1]
@@ -85,25 +85,25 @@ def test_a_refused_call_leaves_only_its_own_field_unknown(monkeypatch: pytest.Mo
     machine = inspect_with(monkeypatch, {function: pynvml.NVML_ERROR_NOT_SUPPORTED})
     assert len(machine.gpus) == 2
     assert getattr(machine.gpus[0], field) is None
-    assert not any("NVML" in note for note in machine.notes)
+    assert machine.nvml_errors == ()
 
 
 def test_an_unexpected_error_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch, {"nvmlDeviceGetComputeMode": pynvml.NVML_ERROR_UNKNOWN})
     assert len(machine.gpus) == 2
-    assert len([note for note in machine.notes if "nvmlDeviceGetComputeMode" in note]) == 1
+    assert ["nvmlDeviceGetComputeMode" in error for error in machine.nvml_errors] == [True]
 
 
-def test_a_gpu_that_fell_off_the_bus_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_fell_off_the_bus_is_left_out_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch, {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST})
     assert machine.gpus == ()
-    assert any("GPU 1 does not answer" in note for note in machine.notes)
+    assert ["GPU 1" in error for error in machine.nvml_errors if error.startswith("GPU")] == [False, True]
 
 
 def test_a_driver_that_does_not_match_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch, {"nvmlInit": pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
     assert machine.gpus == ()
-    assert any(note.startswith("NVML does not start") for note in machine.notes)
+    assert [error.startswith("NVML does not start") for error in machine.nvml_errors] == [True]
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,4 @@ def test_visible_devices_keep_the_hosts_indices(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     machine = inspect_with(monkeypatch)
     assert [gpu.index for gpu in machine.gpus] == shown
-    assert any("CUDA_VISIBLE_DEVICES" in note for note in machine.notes) == (len(shown) < 2)
+    assert sorted([*machine.hidden_gpus, *shown]) == [0, 1]

@@ -22,7 +22,7 @@ def shown(renderable: RenderableType) -> str:
     return text
 
 
-def test_gpus_hang_off_their_node_with_their_own_memory(tmp_path: Path) -> None:
+def test_gpus_are_below_their_node_with_their_own_memory(tmp_path: Path) -> None:
     lines = [line.strip("│├└─ ") for line in shown(render(GB200.machine(tmp_path))).splitlines()]
     order = [line.split("  ")[0] for line in lines if line.startswith(("node", "GPU"))]
     assert order == ["node 0", "GPU 0", "node 2", "GPU 1", "node 10", "node 1", "GPU 2", "node 18", "GPU 3", "node 26"]
@@ -31,11 +31,11 @@ def test_gpus_hang_off_their_node_with_their_own_memory(tmp_path: Path) -> None:
 
 def test_facts_of_a_machine(tmp_path: Path) -> None:
     text = shown(render(QUAD_GH200.machine(tmp_path)))
-    for fact in ("NVIDIA Grace", "288 cores", "72 cores 72-143", "476 GiB of host memory", "NVIDIA GH200", "0039:01:00.0", "95 GiB"):
+    for fact in ("NVIDIA Grace", "288 cores", "72 cores 72-143", "476 GiB of host memory", "NVIDIA GH200", "0039:01:00.0", "95.0 GiB"):
         assert fact in text
 
 
-def test_cores_that_may_not_be_used_are_said(tmp_path: Path) -> None:
+def test_forbidden_cores_are_shown(tmp_path: Path) -> None:
     machine = msgspec.structs.replace(EIGHT_H100.machine(tmp_path), allowed_cpus=tuple(range(8)))
     text = shown(render(machine))
     assert "may use 0-7" in text
@@ -51,7 +51,12 @@ def test_this_machine() -> None:
 
 def test_findings() -> None:
     finding = Finding(
-        severity="blocks", title="Torch is built for the CPU only", evidence="torch 2.13+cpu", cost="No GPU.", remedy="`pip install torch`"
+        code="torch-cpu-only",
+        severity="blocks",
+        title="Torch is built for the CPU only",
+        evidence="torch 2.13+cpu",
+        cost="No GPU.",
+        remedy="`pip install torch`",
     )
     text = shown(render_findings([finding]))
     assert "✗ blocks a launch  Torch is built for the CPU only" in text

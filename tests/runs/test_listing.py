@@ -1,4 +1,4 @@
-"""Making runs and finding them again."""
+"""Creating runs and finding them again."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError, Refused
 from so_tui.spec.files import write_atomic
 from so_tui.spec.types import RunSpec
+from tests.support.problems import codes
 
 
 def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
@@ -55,8 +56,9 @@ def test_creators_at_the_same_time_get_runs_of_their_own(spec: RunSpec) -> None:
 
 def test_a_name_that_is_taken_is_refused(spec: RunSpec) -> None:
     create_run(spec, name="mine")
-    with pytest.raises(InputError, match="there is a run mine already"):
+    with pytest.raises(InputError) as caught:
         create_run(spec, name="mine")
+    assert codes(caught) == ["name-taken"]
 
 
 def test_attempts_are_numbered(run: RunDirectory) -> None:
@@ -78,14 +80,14 @@ def test_runs_are_listed_newest_first_wherever_they_were_made(spec: RunSpec, tmp
     assert find_run(str(runs[3].path)) == runs[3]
 
 
-def test_a_probe_is_nobodys_latest_run_and_found_by_its_path(spec: RunSpec) -> None:
+def test_a_probe_is_never_latest_and_found_by_its_path(spec: RunSpec) -> None:
     mine, probe = create_run(spec), create_run(spec, probes_dir())
     assert list_runs() == (mine,)
     assert find_run("latest") == mine
     assert find_run(str(probe.path)) == probe
 
 
-def test_folders_that_are_gone_are_passed_over(spec: RunSpec, tmp_path: Path) -> None:
+def test_missing_folders_are_skipped(spec: RunSpec, tmp_path: Path) -> None:
     kept = create_run(spec)
     gone = create_run(spec, tmp_path / "scratch")
     subprocess.run(["rm", "-r", gone.path.parent], check=True)
@@ -100,54 +102,62 @@ def test_the_environment_may_name_the_folder(spec: RunSpec, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
-    [("tny-one", "Did you mean tiny-one"), ("/nowhere/at/all", "spec.json"), ("latest", "tiny-one")],
+    ("asked", "code", "remedy"),
+    [("tny-one", "unknown-run", "Did you mean tiny-one"), ("/nowhere/at/all", "not-a-run", "spec.json"), ("/\0", "invalid-path", "name")],
 )
-def test_a_run_that_is_not_there_is_told_with_the_nearest(spec: RunSpec, asked: str, answer: str) -> None:
+def test_an_unknown_run_is_reported_with_the_nearest(spec: RunSpec, asked: str, code: str, remedy: str) -> None:
     create_run(spec, name="tiny-one")
-    if asked == "latest":
-        assert find_run(asked).name == answer
-        return
-    with pytest.raises(InputError, match=answer) as caught:
+    with pytest.raises(InputError) as caught:
         find_run(asked)
+    assert codes(caught) == [code]
+    assert remedy in caught.value.problems[0].remedy
     assert caught.value.exit_code == 2
 
 
+def test_latest_is_the_newest_run(spec: RunSpec) -> None:
+    create_run(spec, name="tiny-one")
+    assert find_run("latest").name == "tiny-one"
+
+
 def test_without_any_run_it_says_how_to_start_one() -> None:
-    with pytest.raises(InputError, match="so-tui run PRESET"):
+    with pytest.raises(InputError, match="so-tui run PRESET") as caught:
         find_run("latest")
+    assert codes(caught) == ["no-runs"]
 
 
 def test_the_same_name_in_two_folders_asks_for_the_path(spec: RunSpec, tmp_path: Path) -> None:
     twins = [create_run(spec, folder, name="twin") for folder in (None, tmp_path / "scratch")]
-    with pytest.raises(InputError, match="Give the path") as caught:
+    with pytest.raises(InputError) as caught:
         find_run("twin")
+    assert codes(caught) == ["ambiguous-run"]
     assert all(str(run.path) in str(caught.value) for run in twins)
 
 
-def test_a_folder_that_cannot_hold_runs_is_told_and_left_as_it_was(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_hold_runs_is_reported_and_unchanged(spec: RunSpec, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(InputError, match="--runs-dir") as caught:
+    with pytest.raises(InputError) as caught:
         create_run(spec, tmp_path / "file" / "runs")
+    assert codes(caught) == ["runs-dir-not-writable"]
     assert str(tmp_path / "file" / "runs") in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_a_folder_that_is_not_ours_to_write_is_told(spec: RunSpec) -> None:
-    with pytest.raises(InputError, match=r"cannot make a run here: (Permission denied|Operation not permitted|Read-only)"):
-        create_run(spec, Path("/sys/kernel/so-tui-runs"))  # not even root makes folders there
+def test_a_folder_without_write_permission_is_reported(spec: RunSpec) -> None:
+    with pytest.raises(InputError, match=r"Permission denied|Operation not permitted|Read-only") as caught:
+        create_run(spec, Path("/sys/kernel/so-tui-runs"))  # not even root may create folders there
+    assert codes(caught) == ["runs-dir-not-writable"]
 
 
-def test_a_run_that_ended_can_be_deleted_and_a_living_one_not(spec: RunSpec) -> None:
-    kept, ended, living = (create_run(spec, name=name) for name in ("kept", "ended", "living"))
+def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> None:
+    other, ended, living = (create_run(spec, name=name) for name in ("other", "ended", "living"))
     write_state(ended, msgspec.structs.replace(read_state(ended), state="finished"))
     mine = identify(os.getpid(), "supervisor")
     write_state(living, msgspec.structs.replace(read_state(living), state="training", host=socket.gethostname(), supervisor=mine))
     delete_run(ended)
     with pytest.raises(Refused, match="so-tui stop living"):
         delete_run(living)
-    assert {run.name for run in list_runs()} == {"kept", "living"}
-    assert sorted(path.name for path in kept.path.parent.iterdir()) == ["kept", "living"]
+    assert {run.name for run in list_runs()} == {"living", "other"}
+    assert sorted(path.name for path in other.path.parent.iterdir()) == ["living", "other"]
     with pytest.raises(InputError):
         delete_run(ended)
 
@@ -163,14 +173,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
     create_run(RunSpec(name="tiny", model=ModelSpec(id="m"), data=DataSpec(source="d")), Path(sys.argv[1]))
 except InputError as error:
-    print(error)
+    print(*(problem.code for problem in error.problems))
 """
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
-    told = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path / "runs"], capture_output=True, text=True, check=True).stdout
-    assert "cannot write the run" in told
-    assert "Free some space" in told
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path / "runs"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["runs-dir-not-writable"]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -192,13 +201,15 @@ def test_state_is_replaced_as_a_whole_while_others_read(run: RunDirectory) -> No
     assert not list(run.path.glob(".*"))
 
 
-def test_a_state_that_cannot_be_read_is_told(run: RunDirectory) -> None:
+def test_files_that_cannot_be_read_are_reported(run: RunDirectory) -> None:
     run.state_path.write_text("{")
-    with pytest.raises(InputError, match=r"state.json cannot be read"):
+    with pytest.raises(InputError) as caught:
         read_state(run)
+    assert codes(caught) == ["unreadable-state"]
     run.spec_path.unlink()
-    with pytest.raises(InputError, match=r"spec.json cannot be read: No such file"):
+    with pytest.raises(InputError) as caught:
         read_spec(run)
+    assert codes(caught) == ["unreadable-spec"]
 
 
 def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:

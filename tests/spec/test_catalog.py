@@ -1,4 +1,4 @@
-"""Presets on disk: built-in, the user's, files; one bad file never hides the others."""
+"""Presets on disk: built-in, user and single files. An invalid file never hides the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.spec import InputError, find_preset, load_catalog, resolve_source, save_preset, user_folder, with_values
+from tests.support.problems import codes
 
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'
 
@@ -28,14 +29,17 @@ def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
     assert catalog.presets["good"].origin == "user"
     assert catalog.presets["good"].spec.offload.ratio == 0.25
     assert "tiny" in catalog.presets
-    told = {Path(problem.file).name: str(problem) for problem in catalog.problems}
-    assert set(told) == {"broken.toml", "wrong.toml", "binary.toml"}
-    assert "line 2" in told["broken.toml"]
-    assert "offload.ratoi" in told["wrong.toml"]
-    assert "Did you mean `ratio`?" in told["wrong.toml"]
+    problems = {Path(problem.file).name: problem for problem in catalog.problems}
+    assert {name: (problem.code, problem.field) for name, problem in problems.items()} == {
+        "broken.toml": ("invalid-toml", "preset"),
+        "wrong.toml": ("unknown-key", "offload.ratoi"),
+        "binary.toml": ("unreadable", "preset"),
+    }
+    assert "line 2" in problems["broken.toml"].message
+    assert "Did you mean `ratio`?" in problems["wrong.toml"].remedy
 
 
-def test_asking_for_a_bad_user_preset_tells_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_bad_user_preset_raises_its_own_problems(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text('extends = "tiny"\n[offload]\nratio = 2\n')
     with pytest.raises(InputError, match=r"wrong\.toml: offload\.ratio = 2"):
         find_preset("wrong", load_catalog(tmp_path))
@@ -44,17 +48,16 @@ def test_asking_for_a_bad_user_preset_tells_what_is_wrong_with_it(tmp_path: Path
 def test_an_unknown_base_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "qwen3-14"\n')
     (problem,) = load_catalog(tmp_path).problems
-    assert problem.field == "extends"
+    assert (problem.field, problem.code) == ("extends", "unknown-preset")
     assert "Did you mean `qwen3-14b`?" in problem.remedy
 
 
-def test_a_circle_of_bases_is_told(tmp_path: Path) -> None:
+def test_circular_bases_are_a_problem(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "b"\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n')
-    assert {problem.message for problem in load_catalog(tmp_path).problems} == {
-        "goes in a circle (a -> b -> a)",
-        "goes in a circle (b -> a -> b)",
-    }
+    problems = load_catalog(tmp_path).problems
+    assert {(problem.code, problem.field) for problem in problems} == {("circular-extends", "extends")}
+    assert {"a -> b -> a" in problem.message for problem in problems} == {True, False}
 
 
 def test_a_base_may_extend_another_and_lengths_replace_each_other(tmp_path: Path) -> None:
@@ -70,13 +73,14 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text('extends = "phi-4"\n')
     catalog = load_catalog(tmp_path)
     assert catalog.presets["tiny"].origin == "built-in"
-    assert "already the name" in catalog.problems[0].message
+    assert [(problem.code, problem.value) for problem in catalog.problems] == [("name-taken", '"tiny"')]
 
 
 def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         find_preset("qwen3-15b", load_catalog(tmp_path))
     (problem,) = caught.value.problems
+    assert (problem.code, problem.value) == ("unknown-preset", '"qwen3-15b"')
     assert "Did you mean `qwen3-14b`?" in problem.remedy
     assert "tiny" in problem.remedy
 
@@ -89,63 +93,59 @@ def test_a_path_is_a_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [(None, "no such file"), ("a = \n", "line 1"), ("x = 1\nx = 2\n", "not TOML"), ("", "model: is missing")]
+    ("text", "expected"),
+    [(None, {"file-not-found"}), ("a = \n", {"invalid-toml"}), ("x = 1\nx = 2\n", {"invalid-toml"}), ("", {"missing", "no-length"})],
 )
-def test_a_missing_or_malformed_file_is_told(tmp_path: Path, text: str | None, told: str) -> None:
+def test_a_missing_or_malformed_file_is_a_problem(tmp_path: Path, text: str | None, expected: set[str]) -> None:
     path = tmp_path / "trial.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError) as caught:
         find_preset(str(path))
-    assert str(path) in str(caught.value)
+    assert set(codes(caught)) == expected
+    assert {problem.file for problem in caught.value.problems} == {str(path)}
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "some/rows.csv", "/data/Rows.PARQUET"])
-def test_data_where_a_preset_is_wanted_is_told_where_it_goes(name: str) -> None:
+def test_a_data_file_in_place_of_a_preset(name: str) -> None:
     with pytest.raises(InputError) as caught:
         find_preset(name)
     (problem,) = caught.value.problems
-    assert "not a preset" in problem.message
+    assert problem.code == "data-not-preset"
     assert f"--set data.source={name}" in problem.remedy
 
 
 @pytest.mark.parametrize("before", ["", "./"])
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("README.md", "so-tui: read me\n", "is a file"),
-        ("Makefile", "all:\n", "is a file"),
-        ("models", None, "is a folder"),
-        ("pyproject.toml", "[build-system]\n[project]\n", "is TOML, but not a preset: it holds build-system, project"),
-    ],
+    ("name", "text"),
+    [("README.md", "so-tui: read me\n"), ("Makefile", "all:\n"), ("models", None), ("pyproject.toml", "[build-system]\n[project]\n")],
 )
-def test_what_is_there_but_no_preset_is_told(
-    name: str, text: str | None, told: str, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_or_folder_that_is_not_a_preset(
+    name: str, text: str | None, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).mkdir() if text is None else Path(name).write_text(text)
     with pytest.raises(InputError) as caught:
         find_preset(before + name)
     (problem,) = caught.value.problems
-    assert told in problem.message
-    assert problem.value == f'"{name}"'
+    assert (problem.code, problem.value) == ("not-a-preset", f'"{name}"')
     assert "so-tui presets" in problem.remedy
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "code", "tensor"),
     [
-        ("", "has no tensors in block 1"),
-        ('["a", [4, 0], true, "linear"]', "a dimension below 1 (4, 0)"),
-        ('["a", [-4], true, "linear"]', "a dimension below 1 (-4)"),
-        ('["a", [4], true, "linear", "b"]', "tied to b, which is no tensor"),
+        ("", "table-empty-block", ""),
+        ('["a", [4, 0], true, "linear"]', "table-invalid-shape", "a"),
+        ('["a", [-4], true, "linear"]', "table-invalid-shape", "a"),
+        ('["a", [4], true, "linear", "b"]', "table-unknown-tie", "a"),
     ],
 )
-def test_a_table_that_can_be_no_models_is_a_problem_of_its_preset(tmp_path: Path, tensors: str, told: str) -> None:
+def test_an_impossible_table_is_a_problem_of_its_preset(tmp_path: Path, tensors: str, code: str, tensor: str) -> None:
     (tmp_path / "trial.toml").write_text(f"{GOOD}\n[[model.parameters]]\ntensors = [{tensors}]\n")
     catalog = load_catalog(tmp_path)
     (problem,) = catalog.problems
-    assert told in problem.message
+    assert (problem.code, problem.value.strip('"')) == (code, tensor)
     assert "so_tui_trainer.tools.presets" in problem.remedy
     assert problem.file.endswith("trial.toml")
     assert "tiny" in catalog.presets
@@ -174,7 +174,7 @@ def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
     assert (again.offload.ratio, again.train.seed) == (0.5, 7)
 
 
-def test_a_preset_is_told_from_the_one_it_extends(tmp_path: Path) -> None:
+def test_a_preset_has_another_label_than_its_base(tmp_path: Path) -> None:
     (tmp_path / "older.toml").write_text(GOOD)
     (tmp_path / "titled.toml").write_text('title = "Mine"\n' + GOOD)
     path = save_preset(with_values(find_preset("tiny").spec, {"train.seed": "7"}), "saved", base="tiny", user_dir=tmp_path)
@@ -186,8 +186,9 @@ def test_a_preset_is_told_from_the_one_it_extends(tmp_path: Path) -> None:
 
 def test_a_file_that_could_not_be_read_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("half [ typed")
-    with pytest.raises(InputError, match="is taken by"):
+    with pytest.raises(InputError, match="is taken by") as caught:
         save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path)
+    assert codes(caught) == ["name-taken"]
     assert (tmp_path / "mine.toml").read_text() == "half [ typed"
 
 
@@ -198,27 +199,29 @@ def test_a_preset_is_saved_to_the_file_that_bears_its_name(tmp_path: Path) -> No
     assert load_catalog(tmp_path).problems == ()
 
 
-def test_a_preset_without_base_stands_alone(tmp_path: Path) -> None:
+def test_a_preset_without_base_is_complete(tmp_path: Path) -> None:
     spec = find_preset("tiny").spec
-    save_preset(spec, "alone", base=None, user_dir=tmp_path)
-    assert "extends" not in (tmp_path / "alone.toml").read_text()
-    assert with_values(load_catalog(tmp_path).presets["alone"].spec, {"name": "tiny"}) == spec
+    save_preset(spec, "whole", base=None, user_dir=tmp_path)
+    assert "extends" not in (tmp_path / "whole.toml").read_text()
+    assert with_values(load_catalog(tmp_path).presets["whole"].spec, {"name": "tiny"}) == spec
 
 
 @pytest.mark.parametrize(
-    ("name", "base", "told"),
-    [("Bad Name", "tiny", "not a valid name"), ("tiny", "tiny", "built-in"), ("mine", "tinny", "Did you mean `tiny`")],
+    ("name", "base", "code"),
+    [("Bad Name", "tiny", "invalid-name"), ("tiny", "tiny", "builtin-name"), ("mine", "tinny", "unknown-preset")],
 )
-def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, code: str) -> None:
+    with pytest.raises(InputError) as caught:
         save_preset(find_preset("tiny").spec, name, base=base, user_dir=tmp_path)
+    assert codes(caught) == [code]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError) as caught:
         save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path / "file" / "presets")
+    assert codes(caught) == ["not-writable"]
 
 
 def test_the_user_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +238,10 @@ def test_built_in_sources_resolve_to_files() -> None:
 
 
 @pytest.mark.parametrize("name", ["builtin:tinny", "builtin:../pyproject.toml", "builtin:/etc/passwd"])
-def test_what_is_not_built_in_is_told(name: str) -> None:
-    with pytest.raises(InputError, match="builtin:tiny"):
+def test_an_unknown_built_in_source_is_a_problem(name: str) -> None:
+    with pytest.raises(InputError, match="builtin:tiny") as caught:
         resolve_source(name)
+    assert codes(caught) == ["unknown-builtin"]
 
 
 def test_own_rows_of_any_layout_go_with_every_preset(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reference is read from the types and kept current."""
+"""The reference of keys is generated from the types and up to date."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_key_of_the_types_is_described() -> None:
         ("train.gradient_clipping", "a number of at least 0"),
     ],
 )
-def test_what_a_key_takes_is_said_in_words(path: str, expected: str) -> None:
+def test_a_key_describes_its_values(path: str, expected: str) -> None:
     assert field_index()[path].expected == expected
 
 

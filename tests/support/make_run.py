@@ -13,7 +13,7 @@ import msgspec
 from so_tui.machine import machine_json
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan import make_plan
-from so_tui.plan.types import Plan
+from so_tui.plan.types import Plan, RankBinding
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, create_run, new_attempt, write_state
 from so_tui.runs.records import (
     BindingRecord,
@@ -155,7 +155,7 @@ def write_run(
     ended = None
     if state in ("finished", "stopped", "failed"):
         ended = now
-        metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))  # type: ignore[arg-type]
+        metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))
     metrics.close()
 
     samples = SampleWriter(run, host)
@@ -187,16 +187,16 @@ def write_run(
     return run
 
 
-def _report(rank: object, host: str) -> RankBindingReport:
+def _report(rank: RankBinding, host: str) -> RankBindingReport:
     return RankBindingReport(
-        rank=rank.rank,  # type: ignore[attr-defined]
+        rank=rank.rank,
         host=host,
-        pid=4000 + rank.rank,  # type: ignore[attr-defined]
-        gpu=rank.gpu,  # type: ignore[attr-defined]
-        found_cpus=rank.cpus,  # type: ignore[attr-defined]
-        cpus=rank.cpus,  # type: ignore[attr-defined]
-        main_cpus=rank.main_cpus,  # type: ignore[attr-defined]
-        adam_cpus=rank.adam_cpus,  # type: ignore[attr-defined]
+        pid=4000 + rank.rank,
+        gpu=rank.gpu,
+        found_cpus=rank.cpus,
+        cpus=rank.cpus,
+        main_cpus=rank.main_cpus,
+        adam_cpus=rank.adam_cpus,
         found_memory_policy="bind",
         memory_policy="bind",
         corrected=False,
@@ -208,7 +208,7 @@ def _step(chance: random.Random, attempt: int, at: float, step: int, total: int,
     wobble = chance.gauss(0, 0.012) + (0.5 if step < 4 else 0)
     step_s = STEP_S * (1 + wobble)
     tokens = int(49_600 * (1 + chance.gauss(0, 0.01)))
-    parts = {"data_s": 0.02, "forward_s": 0.84, "backward_s": 2.11, "exposed_optimizer_s": 0.09}
+    data_s, forward_s, backward_s, exposed_optimizer_s = 0.02, 0.84, 2.11, 0.09
     return StepRecord(
         attempt=attempt,
         time=at,
@@ -224,8 +224,11 @@ def _step(chance: random.Random, attempt: int, at: float, step: int, total: int,
         seed_tflops_total=2200 / (1 + wobble),
         mfu=0.436 / (1 + wobble),
         step_s=step_s,
-        **parts,
-        other_s=step_s - sum(parts.values()),
+        data_s=data_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        exposed_optimizer_s=exposed_optimizer_s,
+        other_s=step_s - (data_s + forward_s + backward_s + exposed_optimizer_s),
         gpu_memory_peak_bytes=78 * GIB,
         host_memory_bytes=340 * GIB,
         slowest_rank=2,

@@ -1,4 +1,4 @@
-"""Problems with user input, as the code raises them."""
+"""Problems with user input, as tests assert them: by their codes instead of their wording."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from so_tui.spec import InputError, Problem
+
+
+def codes(caught: pytest.ExceptionInfo[InputError]) -> list[str]:
+    """Return the code of each problem of a caught error."""
+    return [problem.code for problem in caught.value.problems]
 
 
 def refusal(call: Callable[[], object]) -> Problem:

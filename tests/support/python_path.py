@@ -1,4 +1,4 @@
-"""Where the processes that tests start look for modules."""
+"""Module search paths for processes that tests start."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_path(*first: Path | str) -> str:
-    """A ``PYTHONPATH`` with these folders before what this process has there: some machines have torch or DeepSpeed nowhere else."""
+    """Return a ``PYTHONPATH`` with these folders before the current ones, which on some machines provide torch or DeepSpeed."""
     return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def checkout_path(*more: Path | str) -> str:
-    """The same with this checkout first, so that it wins over what is installed."""
+    """Return a ``PYTHONPATH`` with this checkout first, so that it takes precedence over installed packages."""
     return python_path(ROOT, ROOT / "trainer", *more)

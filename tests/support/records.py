@@ -1,4 +1,4 @@
-"""Records of runs that never were."""
+"""Records of imaginary runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from so_tui.runs.records import StepRecord
 
 
 def step_record(step: int, *, attempt: int = 1, loss: float = 2.0, **others: object) -> StepRecord:
-    """A plausible one; ``others`` replaces any of its figures."""
+    """Return a plausible step record; ``others`` replaces any of its fields."""
     values: dict[str, object] = {
         "attempt": attempt,
         "time": 1e9 + step,

@@ -1,6 +1,6 @@
-"""Trees of /sys and /proc for machines that are not here, generated from short descriptions.
+"""Generate files of /sys and /proc for other machines from short descriptions.
 
-The maps follow published listings (NUMA ids, CPU ranges, sizes); distances follow the pattern of real ones.
+NUMA ids, CPU ranges and sizes follow published listings; distances follow the pattern of real ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GRACE_MIDR = "0x00000000410fd4f0\n"
 
 
 def build_sysroot(tab_text: str, folder: Path) -> Path:
-    r"""A tree from lines ``path<TAB>content`` with ``\n`` escaped; other lines are ignored."""
+    r"""Write files below a folder from lines ``path<TAB>content`` with ``\n`` escaped; other lines are ignored."""
     for line in tab_text.splitlines():
         name, tab, content = line.partition("\t")
         if tab and name.startswith("/"):
@@ -25,24 +25,33 @@ def build_sysroot(tab_text: str, folder: Path) -> Path:
     return folder
 
 
+def build_files(files: dict[str, str], folder: Path) -> Path:
+    """Write files below a folder from their contents by absolute path."""
+    return build_sysroot("\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in files.items()), folder)
+
+
 @dataclass(frozen=True)
 class Host:
-    """``cpu``: node -> (cpulist, MiB); ``hbm``: node -> (MiB, CPU node it hangs off); ``empty``: nodes with nothing."""
+    """A machine in short."""
 
     cpu: dict[int, tuple[str, int]]
+    """CPU nodes: node -> (cpulist, MiB)."""
     hbm: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Nodes of GPU memory: node -> (MiB, CPU node of the GPU)."""
     empty: tuple[int, ...] = ()
+    """Nodes without CPUs and memory."""
     gpus: tuple[tuple[str, int, int], ...] = ()
-    """(PCI address, device id, numa_node)."""
+    """PCI address, device id and NUMA node of each GPU."""
     grace: bool = True
     smt: tuple[tuple[int, ...], ...] = ()
-    """Physical cores of several threads, where the tree is to tell them."""
+    """CPUs of each physical core with several threads."""
     extra: dict[str, str] = field(default_factory=dict)
 
     def listing(self) -> str:
+        """Return the files as text for ``build_sysroot``."""
         files = {"/sys/devices/system/cpu/online": ",".join(cpus for cpus, _ in self.cpu.values()) + "\n"}
         nodes = sorted([*self.cpu, *self.hbm, *self.empty])
-        lists = {
+        lists: dict[str, Iterable[int]] = {
             "online": nodes,
             "possible": nodes,
             "has_cpu": self.cpu,
@@ -86,22 +95,23 @@ class Host:
         return 11 if self._gpu(node) == self._gpu(other) else 40
 
     def _gpu(self, node: int) -> int | None:
-        """The GPU whose eight ids include this node, by its first id."""
+        """Return the first of the eight node ids of the GPU that includes this node."""
         return max((first for first in self.hbm if first <= node), default=None)
 
     def _home(self, node: int) -> int | None:
-        """The CPU node: its own, or that of the GPU whose eight ids include it."""
+        """Return the CPU node: the node itself, or that of the GPU whose eight ids include it."""
         if node in self.cpu:
             return node
         owner = self._gpu(node)
         return self.hbm[owner][1] if owner is not None else None
 
     def machine(self, folder: Path) -> Machine:
+        """Inspect the machine, with its files below ``folder``."""
         return inspect_machine(build_sysroot(self.listing(), folder))
 
 
 def _partitions(hbm: Iterable[int]) -> tuple[int, ...]:
-    """The seven empty nodes that follow each GPU's own."""
+    """Return the seven empty nodes that follow each GPU's own."""
     return tuple(first + offset for first in hbm for offset in range(1, 8))
 
 
@@ -142,20 +152,20 @@ EIGHT_H100 = Host(
 )
 EIGHT_H200 = Host(cpu=EIGHT_H100.cpu, gpus=tuple((address, 0x2335, node) for address, _, node in EIGHT_H100.gpus), grace=False)
 ONE_H200_GUEST = Host(cpu={0: ("0-15", 9435)}, gpus=(("0000:05:00.0", 0x2335, -1),), grace=False)
-"""A virtual machine whose memory grows, and whose bus does not tell the GPU's node."""
+"""A virtual machine whose memory grows, and whose bus does not report the GPU's node."""
 FOUR_H100_SUBNUMA = Host(
     cpu={n: (f"{28 * n}-{28 * n + 27}", 257000) for n in range(4)},
     gpus=tuple((f"0000:{bus}:00.0", 0x2330, n) for n, bus in enumerate(("18", "5d", "9a", "db"))),
     grace=False,
     smt=tuple((first, first + 1) for first in range(0, 112, 2)),
 )
-"""Two sockets cut in two nodes each (sub-NUMA clustering), the threads of a core numbered side by side."""
+"""Two sockets of two nodes each (sub-NUMA clustering); the threads of a core have consecutive numbers."""
 ONE_GH200_MIG = Host(cpu=ONE_GH200.cpu, hbm={1: (1024, 0), 2: (47616, 0), 3: (47616, 0)}, empty=tuple(range(4, 9)), gpus=ONE_GH200.gpus)
-"""Two MIG instances, each with its memory in one of the nodes that are kept for them."""
+"""Two MIG instances, each with its memory in one of the nodes reserved for them."""
 
 
 def fake_numa(count: int) -> Host:
-    """A GH200 started with ``numa=fake=COUNT``: every CPU in each of the first nodes."""
+    """Return a GH200 started with ``numa=fake=COUNT``: every CPU is in each of the first nodes."""
     return Host(
         cpu=dict.fromkeys(range(count), ("0-71", 490037 // count)),
         hbm={count: (97280, 0)},

@@ -1,4 +1,4 @@
-"""The smallest spec that is right, for tests to spoil."""
+"""The smallest valid spec as a plain tree, for tests to change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def smallest(**sections: Any) -> dict[str, Any]:
-    """A right tree with the given sections over it."""
+    """Return a valid tree with the given sections merged into it."""
     tree: dict[str, Any] = {"name": "trial", "model": {"id": "some/model"}, "data": {"source": "rows.jsonl"}, "train": {"steps": 10}}
     for name, value in sections.items():
         tree[name] = {**tree[name], **value} if isinstance(value, dict) and name in tree else value

@@ -23,7 +23,7 @@ from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_w
 from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.tools.export import export_run
 from superoffload import checkpoint as on_disk
-from superoffload.deepspeed_adapter.engine import SubGroupState
+from superoffload.sub_groups import SubGroupState
 from tests.support.launching import tiny
 from tests.support.models import ONE_OF_EACH, causal_model, load_pretrained, scaled_down
 from tests.support.problems import refusal

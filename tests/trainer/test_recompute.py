@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
 
-from so_tui.model.activations import kept_bytes
+from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
@@ -94,8 +94,8 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
 
     shape = architecture(causal.config.to_dict())
     normed = msgspec.structs.replace(shape, model_type="qwen3")
-    least = kept_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
-    assert kept_bytes(shape, "none", fused=True) == (kept_bytes(normed, "none", fused=True) if found == {True} else least)
+    least = stored_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
+    assert stored_bytes(shape, "none", fused=True) == (stored_bytes(normed, "none", fused=True) if found == {True} else least)
     assert len(found) == 1
 
 

@@ -18,6 +18,7 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Static
 
+from so_tui.launch import Launch
 from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state, write_state
 from so_tui.runs.control import pending, request
@@ -30,7 +31,7 @@ from so_tui.ui.screens.help import key_groups
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.log import LogView
-from so_tui.ui.widgets.nodes import NodePanel
+from so_tui.ui.widgets.nodes import NumaNodes
 from so_tui.ui.widgets.words import Words
 from tests.support.make_run import quad_machine, write_run
 
@@ -95,8 +96,8 @@ async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: 
 async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[int, int]) -> None:
     asked: list[RunSpec] = []
 
-    def start(spec: RunSpec, machine: object, **options: object) -> RunDirectory:
-        asked.append(spec)
+    def start(launch: Launch, **options: object) -> RunDirectory:
+        asked.append(launch.spec)
         return write_run(runs_dir, steps=3, seconds_of_samples=2)
 
     async with opened(runs_dir, size, start=start) as pilot:
@@ -121,8 +122,8 @@ async def test_a_start_that_takes_long_is_told_is_the_only_one_and_takes_nobody_
     asked: list[RunSpec] = []
     ready = threading.Event()
 
-    def start(spec: RunSpec, *_: object, **__: object) -> RunDirectory:
-        asked.append(spec)
+    def start(launch: Launch, **_: object) -> RunDirectory:
+        asked.append(launch.spec)
         ready.wait(15)
         return write_run(runs_dir, steps=3, seconds_of_samples=2)
 
@@ -313,7 +314,7 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
     file = tmp_path / "quad.json"
     file.write_bytes(machine_json(quad_machine()))
     asked: list[RunSpec] = []
-    async with opened(runs_dir, size, machine=None, start=lambda spec, *_, **__: asked.append(spec)) as pilot:
+    async with opened(runs_dir, size, machine=None, start=lambda launch, **_: asked.append(launch.spec)) as pilot:
         table = await presets_ready(pilot)
         here = len(table.columns)
         await pilot.press("o")
@@ -431,7 +432,7 @@ async def test_dashboard_of_a_live_run(runs_dir: Path, size: tuple[int, int]) ->
             "exposed",
         ):
             assert word in text, word
-        assert len(screen.query_one(NodePanel).pictures) == 4
+        assert len(screen.query_one(NumaNodes).pictures) == 4
         loss = screen.query_one("#loss", Chart)
         assert loss.axis is not None
         assert loss.axis.unit == "step"
@@ -477,7 +478,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: P
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     async with opened(runs_dir, size, open_run=run) as pilot:
         await until(pilot, lambda: "training" in shown(pilot, "#title"))
-        for number, panel in enumerate((Chart, Chart, NodePanel, LogView)):
+        for number, panel in enumerate((Chart, Chart, NumaNodes, LogView)):
             await pilot.press(*["tab"] * min(number, 1), "m")
             await until(pilot, lambda: "m Back" in screen_text(pilot).splitlines()[-1])
             assert isinstance(pilot.app.screen.maximized, panel)
@@ -649,7 +650,7 @@ async def test_a_run_whose_folder_is_gone_is_said_to_be_gone(runs_dir: Path, mon
         shutil.rmtree(run.path)
         for screen, key in (("4", "r"), ("3", "equals_sign")):
             await pilot.press(screen, key)
-            await until(pilot, lambda: "folder of the run is gone" in " ".join(screen_text(pilot).replace("▌", "").split()))
+            await until(pilot, lambda: "folder of the run was deleted" in " ".join(screen_text(pilot).replace("▌", "").split()))
             await pilot.press("escape")
 
 

@@ -35,7 +35,7 @@ def test_numbers_have_units_and_no_noise() -> None:
     ]
     assert significant(float("nan")) == "NaN"
     assert (rate(31234), rate(4730), rate(940)) == ("31.2k", "4.73k", "940")
-    assert (count(14_768_307_200), count(3_100_000)) == ("14.8 B", "3.1 M")
+    assert (count(14_768_307_200, 1), count(3_100_000, 1)) == ("14.8 B", "3.1 M")
     assert (memory(512 << 20), memory(117 << 30), memory(3 << 29)) == ("512 MiB", "117 GiB", "1.5 GiB")
     assert memory_of(30 << 30, 95 << 30) == "30.0 of 95.0 GiB"
     assert disk(207_000_000_000) == "207 GB"
@@ -133,6 +133,7 @@ def test_glyphs_follow_setting_locale_and_terminal() -> None:
 @pytest.mark.parametrize("width", [40, 74, 120])
 def test_findings_fold_under_their_own_words(width: int) -> None:
     finding = Finding(
+        code="shm-tight",
         severity="warning",
         title="Memory is short",
         evidence="/dev/shm: 1.0 GiB free of 64.0 GiB; the run needs 20.0 GiB of it and gets no more from anywhere else",

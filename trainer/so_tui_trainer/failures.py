@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from so_tui.plan.relief import less_gpu_memory, less_host_memory
+from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
-from superoffload.errors import NonFiniteGradientError, WorkerLostError
+from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
 _LOWER_RATE = (
     "Lower `train.learning_rate`, leave `train.gradient_clipping` on, inspect the data around that step; "
@@ -99,7 +99,9 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
         case WorkerLostError():
             suggestion = f"If the kernel killed it for lack of memory (see `dmesg`): {less_host_memory(spec)}"
             return Explanation("adam-worker-lost", str(error), suggestion)
-        case SoTuiError():  # The message includes what to do.
+        case OffloadError():  # The message includes what to do.
+            return Explanation(error.code or "error", str(error), "")
+        case SoTuiError():  # Likewise.
             return Explanation("error", str(error), "")
         case MemoryError() | OSError(errno=errno.ENOMEM):
             return _host_out_of_memory(spec)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from so_tui.machine.memory import pss_bytes
 from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.model.loss import recomputed_logits
@@ -298,7 +299,7 @@ class Metrics:
         """Return the proportional set size of this rank and its children (Adam workers) in bytes, read at intervals."""
         if time.monotonic() - self._memory_at > _MEMORY_INTERVAL_S:
             self._memory_at = time.monotonic()
-            self._memory_bytes = sum(map(_pss_bytes, _process_tree(os.getpid())))
+            self._memory_bytes = sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
         return self._memory_bytes
 
 
@@ -327,12 +328,3 @@ def _process_tree(pid: int) -> Iterator[int]:
         return
     for child in children:
         yield from _process_tree(int(child))
-
-
-def _pss_bytes(pid: int) -> int:
-    """Return a process's proportional set size in bytes; 0 if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)

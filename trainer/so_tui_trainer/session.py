@@ -35,6 +35,7 @@ from so_tui.runs.records import (
 from so_tui.spec import RunSpec
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -201,7 +202,7 @@ class Session:
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
-        self.engine = superoffload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
+        self.engine = superoffload.initialize(model, parameter_groups(model, self.spec), ds_config, engine_settings(self.spec, mine))
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:

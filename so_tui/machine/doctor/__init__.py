@@ -1,6 +1,7 @@
-"""What is wrong with a machine, before a run finds out: each finding with what was read, what it costs and what to do.
+"""Find what would slow down or stop a run on a machine, before a run does.
 
-A check is a function from a :class:`Look` to findings. It reads the Machine and, where the Machine is this host, a few small files.
+A check is a function from a :class:`CheckContext` to findings. It reads the Machine and, if the Machine is this host, a few system files.
+Each finding has a stable ``code``; the checks of each module list theirs.
 """
 
 from __future__ import annotations
@@ -9,27 +10,35 @@ import os
 from pathlib import Path
 
 from so_tui.machine.doctor import gpu, gpu_health, host, memory, processes, run, software
-from so_tui.machine.doctor.finding import SEVERITIES, Finding, Look, Needs
+from so_tui.machine.doctor.types import SEVERITIES, CheckContext, Finding, PlanNeeds
 from so_tui.machine.nvml import query_health
-from so_tui.machine.tree import Tree
+from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 
-__all__ = ["Finding", "Look", "Needs", "findings", "look_at"]
+__all__ = ["CheckContext", "Finding", "PlanNeeds", "findings", "run_checks"]
 
 _CHECKS = (*run.CHECKS, *gpu.CHECKS, *gpu_health.CHECKS, *software.CHECKS, *memory.CHECKS, *host.CHECKS, *processes.CHECKS)
 
 
-def findings(machine: Machine, plan: Needs | None = None, *, checkpoints: Path | None = None) -> tuple[Finding, ...]:
-    """All findings, worst first. ``plan`` adds those that depend on a run; ``checkpoints`` is the folder they would go to on this host."""
-    # Live files only where the Machine is this host: a machine file may describe another one.
+def findings(machine: Machine, plan: PlanNeeds | None = None, *, checkpoints: Path | None = None) -> tuple[Finding, ...]:
+    """Return all findings about a machine, worst first.
+
+    Args:
+        machine: The machine to check. System files are read only if it is this host.
+        plan: Adds the checks that depend on a run.
+        checkpoints: Folder on this host for the checkpoints of a run.
+    """
+    # A machine file may describe another host, so system files count only if the hostname is this one's.
     if not (machine.live and machine.hostname == os.uname().nodename):
-        return look_at(Look(machine=machine, plan=plan))
-    return look_at(
-        Look(machine=machine, plan=plan, tree=Tree(), environment=dict(os.environ), health=query_health(), checkpoints=checkpoints)
+        return run_checks(CheckContext(machine=machine, plan=plan))
+    return run_checks(
+        CheckContext(
+            machine=machine, plan=plan, files=SystemFiles(), environment=dict(os.environ), health=query_health(), checkpoints=checkpoints
+        )
     )
 
 
-def look_at(look: Look) -> tuple[Finding, ...]:
-    """The findings of a look at a machine; worst first, in the order of the checks otherwise."""
-    found = [finding for check in _CHECKS for finding in check(look)]
+def run_checks(context: CheckContext) -> tuple[Finding, ...]:
+    """Return the findings of all checks, worst first, otherwise in the order of the checks."""
+    found = [finding for check in _CHECKS for finding in check(context)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -1,4 +1,8 @@
-"""Checks that depend on a plan: what this run needs of the machine, and what its settings cost here."""
+"""Check what a run needs from this machine, and what its settings cost here.
+
+Codes: plan-does-not-fit, memory-in-use, no-room-for-checkpoints, little-room-for-checkpoints, clipping-stops-overlap, no-main-core,
+gpu-allows-one-process, expandable-segments, job-too-short, job-ends-soon.
+"""
 
 from __future__ import annotations
 
@@ -6,148 +10,154 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.finding import Finding, Look, gib
+from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.memory import available_bytes
-from so_tui.units import disk_size
+from so_tui.units import disk_size, duration, memory_size
 
 _LITTLE_DISK_BYTES = 10_000_000_000
+_JOB_ENDS_SOON_S = 600
 
 
-def fits(look: Look) -> Iterator[Finding]:
-    if look.plan and not look.plan.fits:
-        why = [reason for reason in look.plan.reasons if reason not in look.plan.remedies]
+def check_fits(context: CheckContext) -> Iterator[Finding]:
+    if context.plan and not context.plan.fits:
+        why = [reason for reason in context.plan.reason_texts if reason not in context.plan.remedy_texts]
         yield Finding(
+            code="plan-does-not-fit",
             severity="blocks",
             title="The plan does not fit this machine",
             evidence="; ".join(why),
             cost="`so-tui run` refuses it.",
-            remedy="; or ".join(look.plan.remedies) or f"`so-tui plan {look.plan.spec.name}` shows the arithmetic.",
+            remedy="; or ".join(context.plan.remedy_texts) or f"`so-tui plan {context.plan.spec.name}` shows the arithmetic.",
         )
 
 
-def memory_now(look: Look) -> Iterator[Finding]:
-    """Whether what the plan counts on is free now; a plan goes by what the machine has. Not asked of memory that grows on demand."""
-    if not look.plan or not look.tree or any("grow on demand" in note for note in look.machine.notes):
+def check_memory_now(context: CheckContext) -> Iterator[Finding]:
+    """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot be checked."""
+    if not context.plan or not context.files or context.machine.memory_grows:
         return
-    needed, free = sum(look.plan.host_bytes_per_node.values()), available_bytes(look.tree)
-    if look.plan.fits and free is not None and free < needed:
+    needed, free = sum(context.plan.host_bytes_per_node.values()), available_bytes(context.files)
+    if context.plan.fits and free is not None and free < needed:
         yield Finding(
+            code="memory-in-use",
             severity="warning",
             title="Other processes hold memory that this run needs",
-            evidence=f"available {gib(free)} (/proc/meminfo, cgroup); the run needs {gib(needed)}",
-            cost="The kernel ends a process when memory runs out, mostly this run.",
-            remedy="End what is not needed (`ps aux --sort -rss | head`), or lower `offload.ratio`.",
+            evidence=f"available {memory_size(free)} (/proc/meminfo, cgroup); the run needs {memory_size(needed)}",
+            cost="When memory runs out, the kernel ends a process, most likely this run.",
+            remedy="End processes that you do not need (`ps aux --sort -rss | head`), or lower `offload.ratio`.",
         )
 
 
-def disk(look: Look) -> Iterator[Finding]:
-    """Room for checkpoints: what the plan takes at once, or something at all."""
-    if look.checkpoints is None:
+def check_disk(context: CheckContext) -> Iterator[Finding]:
+    """Check the free disk space for checkpoints: what the plan needs, or a minimum without a plan."""
+    if context.checkpoints is None:
         return
-    folder = _existing(look.checkpoints)
+    folder = _existing_parent(context.checkpoints)
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         return
-    needed = look.plan.disk_peak_bytes if look.plan else 0
+    needed = context.plan.disk_peak_bytes if context.plan else 0
     if needed > free:
         yield Finding(
+            code="no-room-for-checkpoints",
             severity="blocks",
-            title="No room for the checkpoints of this run",
+            title="Not enough disk space for the checkpoints of this run",
             evidence=f"{folder}: {disk_size(free)} free; the run needs {disk_size(needed)}",
             cost="Training would stop at the first checkpoint that does not fit.",
-            remedy="Free space, set `checkpoint.folder` to another disk, or lower `checkpoint.keep`.",
+            remedy="Free some space, set `checkpoint.folder` to another disk, or lower `checkpoint.keep`.",
         )
-    elif look.plan is None and free < _LITTLE_DISK_BYTES:
+    elif context.plan is None and free < _LITTLE_DISK_BYTES:
         yield Finding(
+            code="little-room-for-checkpoints",
             severity="warning",
-            title="Little room for checkpoints",
+            title="Little disk space for checkpoints",
             evidence=f"{folder}: {disk_size(free)} free",
-            cost="A checkpoint takes 12 bytes a parameter, 96 GB for 8 B parameters; an export 2 more.",
-            remedy="Give `--runs-dir`, or set `checkpoint.folder` to a larger disk.",
+            cost="A checkpoint takes 12 bytes per parameter (96 GB for 8 B parameters), an export another 2.",
+            remedy="Pass `--runs-dir`, or set `checkpoint.folder` to a larger disk.",
         )
 
 
-def deepspeeds_engine(look: Look) -> Iterator[Finding]:
-    """Traps of DeepSpeed's own SuperOffload, which ours does not have."""
-    if not look.plan or look.plan.mode != "superoffload" or look.plan.spec.offload.engine != "deepspeed":
+def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
+    """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's engine."""
+    if not context.plan or context.plan.mode != "superoffload" or context.plan.spec.offload.engine != "deepspeed":
         return
     remedy = 'Set `offload.engine = "so-tui"`'
-    clipping = look.plan.spec.train.gradient_clipping
+    clipping = context.plan.spec.train.gradient_clipping
     if clipping > 0:
         yield Finding(
+            code="clipping-stops-overlap",
             severity="warning",
             title="Gradient clipping stops the overlap of DeepSpeed's SuperOffload",
             evidence=f"train.gradient_clipping = {clipping:g}, offload.engine = deepspeed",
-            cost="No sub-group is stepped during backward: 4B at ratio 0.9 on one H200 took 6.1 s a step with clipping, 4.7 s without.",
+            cost="No sub-group is stepped during backward: on one H200, 4B at ratio 0.9 took 6.1 s a step with clipping and 4.7 s without.",
             remedy=f"{remedy}, which clips exactly and overlaps; or `train.gradient_clipping = 0`.",
         )
-    per_rank = len(look.machine.allowed_cpus) // max(1, look.plan.spec.ranks)
-    if int((1 - look.plan.spec.offload.cpu_adam_cores_fraction) * per_rank) == 0:
+    fraction = context.plan.spec.offload.cpu_adam_cores_fraction
+    per_rank = len(context.machine.allowed_cpus) // max(1, context.plan.spec.ranks)
+    if int((1 - fraction) * per_rank) == 0:
         yield Finding(
+            code="no-main-core",
             severity="warning",
-            title="DeepSpeed's SuperOffload leaves the training process no core of its own",
-            evidence=f"{per_rank} cores a rank, offload.cpu_adam_cores_fraction = {look.plan.spec.offload.cpu_adam_cores_fraction:g}",
-            cost="Its share rounds down to none, and both processes run on all cores.",
+            title="DeepSpeed's SuperOffload leaves no core to the training process",
+            evidence=f"{per_rank} cores per rank, offload.cpu_adam_cores_fraction = {fraction:g}",
+            cost="The training process's share rounds down to zero cores, so both processes run on all cores.",
             remedy=f"{remedy}, or lower the fraction so that it leaves at least one core of {per_rank}.",
         )
-    exclusive = [gpu for gpu in look.nvidia if (gpu.compute_mode or "").startswith("Exclusive")]
+    exclusive = [gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")]
     if exclusive:
         yield Finding(
+            code="gpu-allows-one-process",
             severity="blocks",
-            title="DeepSpeed's Adam worker needs a GPU that takes two processes",
+            title="DeepSpeed's Adam worker needs a GPU that accepts two processes",
             evidence=f"GPU {exclusive[0].index}: compute mode {exclusive[0].compute_mode} (NVML)",
             cost="The worker cannot open the GPU, and the first step waits for it until the time limit.",
-            remedy=f"{remedy}, whose worker never touches the GPU; or as root `nvidia-smi -c DEFAULT`.",
+            remedy=f"{remedy}, whose Adam worker does not use the GPU; or as root: `nvidia-smi -c DEFAULT`.",
         )
-    settings = look.environment.get("PYTORCH_ALLOC_CONF", "") + look.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = context.environment.get("PYTORCH_ALLOC_CONF", "") + context.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments:True" in settings:
         yield Finding(
+            code="expandable-segments",
             severity="warning",
             title="expandable_segments with DeepSpeed's SuperOffload",
             evidence=f"environment: {settings}",
-            cost="GPU memory cannot be handed to another process then; older releases do that.",
-            remedy=f"{remedy}, or take the setting out of the environment.",
+            cost="GPU memory cannot be shared with another process then, which older releases rely on.",
+            remedy=f"{remedy}, or remove the setting from the environment.",
         )
 
 
-def job_time(look: Look) -> Iterator[Finding]:
-    """Whether a Slurm job lasts as long as the run. Slurm 22.05 and newer say when the job ends."""
-    end = look.environment.get("SLURM_JOB_END_TIME", "")
+def check_job_time(context: CheckContext) -> Iterator[Finding]:
+    """Check that the Slurm job outlasts the run. Slurm 22.05 and newer set the end time of the job."""
+    end = context.environment.get("SLURM_JOB_END_TIME", "")
     if not end.isdigit():
         return
-    left_s = int(end) - look.now
-    evidence = f"SLURM_JOB_END_TIME: {_duration(left_s)} left"
-    steps, step_s = (look.plan.spec.train.steps, look.plan.step_s) if look.plan else (0, None)
-    saves = bool(look.plan and look.plan.spec.checkpoint.every_steps)
+    left_s = max(0.0, int(end) - context.now)
+    evidence = f"SLURM_JOB_END_TIME: {duration(left_s)} left"
+    steps, step_s = (context.plan.spec.train.steps, context.plan.step_s) if context.plan else (0, None)
+    saves = bool(context.plan and context.plan.spec.checkpoint.every_steps)
     if steps and step_s and steps * step_s > left_s:
         yield Finding(
+            code="job-too-short",
             severity="warning",
             title="The job ends before the run does",
-            evidence=f"{evidence}; {steps} steps of {step_s:.2f} s (predicted) take {_duration(steps * step_s)}",
-            cost="What was not saved when the job ends is lost."
-            if not saves
-            else "The run ends early, and goes on from its last checkpoint.",
-            remedy="Ask for more time (`--time`), or set `checkpoint.every_steps` and go on later with `so-tui resume`.",
+            evidence=f"{evidence}; {steps} steps of {step_s:.2f} s (predicted) take {duration(steps * step_s)}",
+            cost="The run ends early and can resume from its last checkpoint." if saves else "Steps since the last checkpoint are lost.",
+            remedy="Request more time (`--time`), or set `checkpoint.every_steps` and continue later with `so-tui resume`.",
         )
-    elif left_s < 600:
+    elif left_s < _JOB_ENDS_SOON_S:
         yield Finding(
+            code="job-ends-soon",
             severity="warning",
             title="This job ends soon",
             evidence=evidence,
-            cost="A run that starts now is cut off.",
+            cost="A run that starts now will be cut off.",
             remedy="Start it in a new job.",
         )
 
 
-def _existing(folder: Path) -> Path:
+def _existing_parent(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
     path = folder.expanduser().absolute()
     return next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
 
 
-def _duration(seconds: float) -> str:
-    minutes = max(0, int(seconds)) // 60
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-
-
-CHECKS = (fits, memory_now, disk, deepspeeds_engine, job_time)
+CHECKS = (check_fits, check_memory_now, check_disk, check_deepspeed_engine, check_job_time)

@@ -1,177 +1,216 @@
-"""Checks of what is installed and of the environment variables that a training process would inherit."""
+"""Check the installed software and the environment variables that a training process would inherit.
+
+Codes: missing-packages, untested-deepspeed, torch-cpu-only, binding-forbidden, no-numactl, no-compiler, no-ninja, adam-not-compiled,
+no-cuda-toolkit, cuda-toolkit-mismatch, omp-single-thread, kmp-affinity, arch-list-suffix.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 
-from so_tui.machine.doctor.finding import Finding, Look
-from so_tui.machine.tree import Tree
+from so_tui.machine.doctor.types import CheckContext, Finding
+from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.folders import kernel_folder
 
 DEEPSPEED = "0.19.8"
-"""The one version whose internals the offload engine was written for."""
+"""The one DeepSpeed version whose internals the offload engine supports."""
 _TRAIN = "Install the training extra: `pip install 'so-tui[train]'`."
 
 
-def packages(look: Look) -> Iterator[Finding]:
-    if not look.machine.live:
+def check_packages(context: CheckContext) -> Iterator[Finding]:
+    if not context.machine.live:
         return
-    installed = look.machine.software
+    installed = context.machine.software
     missing = [name for name in ("torch", "deepspeed", "transformers", "datasets") if getattr(installed, name) is None]
     if missing:
         yield Finding(
+            code="missing-packages",
             severity="blocks",
             title=f"{', '.join(missing)} not installed",
             evidence=f"no such package for Python {installed.python}",
-            cost="Everything works but training.",
+            cost="Everything works except training.",
             remedy=_TRAIN,
         )
     if installed.deepspeed not in (None, DEEPSPEED):
         yield Finding(
+            code="untested-deepspeed",
             severity="blocks",
-            title=f"DeepSpeed {installed.deepspeed} is not the tested one",
-            evidence=f"installed: {installed.deepspeed}; the offload engine is written for the internals of {DEEPSPEED}",
-            cost="Another version may step wrong weights without a word, so the engine refuses it.",
+            title=f"DeepSpeed {installed.deepspeed} is not supported",
+            evidence=f"installed: {installed.deepspeed}; the offload engine uses internals of {DEEPSPEED}",
+            cost="With another version, weights could be updated wrongly without an error, so the engine refuses it.",
             remedy=f"`pip install deepspeed=={DEEPSPEED}`",
         )
 
 
-def torch_build(look: Look) -> Iterator[Finding]:
-    installed = look.machine.software
-    if look.nvidia and installed.torch and installed.torch_cuda is None:
+def check_torch_build(context: CheckContext) -> Iterator[Finding]:
+    installed = context.machine.software
+    if context.nvidia_gpus and installed.torch and installed.torch_cuda is None:
         yield Finding(
+            code="torch-cpu-only",
             severity="blocks",
             title="torch is built for the CPU only",
-            evidence=f"torch {installed.torch} without CUDA, on a machine with {len(look.nvidia)} NVIDIA GPU(s)",
-            cost="The GPUs would not be used at all.",
+            evidence=f"torch {installed.torch} without CUDA, on a machine with {len(context.nvidia_gpus)} NVIDIA GPU(s)",
+            cost="Training would not use the GPUs.",
             remedy="Install a CUDA build: torch 2.11 or newer from PyPI, or with `--index-url https://download.pytorch.org/whl/cu130`.",
         )
 
 
-def numactl(look: Look) -> Iterator[Finding]:
-    installed = look.machine.software
-    if not look.machine.live or installed.numactl_works is not False:
+def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
+    installed = context.machine.software
+    if not context.machine.live or installed.numactl_works is not False:
         return
-    several = sum(node.memory_total_bytes > 0 for node in look.machine.numa_nodes) > 1
-    forbidden = installed.numactl is not None or installed.mempolicy_works is False
-    asked = "a trial `numactl -m NODE -C CPUS true` failed" if installed.numactl else "no numactl on PATH; get_mempolicy(2) is refused"
+    if installed.numactl is None and installed.mempolicy_works is not False:
+        yield Finding(
+            code="no-numactl",
+            severity="note",
+            title="numactl is not installed",
+            evidence="no numactl on PATH",
+            cost="None: DeepSpeed's launcher runs without its core binding, and each rank binds itself.",
+            remedy="No action needed. The package is called numactl.",
+        )
+        return
+    several = sum(node.memory_total_bytes > 0 for node in context.machine.numa_nodes) > 1
+    trial = "a trial `numactl -m NODE -C CPUS true` failed" if installed.numactl else "no numactl on PATH; get_mempolicy(2) is refused"
+    consequence = ", but its memory may come from any node." if several else "."
     yield Finding(
-        severity="warning" if several and forbidden else "note",
-        title="Memory cannot be bound to a node here" if forbidden else "numactl is not installed",
-        evidence=f"{asked} (containers without CAP_SYS_NICE forbid it)" if forbidden else "no numactl on PATH",
-        cost="DeepSpeed's launcher is started without its core binding. Each rank binds itself"
-        + (", but memory may come from any node." if forbidden else "."),
-        remedy="Start the container with `--cap-add SYS_NICE`." if forbidden else "Nothing must be done; the package is called numactl.",
+        code="binding-forbidden",
+        severity="warning" if several else "note",
+        title="Memory cannot be bound to a NUMA node here",
+        evidence=f"{trial} (containers without CAP_SYS_NICE forbid it)",
+        cost=f"DeepSpeed's launcher runs without its core binding. Each rank binds its cores itself{consequence}",
+        remedy="Start the container with `--cap-add SYS_NICE`.",
     )
 
 
-def build_tools(look: Look) -> Iterator[Finding]:
-    """A compiler for CPU Adam in every offload mode; ninja and, with GPUs, the CUDA toolkit for DeepSpeed's alone."""
-    installed = look.machine.software
-    if not look.machine.live or installed.deepspeed is None or (look.plan and look.plan.mode == "gpu"):
+def check_build_tools(context: CheckContext) -> Iterator[Finding]:
+    """Check what compiles CPU Adam: a compiler in every offload mode, and ninja for DeepSpeed's own."""
+    installed = context.machine.software
+    if not context.machine.live or installed.deepspeed is None or (context.plan and context.plan.mode == "gpu"):
         return
     if installed.compiler is None:
-        kept = look.tree is not None and keeps_kernel(look.tree, look.environment)
-        yield Finding(
-            severity="note" if kept else "blocks",
-            title="No C++ compiler",
-            evidence="`c++ --version` (or $CXX) was tried"
-            + (f"; {kernel_folder(look.environment)} keeps what was compiled before" if kept else ""),
-            cost="None, if that was compiled for this kind of CPU."
-            if kept
-            else "CPU Adam is compiled at first use and cannot be: the offload modes do not start.",
-            remedy="Install g++ (or load the site's compiler module); `so-tui doctor --fix` then compiles it ahead, also for machines "
-            "like it with the same home folder.",
-        )
+        yield _no_compiler(context)
     if installed.ninja is None:
         yield Finding(
-            severity="blocks" if look.deepspeeds_adam else "note",
+            code="no-ninja",
+            severity="blocks" if context.uses_deepspeed_adam else "note",
             title="ninja is missing",
-            evidence="no package ninja, and `ninja --version` was tried",
-            cost="DeepSpeed's CPU Adam (zerooffload, or offload.engine = deepspeed) cannot be compiled; so-tui's own needs no ninja.",
-            remedy="`pip install ninja`; `so-tui doctor --fix` then compiles it ahead.",
+            evidence="no package ninja, and `ninja --version` failed",
+            cost="DeepSpeed's CPU Adam (zerooffload, or offload.engine = deepspeed) cannot be compiled. so-tui's own does not need ninja.",
+            remedy="`pip install ninja`; then compile it with `so-tui doctor --fix`.",
         )
-    if look.deepspeeds_adam and look.tree and not _compiled(look):
+    if context.uses_deepspeed_adam and context.files and not _is_compiled(context):
         yield Finding(
+            code="adam-not-compiled",
             severity="note",
             title="DeepSpeed's CPU Adam is not compiled yet",
-            evidence=f"no cpu_adam.so below {_extensions(look)}",
-            cost="The first run does it while all its ranks wait, for one to three minutes.",
-            remedy="`so-tui doctor --fix` does it now.",
+            evidence=f"no cpu_adam.so below {_extensions_folder(context)}",
+            cost="The first run compiles it for one to three minutes while all ranks wait.",
+            remedy="Compile it now with `so-tui doctor --fix`.",
         )
 
 
-def keeps_kernel(tree: Tree, environment: Mapping[str, str]) -> bool:
-    """Whether a compiled CPU Adam is there; for which CPU is seen when it is loaded."""
-    return any(name.startswith("adam-") and name.endswith(".so") for name in tree.names(str(kernel_folder(environment))))
+def _no_compiler(context: CheckContext) -> Finding:
+    remedy = (
+        "Install g++ (or load the site's compiler module). `so-tui doctor --fix` then compiles CPU Adam ahead, also for machines of "
+        "the same kind that share the home folder."
+    )
+    if context.files is not None and has_adam_kernel(context.files, context.environment):
+        return Finding(
+            code="no-compiler",
+            severity="note",
+            title="No C++ compiler",
+            evidence=f"`c++ --version` (or $CXX) failed; {kernel_folder(context.environment)} contains a compiled CPU Adam",
+            cost="None, if that was compiled for this kind of CPU.",
+            remedy=remedy,
+        )
+    return Finding(
+        code="no-compiler",
+        severity="blocks",
+        title="No C++ compiler",
+        evidence="`c++ --version` (or $CXX) failed",
+        cost="CPU Adam is compiled at first use, so the offload modes cannot start.",
+        remedy=remedy,
+    )
 
 
-def toolkit(look: Look) -> Iterator[Finding]:
-    """DeepSpeed compares the CUDA toolkit with the one torch was built for before it compiles anything."""
-    installed = look.machine.software
-    if not look.machine.live or not look.nvidia or not look.deepspeeds_adam or installed.torch_cuda is None:
+def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
+    """Return whether a compiled CPU Adam exists. Whether it suits this CPU is checked when it is loaded."""
+    return any(name.startswith("adam-") and name.endswith(".so") for name in files.names(str(kernel_folder(environment))))
+
+
+def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
+    """Check the CUDA toolkit, which DeepSpeed compares with torch's CUDA version before it compiles its CPU Adam."""
+    installed = context.machine.software
+    if not context.machine.live or not context.nvidia_gpus or not context.uses_deepspeed_adam or installed.torch_cuda is None:
         return
-    if "DS_SKIP_CUDA_CHECK" in look.environment or (look.tree and _compiled(look)):
+    if "DS_SKIP_CUDA_CHECK" in context.environment or (context.files and _is_compiled(context)):
         return
     torch_cuda = ".".join(installed.torch_cuda.split(".")[:2])
-    if installed.cuda_toolkit is None or not _toolkits_agree(installed.cuda_toolkit, torch_cuda):
-        has = f"nvcc {installed.cuda_toolkit}" if installed.cuda_toolkit else "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"
-        yield Finding(
-            severity="warning",
-            title="The CUDA toolkit is not the one torch was built for" if installed.cuda_toolkit else "No CUDA toolkit",
-            evidence=f"{has}; torch {installed.torch} for CUDA {installed.torch_cuda}",
-            cost="DeepSpeed may refuse to compile its CPU Adam (zerooffload, or offload.engine = deepspeed).",
-            remedy="Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; or load the matching CUDA module, "
-            "or set DS_SKIP_CUDA_CHECK=1.",
-        )
+    if installed.cuda_toolkit is not None and _toolkits_agree(installed.cuda_toolkit, torch_cuda):
+        return
+    nvcc = f"nvcc {installed.cuda_toolkit}" if installed.cuda_toolkit else "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"
+    yield Finding(
+        code="cuda-toolkit-mismatch" if installed.cuda_toolkit else "no-cuda-toolkit",
+        severity="warning",
+        title="The CUDA toolkit differs from torch's CUDA version" if installed.cuda_toolkit else "No CUDA toolkit",
+        evidence=f"{nvcc}; torch {installed.torch} for CUDA {installed.torch_cuda}",
+        cost="DeepSpeed may refuse to compile its CPU Adam (zerooffload, or offload.engine = deepspeed).",
+        remedy="Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; or load the matching CUDA module, "
+        "or set DS_SKIP_CUDA_CHECK=1.",
+    )
 
 
 def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
-    """Within CUDA 12 DeepSpeed 0.19.8 takes any minor version; else the versions must be the same."""
+    """Return whether DeepSpeed 0.19.8 accepts a toolkit: the same version, or any minor version of CUDA 12."""
     return toolkit_version == torch_cuda or (toolkit_version.startswith("12.") and torch_cuda.startswith("12."))
 
 
-def _extensions(look: Look) -> str:
-    home = look.environment.get("HOME", "~")
-    return look.environment.get("TORCH_EXTENSIONS_DIR") or f"{look.environment.get('XDG_CACHE_HOME') or home + '/.cache'}/torch_extensions"
+def _extensions_folder(context: CheckContext) -> str:
+    """Return the folder in which torch compiles extensions."""
+    environment = context.environment
+    cache = environment.get("XDG_CACHE_HOME") or environment.get("HOME", "~") + "/.cache"
+    return environment.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
 
 
-def _compiled(look: Look) -> bool:
-    """Whether torch's extension folder holds DeepSpeed's CPU Adam, in whichever subfolder this Python and CUDA have there."""
-    assert look.tree is not None
-    folder = _extensions(look)
-    places = (folder, *(f"{folder}/{name}" for name in look.tree.names(folder)))
-    return any(look.tree.exists(f"{place}/cpu_adam/cpu_adam.so") for place in places)
+def _is_compiled(context: CheckContext) -> bool:
+    """Return whether DeepSpeed's CPU Adam is compiled, for any version of Python and CUDA."""
+    assert context.files is not None
+    top = _extensions_folder(context)
+    folders = (top, *(f"{top}/{name}" for name in context.files.names(top)))
+    return any(context.files.exists(f"{folder}/cpu_adam/cpu_adam.so") for folder in folders)
 
 
-def environment(look: Look) -> Iterator[Finding]:
-    if look.environment.get("OMP_NUM_THREADS") == "1":
+def check_environment(context: CheckContext) -> Iterator[Finding]:
+    if context.environment.get("OMP_NUM_THREADS") == "1":
         yield Finding(
+            code="omp-single-thread",
             severity="note",
             title="OMP_NUM_THREADS is 1",
             evidence="environment variable OMP_NUM_THREADS=1",
-            cost="None for runs started by so-tui, which set it themselves; a trainer started by hand would step Adam with one thread.",
-            remedy="Nothing must be done.",
+            cost="None for runs started by so-tui, which set it themselves. Other trainers would run CPU Adam on one thread.",
+            remedy="No action needed.",
         )
-    if "KMP_AFFINITY" in look.environment:
+    if "KMP_AFFINITY" in context.environment:
         yield Finding(
+            code="kmp-affinity",
             severity="note",
             title="KMP_AFFINITY is set",
-            evidence=f"environment variable KMP_AFFINITY={look.environment['KMP_AFFINITY']}",
-            cost="DeepSpeed's launcher refuses to bind cores with it; so-tui takes it out of a run's environment.",
-            remedy="Nothing must be done; `unset KMP_AFFINITY` for trainers started by hand.",
+            evidence=f"environment variable KMP_AFFINITY={context.environment['KMP_AFFINITY']}",
+            cost="DeepSpeed's launcher refuses to bind cores with it, so so-tui removes it from a run's environment.",
+            remedy="No action needed. For other trainers: `unset KMP_AFFINITY`.",
         )
-    architectures = look.environment.get("TORCH_CUDA_ARCH_LIST", "")
-    plain = re.sub(r"(\d)[a-z]\b", r"\1", architectures)
-    if plain != architectures:
+    architectures = context.environment.get("TORCH_CUDA_ARCH_LIST", "")
+    without_suffix = re.sub(r"(\d)[a-z]\b", r"\1", architectures)
+    if without_suffix != architectures:
         yield Finding(
+            code="arch-list-suffix",
             severity="note",
             title="TORCH_CUDA_ARCH_LIST has a suffix letter",
             evidence=f"environment variable TORCH_CUDA_ARCH_LIST={architectures}",
-            cost="DeepSpeed's build of FusedAdam fails on it; so-tui hands its runs the list without letters.",
-            remedy=f"Nothing must be done; for trainers started by hand: `export TORCH_CUDA_ARCH_LIST='{plain}'`.",
+            cost="DeepSpeed's build of FusedAdam fails on it, so so-tui passes the list without letters to its runs.",
+            remedy=f"No action needed. For other trainers: `export TORCH_CUDA_ARCH_LIST='{without_suffix}'`.",
         )
 
 
-CHECKS = (packages, torch_build, numactl, build_tools, toolkit, environment)
+CHECKS = (check_packages, check_torch_build, check_memory_binding, check_build_tools, check_cuda_toolkit, check_environment)

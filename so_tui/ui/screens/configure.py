@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
 
-from so_tui.spec import InputError, Refused, RunSpec, field_index, with_values
+from so_tui.spec import InputError, Problem, Refused, RunSpec, field_index, with_values
 from so_tui.ui.advice import advice, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, typed_over, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
@@ -74,8 +73,8 @@ class ConfigureScreen(Page):
         self.watch(self.app, "machine", self._machine_known)
 
     def _machine_known(self) -> None:
-        catalog = self.so.catalog
-        if self.so.machine is None or catalog is None:
+        catalog = self.app.catalog
+        if self.app.machine is None or catalog is None:
             return
         if self._base is None and catalog.presets:
             self.edit(list(catalog.presets)[-1])
@@ -90,7 +89,7 @@ class ConfigureScreen(Page):
 
     def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
         """Show a preset with what was typed over it before; ``wanted`` (a recommendation) replaces that, and an earlier one."""
-        catalog = self.so.catalog
+        catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
         self._base = catalog.presets[preset].spec
@@ -154,36 +153,34 @@ class ConfigureScreen(Page):
 
     def replan(self) -> None:
         """Plan what stands in the form; an answer to an older question is dropped."""
-        if self._base is None or self.so.machine is None:
+        if self._base is None or self.app.machine is None:
             return
         self._serial += 1
         self._plan(self._serial, self._base, dict(self._edits))
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
-        from so_tui.launch import prepare
-        from so_tui.plan import make_plan
+        from so_tui.launch import draft
 
-        machine = self.so.machine
+        machine = self.app.machine
         assert machine is not None
         try:
-            spec = with_values(base, edits)
-            plan = make_plan(spec, machine)
+            plan, launch = draft(with_values(base, edits), machine)
         except InputError as error:
             self.post_message(Planned(serial, None, error.problems))
             return
-        try:
-            command = shlex.join(prepare(spec, machine, force=True).argv)
-        except Refused:
-            command = ""  # the plan's own reasons say why nothing can be started
-        self.post_message(Planned(serial, plan, (), command))
+        except Refused as error:
+            problems = (Problem(code=error.codes[0], field="gpus", value="", message=error.reasons[0], remedy=""),)
+            self.post_message(Planned(serial, None, problems))
+            return
+        self.post_message(Planned(serial, plan, (), launch))
 
     @on(Planned)
     def _show_plan(self, message: Planned) -> None:
         if message.serial != self._serial or self._base is None:
             return
         self._planned = message
-        machine = self.so.machine
+        machine = self.app.machine
         assert machine is not None
         self._mark_fields(message, *impossible_field(message.plan, machine))
         self._show_title()
@@ -193,7 +190,7 @@ class ConfigureScreen(Page):
             count = plural(len(message.problems), "field")
             self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to mend before this can be planned", "bold $error"))
             lines = [
-                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.remedy}")
+                Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.advice}")
                 for problem in message.problems
             ]
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
@@ -216,7 +213,7 @@ class ConfigureScreen(Page):
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]  # a source of a mixture has no row
-            problems.setdefault(path, problem.remedy.partition(" The default")[0] or f"{problem.message}.")
+            problems.setdefault(path, problem.remedy or f"{problem.message}.")
         edits = self._edits
         given_mode = edits.get("offload.mode", self._base_values.get("offload.mode", ""))
         for row in self.query(FieldRow):
@@ -225,7 +222,9 @@ class ConfigureScreen(Page):
                 was = " ".join(reversed(self._length_was())) if edited else None
             else:
                 was = self._base_values.get(row.path, "") if row.path in edits else None
-            row.show_status(was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.so.machine, given_mode))
+            row.show_status(
+                was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.app.machine, given_mode)
+            )
 
     def _length_was(self) -> tuple[str, str]:
         key, text = length_of(self._base_values)
@@ -247,16 +246,16 @@ class ConfigureScreen(Page):
         if planned.plan is None or not planned.plan.possible:
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
-            forced = planned.plan.spec if planned.command else None
-            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reasons, retry_forced=forced))
-        else:
-            self.so.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
+            title = f"{planned.plan.spec.label} does not fit here"
+            self.app.post_message(Failed(title, planned.plan.reason_texts, retry_forced=planned.launch))
+        elif planned.launch is not None:
+            self.app.ask_launch(planned.launch, plan_view.launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         if planned.problems:
             text = f"{label(planned.problems[0].field)}: {planned.problems[0].message}"
         else:
-            text = planned.plan.reasons[0] if planned.plan else ""
+            text = planned.plan.reason_texts[0] if planned.plan else ""
         self.notify(text, title="Not launched", severity="error", markup=False)
         rows = self.query(FieldRow).filter(".-wrong")
         if rows:
@@ -270,7 +269,7 @@ class ConfigureScreen(Page):
             return
         from so_tui.ui.screens.saving import ask_to_save
 
-        ask_to_save(self.so, with_values(base, self._edits), base.name)
+        ask_to_save(self.app, with_values(base, self._edits), base.name)
 
     def action_look(self) -> None:
         """Show the data as the model will see it, with what stands in the form."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
-from textual.screen import Screen
+from textual.screen import Screen, ScreenResultType
+
+if TYPE_CHECKING:
+    from so_tui.ui.app import SoTuiApp
 
 
-def _bindings(screen: Screen[Any]) -> Iterator[tuple[DOMNode, Binding, bool]]:
+def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
     """The program's own bindings (they have an id), once per action; moving about in tables and fields is left to Textual's."""
     seen: set[str] = set()
     for active in screen.active_bindings.values():
@@ -22,7 +25,7 @@ def _bindings(screen: Screen[Any]) -> Iterator[tuple[DOMNode, Binding, bool]]:
             yield active.node, binding, active.enabled
 
 
-def key_groups(screen: Screen[Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Keys of the screen, of the program, and for moving about: (key, what it does, more about it)."""
     here: list[tuple[str, str, str]] = []
     everywhere: list[tuple[str, str, str]] = []
@@ -38,7 +41,7 @@ def key_groups(screen: Screen[Any]) -> list[tuple[str, list[tuple[str, str, str]
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
 
 
-def commands(app: App[Any], screen: Screen[Any]) -> Iterator[SystemCommand]:
+def commands(app: SoTuiApp, screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
     """A palette command for every binding of the screen and the program that is of use now."""
     for node, binding, enabled in _bindings(screen):
         if enabled:

@@ -181,14 +181,14 @@ class MachineScreen(Page):
         self._show_findings()
 
     def _show(self) -> None:
-        machine = self.so.machine
+        machine = self.app.machine
         if machine is None:
             return
         self.query_one("#tree", Static).update(Content("\n").join(tree_lines(machine, distances=self._distances)))
         self.query_one("#software", Static).update(Content("\n").join(software_lines(machine, self.size.width - 4)))
 
     def _show_findings(self) -> None:
-        findings = self.so.findings
+        findings = self.app.findings
         rule, options = self.query_one("#doctor-rule", Rule), self.query_one("#findings", OptionList)
         if findings is None:
             rule.update(Content.styled("doctor is looking …", "$faint"))
@@ -210,7 +210,7 @@ class MachineScreen(Page):
             self.query_one("#machine").focus()  # so that the arrow keys move something
 
     def action_copy(self) -> None:
-        findings, at = self.so.findings, self.query_one("#findings", OptionList).highlighted
+        findings, at = self.app.findings, self.query_one("#findings", OptionList).highlighted
         if findings and at is not None:
             self.app.copy_to_clipboard(findings[at].remedy)
             self.notify(f"Copied: {findings[at].remedy}", markup=False)
@@ -221,4 +221,4 @@ class MachineScreen(Page):
 
     def action_look_again(self) -> None:
         self.notify("Looking again …")
-        self.so.look_again()
+        self.app.look_again()

@@ -6,21 +6,20 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
-from textual import on, work
+from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable, Input, Static
 
 from so_tui.ui.messages import Failed, answer
-from so_tui.ui.page import OTHER_MACHINE
-from so_tui.ui.screens.filtered import FilteredPage
+from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.text import count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
-from so_tui.ui.widgets.entry import Entry
+from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.plan_view import SIGNS, STYLES
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class PresetTable(DataTable[Text]):
     ]
 
 
-class PresetsScreen(FilteredPage):
+class PresetsScreen(Page):
     PAGE = "presets"
     AUTO_FOCUS = "#table"
     CSS_PATH = "presets.tcss"
@@ -70,6 +69,8 @@ class PresetsScreen(FilteredPage):
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]
 
+    filter = getters.query_one("#filter", FindField)
+    table = getters.query_one(PresetTable)
     rows: var[tuple[PlanRow, ...]] = var(())
     counts: var[tuple[int, ...]] = var(())
     _to_select = ""
@@ -80,7 +81,7 @@ class PresetsScreen(FilteredPage):
     def body(self) -> Iterable[Widget]:
         yield Static(id="first-visit")
         yield Static(id="problems")
-        yield Entry(placeholder="show models whose name contains …", id="filter", compact=True)
+        yield FindField("show models whose name contains …", id="filter")
         yield PresetTable(id="table", cursor_type="cell")
         yield Static(id="detail-title", classes="section")
         with VerticalScroll(id="detail-pane"):
@@ -95,17 +96,13 @@ class PresetsScreen(FilteredPage):
         self.watch(self.app, "runs", self._runs_known)
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
-    @property
-    def _table(self) -> PresetTable:
-        return self.query_one("#table", PresetTable)
-
     def _runs_known(self) -> None:
         self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = not self.so.runs
+        self.query_one("#first-visit").display = not self.app.runs
 
     def _machine_known(self) -> None:
-        catalog = self.so.catalog
-        if self.so.machine is None or catalog is None:
+        catalog = self.app.catalog
+        if self.app.machine is None or catalog is None:
             return
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
@@ -120,7 +117,7 @@ class PresetsScreen(FilteredPage):
         from so_tui.plan import plan_table, rank_counts
         from so_tui.spec import SoTuiError
 
-        catalog, machine = self.so.catalog, self.so.machine
+        catalog, machine = self.app.catalog, self.app.machine
         assert catalog is not None
         assert machine is not None
         counts = rank_counts(machine)
@@ -142,7 +139,7 @@ class PresetsScreen(FilteredPage):
     def _select(self, preset: str) -> None:
         row = next(row for row in self.rows if row.preset == preset)
         best = next((column for column, ranks in enumerate(self.counts) if (plan := row.cells.get(ranks)) and plan.recommended), 0)
-        self._table.move_cursor(row=self._table.get_row_index(preset), column=self._fixed + best, scroll=True)
+        self.table.move_cursor(row=self.table.get_row_index(preset), column=self._fixed + best, scroll=True)
 
     def _start_where_it_fits(self) -> None:
         """The cursor starts on the first recommended cell; where nothing bigger fits, that is ``tiny``."""
@@ -150,22 +147,22 @@ class PresetsScreen(FilteredPage):
             for column, ranks in enumerate(self.counts):
                 plan = row.cells.get(ranks)
                 if plan is not None and plan.recommended and plan.fits:
-                    self._table.move_cursor(row=row_index, column=self._fixed + column)
+                    self.table.move_cursor(row=row_index, column=self._fixed + column)
                     return
-        self._table.move_cursor(row=max(0, len(self._shown_rows()) - 1), column=self._fixed)
+        self.table.move_cursor(row=max(0, len(self._shown_rows()) - 1), column=self._fixed)
 
     def _shown_rows(self) -> list[PlanRow]:
-        wanted = self.filter_text
+        wanted = self.filter.needle
         return [row for row in self.rows if wanted in row.title.lower() or wanted in row.preset.lower()]
 
     def _fill(self) -> None:
         if not self.rows:
             return
-        table = self._table
+        table = self.table
         at = table.cursor_coordinate
         preset = self._preset_at(at.row)
         table.clear(columns=True)
-        noun = "GPU" if self.so.machine and self.so.machine.gpus else "rank"
+        noun = "GPU" if self.app.machine and self.app.machine.gpus else "rank"
         wide, spacious = self.size.width >= 112, self.size.width >= 132
         for title in ("model", "size", *(["tokens"] if spacious else [])):
             table.add_column(title)
@@ -173,9 +170,9 @@ class PresetsScreen(FilteredPage):
         for ranks in self.counts:
             table.add_column("    " + plural(ranks, noun), width=22 if wide else 14)
         for row in self._shown_rows():
-            size = count(row.parameters)
+            size = count(row.parameters, 1)
             if row.active_parameters < row.parameters:
-                size += f" MoE, {count(row.active_parameters)} active" if spacious else " MoE"
+                size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
             fixed = [Text(shorten(row.title, 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
@@ -184,7 +181,7 @@ class PresetsScreen(FilteredPage):
 
     def _preset_at(self, row: int) -> str:
         """The preset in a row of the table as it is shown now; empty where there is none."""
-        table = self._table
+        table = self.table
         return table.ordered_rows[row].key.value or "" if 0 <= row < table.row_count else ""
 
     def on_resize(self) -> None:
@@ -213,7 +210,7 @@ class PresetsScreen(FilteredPage):
     def _chosen(self) -> tuple[PlanRow, Plan] | None:
         """The row under the cursor and its plan: that of the column, or of the best column where the cursor is on the model."""
         shown = self._shown_rows()
-        at = self._table.cursor_coordinate
+        at = self.table.cursor_coordinate
         if not shown or at.row >= len(shown):
             return None
         row = shown[at.row]
@@ -254,7 +251,7 @@ class PresetsScreen(FilteredPage):
             return
         from so_tui.ui.screens.configure import ConfigureScreen
 
-        self.so.switch_mode("configure")
+        self.app.switch_mode("configure")
         screen = self.app.screen_stack[0]
         if isinstance(screen, ConfigureScreen):
             screen.edit(chosen[0].preset, chosen[1].spec)
@@ -265,9 +262,18 @@ class PresetsScreen(FilteredPage):
             return
         row, plan = chosen
         if not plan.fits:
-            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reasons))
+            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
-        self.so.ask_launch(plan.spec, plan_view.launch_facts(plan))
+        from so_tui.launch import launch_of
+        from so_tui.spec import Refused
+
+        assert self.app.machine is not None
+        try:
+            launch = launch_of(plan, self.app.machine)
+        except Refused as error:
+            self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
+            return
+        self.app.ask_launch(launch, plan_view.launch_facts(plan))
 
     def action_look(self) -> None:
         if (chosen := self._chosen()) is not None:
@@ -282,10 +288,27 @@ class PresetsScreen(FilteredPage):
             if name:
                 self._to_select = name
                 self.action_leave_field()
-                self.so.reload_presets()
+                self.app.reload_presets()
 
         self.app.push_screen(AddModel(), added)
 
-    def filter_changed(self) -> None:
+    # The filter.
+
+    def action_find(self) -> None:
+        self.filter.open()
+
+    @on(Input.Changed, "#filter")
+    def _filter_typed(self) -> None:
         self._fill()
         self._show_detail()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_submitted(self) -> None:
+        self.table.focus()
+
+    def action_leave_field(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            self.filter.close()
+            self.table.focus()

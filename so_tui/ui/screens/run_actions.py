@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
-
-from textual import work
-from textual.screen import Screen
 
 from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
@@ -20,125 +18,110 @@ if TYPE_CHECKING:
 RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
 
-class RunActions(Screen[None]):
-    """For screens that show a run: they say which one is meant."""
+def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
+    """Ask whether to stop ``run``, and have it stopped."""
+    from so_tui.ui.screens.dialogs import Question
 
-    @property
-    def chosen_run(self) -> RunDirectory | None:
-        """The run that a key is about; None when there is none."""
-        raise NotImplementedError
+    state = _state(app, run)
+    if state is None:
+        return
+    if state.state in FINAL_STATES:
+        app.notify(f"{run.name} has already ended: {state.state}", markup=False)
+        return
+    lines = [
+        f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
+        "It finishes the current step and ends. Unless the preset says otherwise, it saves a checkpoint to resume from.",
+    ]
 
-    def _state_of(self, run: RunDirectory) -> RunState | None:
-        """None, and a word on it, where that cannot be read: its folder may have been deleted since it was listed."""
-        try:
-            return state_with_truth(run)
-        except InputError as error:
-            self.app.post_message(messages.Failed(f"The state of {run.name} cannot be read", tuple(map(str, error.problems))))
-            return None
+    def answered(yes: bool | None) -> None:
+        if yes:
+            _request(app, run, "stop", "Stopping after this step")
 
-    def action_stop(self) -> None:
-        run = self.chosen_run
-        if run is None:
-            return
-        from so_tui.ui.screens.dialogs import Question
+    app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="No, go on"), answered)
 
-        state = self._state_of(run)
-        if state is None:
-            return
-        if state.state in FINAL_STATES:
-            self.notify(f"{run.name} has already ended: {state.state}", markup=False)
-            return
-        lines = [
-            f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
-            "It finishes the step it is in and ends; unless the preset says otherwise, it saves a checkpoint to resume from.",
-        ]
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.ask_run(run, "stop", "Stopping after this step")
+def save_checkpoint(app: SoTuiApp, run: RunDirectory) -> None:
+    """Have ``run`` save a checkpoint after its current step."""
+    _request(app, run, "checkpoint", "A checkpoint follows this step")
 
-        self.app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="No, go on"), answered)
 
-    def action_checkpoint(self) -> None:
-        run = self.chosen_run
-        if run is not None:
-            self.ask_run(run, "checkpoint", "A checkpoint follows this step")
+def _request(app: SoTuiApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
+    work = partial(_leave_request, app, run, action, confirmation)
+    app.run_worker(work, thread=True, group="request", name="send a request to the run", exit_on_error=False)
 
-    @work(thread=True, group="ask", name="ask the run", exit_on_error=False)
-    def ask_run(self, run: RunDirectory, action: control.Action, words: str) -> None:
-        """Leave a request in the run's folder; rank 0 looks for it between steps."""
-        from so_tui.launch import ensure_supervised
 
-        try:
-            control.request(run, action, reason="asked on the screen")
-        except OSError as error:
-            self.app.post_message(messages.Failed(f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)))
-            return
-        ensure_supervised(run)
-        self.app.call_from_thread(self.notify, words, markup=False)
+def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
+    """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a thread."""
+    from so_tui.launch import ensure_supervised
 
-    def action_resume(self) -> None:
-        run = self.chosen_run
-        if run is None:
-            return
-        from so_tui.ui.screens.dialogs import Question
+    try:
+        control.request(run, action, reason="asked on the screen")
+    except OSError as error:
+        app.post_message(messages.Failed(f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)))
+        return
+    ensure_supervised(run)
+    app.call_from_thread(app.notify, confirmation, markup=False)
 
-        state = self._state_of(run)
-        if state is None:
-            return
-        if state.state not in FINAL_STATES:
-            self.notify(f"{run.name} is live: {state.state}", markup=False)
-            return
-        saved = f"step {thousands(state.saved_step)}" if state.saved_step is not None else "the beginning: nothing was saved"
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.resume_run(run)
+def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
+    """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
+    from so_tui.ui.screens.dialogs import Question
 
-        self.app.push_screen(
-            Question(f"Resume {run.name}?", [f"It goes on from {saved}, on this machine."], yes="Resume", default_yes=True), answered
-        )
+    state = _state(app, run)
+    if state is None:
+        return
+    if state.state not in FINAL_STATES:
+        app.notify(f"{run.name} is live: {state.state}", markup=False)
+        return
+    saved = f"step {thousands(state.saved_step)}" if state.saved_step is not None else "the beginning: nothing was saved"
 
-    def resume_run(self, run: RunDirectory) -> None:
-        """Start another attempt unless something else is being started."""
-        app: SoTuiApp = self.app  # type: ignore[assignment]
-        if app.may_start():
+    def answered(yes: bool | None) -> None:
+        if yes and app.may_start():
             app.starting = run.name
-            self._resume(run)
+            app.run_worker(partial(_resume, app, run), thread=True, group="launch", name="resume", exit_on_error=False)
 
-    @work(thread=True, group="launch", name="resume", exit_on_error=False)
-    def _resume(self, run: RunDirectory) -> None:
-        from so_tui.launch import resume
-        from so_tui.machine import inspect_machine
+    lines = [f"It goes on from {saved}, on this machine."]
+    app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 
-        try:
-            resume(run, inspect_machine())
-        except SoTuiError as error:
-            self.app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
-        else:
-            self.app.post_message(messages.Launched(run))
 
-    def action_differences(self) -> None:
-        run = self.chosen_run
-        if run is not None:
-            self.show_settings(run)
+def _resume(app: SoTuiApp, run: RunDirectory) -> None:
+    """Start another attempt of ``run`` on this machine. Runs in a thread."""
+    from so_tui.launch import prepare_resume, resume
+    from so_tui.machine import inspect_machine
 
-    def show_settings(self, run: RunDirectory) -> None:
-        """Every setting of a run that is not the default."""
-        from so_tui.spec import spec_tree
-        from so_tui.ui.form import flat, text_of
-        from so_tui.ui.screens.dialogs import Notice
+    try:
+        resume(run, prepare_resume(run, inspect_machine()))
+    except SoTuiError as error:
+        app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
+    else:
+        app.post_message(messages.Launched(run))
 
-        try:
-            spec = read_spec(run)
-        except InputError as error:
-            self.app.post_message(messages.Failed(f"The settings of {run.name} cannot be read", tuple(map(str, error.problems))))
-            return
-        lines = [f"{path} = {text_of(value)}" for path, value in flat(spec_tree(spec, full=False))]
-        self.app.push_screen(Notice(f"{run.name}: {plural(len(lines), 'setting')} that are not the default", ["\n".join(lines)], bad=False))
 
-    def action_copy(self) -> None:
-        run = self.chosen_run
-        if run is not None:
-            self.app.copy_to_clipboard(str(run.path))
-            self.notify(f"Copied {run.path}", markup=False)
+def show_settings(app: SoTuiApp, run: RunDirectory) -> None:
+    """Show every setting of ``run`` that is not the default."""
+    from so_tui.spec import spec_tree
+    from so_tui.ui.form import flat, text_of
+    from so_tui.ui.screens.dialogs import Notice
+
+    try:
+        spec = read_spec(run)
+    except InputError as error:
+        app.post_message(messages.Failed(f"The settings of {run.name} cannot be read", tuple(map(str, error.problems))))
+        return
+    lines = [f"{path} = {text_of(value)}" for path, value in flat(spec_tree(spec, full=False))]
+    app.push_screen(Notice(f"{run.name}: {plural(len(lines), 'setting')} that are not the default", ["\n".join(lines)], bad=False))
+
+
+def copy_path(app: SoTuiApp, run: RunDirectory) -> None:
+    """Copy the path of the run directory to the clipboard."""
+    app.copy_to_clipboard(str(run.path))
+    app.notify(f"Copied {run.path}", markup=False)
+
+
+def _state(app: SoTuiApp, run: RunDirectory) -> RunState | None:
+    """Return the state of ``run``; report it and return None where it cannot be read, as when the folder was deleted."""
+    try:
+        return state_with_truth(run)
+    except InputError as error:
+        app.post_message(messages.Failed(f"The state of {run.name} cannot be read", tuple(map(str, error.problems))))
+        return None

@@ -7,27 +7,27 @@ from dataclasses import replace
 from typing import ClassVar
 
 from rich.text import Text
-from textual import on, work
+from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable, Input, Static
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
 from so_tui.ui.messages import Failed
+from so_tui.ui.page import Page
 from so_tui.ui.run_columns import cells_of, model_of, with_room
 from so_tui.ui.run_words import comparison, facts
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.screens.filtered import FilteredPage
-from so_tui.ui.screens.run_actions import RESUMABLE, RunActions
+from so_tui.ui.screens import run_actions
 from so_tui.ui.series import Axis
 from so_tui.ui.sketch import Sketch, Sketcher
 from so_tui.ui.text import plural, shorten
 from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.entry import Entry
+from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.rule import Rule
 
 EMPTY = (
@@ -52,7 +52,7 @@ class RunTable(DataTable[Text]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
 
 
-class RunsScreen(RunActions, FilteredPage):
+class RunsScreen(Page):
     PAGE = "runs"
     CSS_PATH = "runs.tcss"
     AUTO_FOCUS = "#table"
@@ -78,6 +78,10 @@ class RunsScreen(RunActions, FilteredPage):
         Binding("y", "copy", "Copy path", show=False, id="copy"),
     ]
 
+    filter = getters.query_one("#filter", FindField)
+    table = getters.query_one(RunTable)
+    overlay = getters.query_one("#overlay", Chart)
+
     def __init__(self) -> None:
         self._rows: list[RunRow] = []
         self._marked: list[RunDirectory] = []
@@ -87,21 +91,17 @@ class RunsScreen(RunActions, FilteredPage):
 
     def body(self) -> Iterable[Widget]:
         yield Static(Content.from_markup(EMPTY), id="empty")
-        yield Entry(placeholder="show runs whose name, model or state contains …", id="filter", compact=True)
+        yield FindField("show runs whose name, model or state contains …", id="filter")
         yield RunTable(id="table", cursor_type="row")
         yield Rule(id="preview-rule")
         with Horizontal(id="preview"):
-            yield Chart("loss", glyphs=self.so.glyphs, id="overlay")
+            yield Chart("loss", glyphs=self.app.glyphs, id="overlay")
             yield Static(id="facts")
 
     def on_mount(self) -> None:
-        self.query_one("#overlay", Chart).waiting = "no step yet"
+        self.overlay.waiting = "no step yet"
         self.watch(self.app, "runs", self._listed)
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
-
-    @property
-    def _table(self) -> RunTable:
-        return self.query_one("#table", RunTable)
 
     @property
     def chosen_run(self) -> RunDirectory | None:
@@ -109,7 +109,7 @@ class RunsScreen(RunActions, FilteredPage):
         return row.run if row is not None else None
 
     def _chosen_row(self) -> RunRow | None:
-        at = self._table.cursor_row
+        at = self.table.cursor_row
         return self._rows[at] if 0 <= at < len(self._rows) else None
 
     # The list.
@@ -147,14 +147,14 @@ class RunsScreen(RunActions, FilteredPage):
 
     def _fill(self) -> None:
         """Draw the table again, the cursor on the run it was on."""
-        wanted = self.filter_text
+        wanted = self.filter.needle
         chosen = self.chosen_run
-        self._rows = [row for row in self.so.runs if wanted in f"{row.run.name} {model_of(row)} {row.state.state}".lower()]
-        self._marked = [run for run in self._marked if any(row.run == run for row in self.so.runs)]
-        self.query_one("#empty").display = not self.so.runs
+        self._rows = [row for row in self.app.runs if wanted in f"{row.run.name} {model_of(row)} {row.state.state}".lower()]
+        self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
+        self.query_one("#empty").display = not self.app.runs
         for name in ("#table", "#preview", "#preview-rule"):
-            self.query_one(name).display = bool(self.so.runs)
-        table = self._table
+            self.query_one(name).display = bool(self.app.runs)
+        table = self.table
         table.clear(columns=True)
         colours = self.app.theme_variables
         cells = [cells_of(row, self._sketches.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
@@ -177,20 +177,19 @@ class RunsScreen(RunActions, FilteredPage):
         row = self._chosen_row()
         self.refresh_bindings()
         if row is None:
-            self.query_one("#facts", Static).update("no run with this text" if self.so.runs else "")
+            self.query_one("#facts", Static).update("no run with this text" if self.app.runs else "")
             return
         shown = self._marked or [row.run]
         title = f"{plural(len(self._marked), 'marked run')}, losses overlaid" if self._marked else row.run.name
         self.query_one("#preview-rule", Rule).update(Content.styled(title, "$faint"))
         drawn = [(run, self._sketches[run]) for run in shown if run in self._sketches][: len(ROLES)]
-        chart = self.query_one("#overlay", Chart)
         lines = [replace(sketch.line, role=ROLES[index]) for index, (_, sketch) in enumerate(drawn)]
         names = [shorten(run.name, 20) if self._marked else "mean" for run, _ in drawn]
         ends = [sketch.steps for _, sketch in drawn]
         axis = (
             Axis("step", min(low for low, _ in ends), max(max(high for _, high in ends), min(low for low, _ in ends) + 1)) if ends else None
         )
-        chart.show(lines, names, axis)
+        self.overlay.show(lines, names, axis)
         self.query_one("#facts", Static).update(facts(row, self.size.width))
 
     # Commands.
@@ -199,12 +198,12 @@ class RunsScreen(RunActions, FilteredPage):
     def _open(self) -> None:
         run = self.chosen_run
         if run is not None:
-            self.so.open_run(run)
+            self.app.open_run(run)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         row = self._chosen_row()
         if action == "resume":
-            return row is not None and row.state.state in RESUMABLE
+            return row is not None and row.state.state in run_actions.RESUMABLE
         if action in ("stop", "delete"):
             return row is not None and row.live == (action == "stop")
         return True
@@ -221,12 +220,12 @@ class RunsScreen(RunActions, FilteredPage):
 
     def action_differences(self) -> None:
         if len(self._marked) == 2:
-            rows = [row for run in self._marked for row in self.so.runs if row.run == run]
+            rows = [row for run in self._marked for row in self.app.runs if row.run == run]
             self._compare(rows[0], rows[1])
         elif self._marked:
             self.notify("Mark two runs to compare their settings")
-        else:
-            super().action_differences()
+        elif (run := self.chosen_run) is not None:
+            run_actions.show_settings(self.app, run)
 
     def _compare(self, left: RunRow, right: RunRow) -> None:
         from so_tui.ui.screens.dialogs import Notice
@@ -259,12 +258,40 @@ class RunsScreen(RunActions, FilteredPage):
             self.app.post_message(Failed(f"{run.name} was not deleted", tuple(str(error).splitlines())))
         except OSError as error:
             self.app.post_message(Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))
-        self.app.call_from_thread(self.so.list_runs)
+        self.app.call_from_thread(self.app.list_runs)
 
     def action_log_scale(self) -> None:
-        chart = self.query_one("#overlay", Chart)
-        chart.log_scale = not chart.log_scale
-        chart.redraw()
+        self.overlay.log_scale = not self.overlay.log_scale
+        self.overlay.redraw()
 
-    def filter_changed(self) -> None:
+    def action_stop(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_to_stop(self.app, run)
+
+    def action_resume(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_to_resume(self.app, run)
+
+    def action_copy(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.copy_path(self.app, run)
+
+    # The filter.
+
+    def action_find(self) -> None:
+        self.filter.open()
+
+    @on(Input.Changed, "#filter")
+    def _filter_typed(self) -> None:
         self._fill()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_submitted(self) -> None:
+        self.table.focus()
+
+    def action_leave_field(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            self.filter.close()
+            self.table.focus()

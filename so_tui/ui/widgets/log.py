@@ -95,7 +95,8 @@ class LogView(ScrollView, can_focus=True):
         else:
             self.virtual_size = size
         if self.following:
-            self.scroll_to(y=self.max_scroll_y, animate=False, immediate=True)
+            # Forced: before the scroll bar is shown, which comes with the next layout, Textual would not scroll.
+            self.scroll_to(y=self.max_scroll_y, animate=False, immediate=True, force=True)
         self.refresh()
 
     def _move_thumb(self, before: int, after: int) -> None:

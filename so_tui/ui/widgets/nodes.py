@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from so_tui.ui.loads import GpuView, NodeView
 from so_tui.ui.series import Axis
-from so_tui.ui.text import GIB, plural, shorten
+from so_tui.ui.text import memory, memory_of, plural, shorten
 from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows, repaint
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
@@ -38,7 +38,7 @@ class NodePicture:
         return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
 
 
-class NodePanel(Widget, can_focus=True):
+class NumaNodes(Widget, can_focus=True):
     """All nodes under each other, each with ``plot_height`` rows of history (0: none), a row of cores and a row of words."""
 
     ALLOW_MAXIMIZE = True
@@ -62,7 +62,7 @@ class NodePanel(Widget, can_focus=True):
     )
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
     DEFAULT_CSS = """
-    NodePanel {
+    NumaNodes {
         height: auto;
         .nodes--band { color: $raw-line; }
         .nodes--main { color: $accent; }
@@ -171,7 +171,7 @@ class NodePanel(Widget, can_focus=True):
         mean = sum(sample.cores) / len(sample.cores)
         name = f"node {picture.view.id}" + (f" · {picture.ranks}" if picture.ranks else "")
         colours = {"adam": "adam", "main": "main-core", "other": "other"}
-        memory = f"{sample.memory_used_bytes / GIB:.0f} of {sample.memory_total_bytes / GIB:.0f} GiB"
+        used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
         # File cache gives way, so a node full of it is not full.
         full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
         for long in (True, False):
@@ -196,10 +196,10 @@ class NodePanel(Widget, can_focus=True):
                     Segment(f"{group.name}{cores}", styles[colours[group.role]]),
                     Segment(f" {group.mean:.0f} %", styles["label"]),
                 ]
-            cache = f", cache {sample.file_cache_bytes / GIB:.0f} GiB" if long else ""
+            cache = f", cache {memory(sample.file_cache_bytes, 0)}" if long else ""
             segments += [
                 Segment("  memory " if long else "  ", styles["note"]),
-                Segment(memory, styles["full" if full else "value"]),
+                Segment(used, styles["full" if full else "value"]),
                 Segment(cache, styles["note"]),
             ]
             if sum(len(segment.text) for segment in segments) <= width:

@@ -13,7 +13,7 @@ from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, ve
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
-    from so_tui.plan.types import MemoryTerm, Place, Plan
+    from so_tui.plan.types import Location, MemoryTerm, Plan
     from so_tui.spec import RunSpec
 
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
@@ -45,9 +45,9 @@ def whole(plan: Plan, command: str, width: int) -> Content:
     """All there is to say: memory and step, why, the terms, the binding, and the command that would be started."""
     sections: list[tuple[str, list[Content]]] = [
         ("", [*memory_lines(plan, width), *step_lines(plan, width)]),
-        ("why", [*map(Content, plan.reasons), *(Content.assemble(("mind: ", "$warning"), text) for text in plan.warnings)]),
-        ("where the GPU memory goes", terms_table([term for term in plan.breakdown if term.place == "gpu"], width)),
-        ("where the host memory goes", terms_table([term for term in plan.breakdown if term.place == "node"], width)),
+        ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("mind: ", "$warning"), text) for text in plan.warning_texts)]),
+        ("where the GPU memory goes", terms_table([term for term in plan.breakdown if term.location == "gpu"], width)),
+        ("where the host memory goes", terms_table([term for term in plan.breakdown if term.location == "node"], width)),
         ("binding", binding_lines(plan)),
         ("the command   y copies it", [Content(command)]),
     ]
@@ -123,9 +123,9 @@ def _bar_line(name: str, used: int, total: int | None, width: int) -> Content:
     return label + fill(share, width, verdict_style(share)) + f"  {memory_of(used, total)}" + over
 
 
-def breakdown_line(plan: Plan, place: Place, width: int) -> Content:
+def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
     """``weights 7.4   states 44.1   ...``: the terms of one place, largest first, as many as fit."""
-    terms = sorted((term for term in plan.breakdown if term.place == place and term.bytes > 0), key=lambda term: -term.bytes)
+    terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes > 0), key=lambda term: -term.bytes)
     pieces: list[Content] = []
     used = 0
     for term in terms:
@@ -167,7 +167,7 @@ def step_lines(plan: Plan, width: int) -> list[Content]:
 def reason_lines(plan: Plan, width: int) -> list[Content]:
     """Why the verdict is what it is, and what to look out for, wrapped behind their labels."""
     lines: list[Content] = []
-    for name, style, texts in (("why", "$faint", plan.reasons), ("mind", "$warning", plan.warnings)):
+    for name, style, texts in (("why", "$faint", plan.reason_texts), ("mind", "$warning", plan.warning_texts)):
         for index, text in enumerate(texts):
             for row, part in enumerate(textwrap.wrap(text, max(20, width - LABEL))):
                 lines.append(Content.assemble((f"{name if index == row == 0 else '':<{LABEL}}", style), part))

@@ -30,13 +30,18 @@ class Words(Widget):
         self._drawn: tuple[object, ...] = ()
         self._styles_of: dict[Styles, Style] = {}
 
+    @property
+    def rows(self) -> int:
+        """Rows of the content."""
+        return self.content.plain.count("\n") + 1
+
     def update(self, content: Content) -> None:
         """Other words; only rows that came out different are painted."""
         if content == self.content:
             return
-        rows = self.content.plain.count("\n")
+        rows = self.rows
         self.content = content
-        if content.plain.count("\n") != rows:
+        if self.rows != rows:
             self.refresh(layout=True)
         elif self._drawn != self._look():
             self.refresh()
@@ -50,7 +55,7 @@ class Words(Widget):
         return self.outer_size, self.app.theme
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return self.content.plain.count("\n") + 1
+        return self.rows
 
     def notify_style_update(self) -> None:
         self._styles_of, self._drawn = {}, ()

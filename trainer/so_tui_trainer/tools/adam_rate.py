@@ -33,7 +33,7 @@ def main(request: dict[str, Any]) -> None:
     numel = request["parameters"]
     memory = mmap.mmap(-1, worker.layout((numel,), 2, True).bytes)
     kernel = worker.Kernel(request["library"], memory, (numel,), 2, True)
-    kernel.run(worker.Command(worker.Operation.BEGIN, 0))
+    kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
     answer = {

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, check_tree
+from superoffload.errors import OffloadError
 
 Answer = dict[str, Any]
 
@@ -34,10 +35,10 @@ def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
         for answer in work(json.load(sys.stdin)):
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
-    except SoTuiError as error:
+    except (SoTuiError, OffloadError) as error:
         stream.write(json.dumps({"problems": problems_json(error), "done": True}) + "\n")
         print(error, file=sys.stderr)
-        code = error.exit_code
+        code = error.exit_code if isinstance(error, SoTuiError) else 1
     stream.close()
     return code
 
@@ -51,8 +52,9 @@ def requested_spec(request: Answer) -> RunSpec:
     return check_tree(request["spec"])
 
 
-def problems_json(error: SoTuiError) -> list[Answer]:
+def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
     """Return the problems of an error as plain values; one problem without a field if the error has none."""
-    found = error.problems if isinstance(error, InputError) else (Problem(code="error", field="", value="", message=str(error), remedy=""),)
+    code = error.code if isinstance(error, OffloadError) and error.code else "error"
+    found = error.problems if isinstance(error, InputError) else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
     problems: list[Answer] = msgspec.to_builtins(found)
     return problems

@@ -1,0 +1,168 @@
+"""Changes of a spec that need less memory or split its steps differently: what the search tries and what advice proposes. Pure.
+
+Generators yield the smallest change first. Each alternative is relative to the spec that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.model.activations import Policy
+from so_tui.model.profile import profile_of
+from so_tui.plan.facts import Change, MemoryAdvice, MemorySaving
+from so_tui.plan.memory import memory_terms
+from so_tui.plan.messages import message
+from so_tui.plan.placement import Placement
+from so_tui.spec.errors import InputError
+from so_tui.spec.types import RunSpec
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+SHORTEST = 512
+"""Fewest tokens of a sequence that are proposed."""
+RATIO_STEP = 0.2
+_MOST_SAVINGS = 3
+_LEAST_BYTES = 2**20
+"""Savings below this are not proposed."""
+
+
+class Alternative(Struct, frozen=True):
+    """A spec that differs from another in a few keys."""
+
+    changes: tuple[Change, ...]
+    spec: RunSpec
+
+
+def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Alternative]:
+    """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec whose mode is decided."""
+    if pool == "gpu":
+        yield from islice(smaller_batches(spec), 1)
+        yield from more_recomputation(spec)
+        yield from more_offload(spec)
+        yield from islice(shorter_sequences(spec), 1)
+    else:
+        yield from less_offload(spec)
+        yield from no_accumulation(spec)
+
+
+def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[Alternative]:
+    """Yield halved micro-batches with twice the accumulation; with ``exact`` only as long as the tokens of a step stay the same."""
+    train = spec.train
+    size, accumulation = train.micro_batch, train.gradient_accumulation
+    while size > 1 and not (exact and size % 2):
+        size //= 2
+        if train.tokens_per_step:  # accumulation follows from the target
+            yield _changed(spec, "train", micro_batch=size)
+        else:
+            accumulation *= 2
+            yield _changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
+
+
+def batch_splits(spec: RunSpec) -> tuple[int, ...]:
+    """Return the micro-batches, ascending, that split the same step (nearly, where it is a target) into whole micro-batches."""
+    train = spec.train
+    sequences = train.micro_batch * spec.gradient_accumulation_steps
+    if train.tokens_per_step:
+        most = train.tokens_per_step / (spec.data.sequence_length * spec.ranks)
+        return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))
+    return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0)}))
+
+
+def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
+    """Return the spec with another micro-batch and the same sequences in a step."""
+    train = spec.train
+    if micro_batch == train.micro_batch:
+        return spec
+    accumulation = train.gradient_accumulation if train.tokens_per_step else train.micro_batch * train.gradient_accumulation // micro_batch
+    return replace(spec, train=replace(train, micro_batch=micro_batch, gradient_accumulation=accumulation))
+
+
+def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
+    """Return the spec with another activation checkpointing."""
+    if spec.model.activation_checkpointing == policy:
+        return spec
+    return replace(spec, model=replace(spec.model, activation_checkpointing=policy))
+
+
+def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield the recomputation that needs the least memory, where the spec has another."""
+    if spec.model.activation_checkpointing != "full":
+        yield _changed(spec, "model", activation_checkpointing="full")
+
+
+def more_offload(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield a larger offload ratio, or offloading where there is none."""
+    offload = spec.offload
+    if offload.mode == "gpu":
+        yield _changed(spec, "offload", mode="superoffload", ratio=offload.ratio)
+    elif offload.ratio < 1:
+        yield _changed(spec, "offload", ratio=min(1.0, round(offload.ratio + RATIO_STEP, 2)))
+
+
+def less_offload(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield a smaller offload ratio."""
+    offload = spec.offload
+    if offload.mode != "gpu" and offload.ratio > 0:
+        yield _changed(spec, "offload", ratio=max(0.0, round(offload.ratio - RATIO_STEP, 2)))
+
+
+def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield halved sequence lengths."""
+    length = spec.data.sequence_length // 2
+    while length >= SHORTEST:
+        yield _changed(spec, "data", sequence_length=length)
+        length //= 2
+
+
+def no_accumulation(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield steps of one micro-batch: the sum of gradients over several lies on the host."""
+    if spec.offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
+        yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
+
+
+def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
+    """Yield the spec on each larger number of GPUs among ``counts``."""
+    for count in counts:
+        if count > spec.ranks:
+            yield Alternative((Change("gpus", spec.ranks, count),), replace(spec, gpus=count))
+
+
+def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"]) -> MemoryAdvice:
+    """Return what would need less memory, for a run that ran out of it and whose mode is decided."""
+    try:
+        now = _bytes(spec, pool)
+        found = [
+            MemorySaving(changes=alternative.changes, saves_bytes=now - _bytes(alternative.spec, pool))
+            for alternative in alternatives(spec, pool)
+        ]
+    except InputError:  # without a parameter table nothing can be said about a model's memory
+        found = []
+    return MemoryAdvice(pool=pool, savings=tuple(saving for saving in found if saving.saves_bytes >= _LEAST_BYTES)[:_MOST_SAVINGS])
+
+
+def less_gpu_memory(spec: RunSpec) -> str:
+    """Return ``memory_advice`` in words for a run that ran out of GPU memory."""
+    return message(memory_advice(spec, "gpu"))
+
+
+def less_host_memory(spec: RunSpec) -> str:
+    """Return ``memory_advice`` in words for a run that ran out of host memory."""
+    return message(memory_advice(spec, "node"))
+
+
+def _bytes(spec: RunSpec, pool: Literal["gpu", "node"]) -> int:
+    profile = profile_of(spec.model)
+    layout = profile.layout(spec.ranks, spec.offload)
+    terms = memory_terms(Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks))
+    return sum(term.bytes for term in terms if term.location == pool and term.rank is None)
+
+
+def _changed(spec: RunSpec, section: str, **values: str | int | float) -> Alternative:
+    """Return the spec with these values in one of its sections."""
+    before = getattr(spec, section)
+    changes = tuple(Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items())
+    return Alternative(changes, replace(spec, **{section: replace(before, **values)}))

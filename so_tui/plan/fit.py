@@ -1,0 +1,304 @@
+"""Whether one spec, with its mode decided, fits on a machine, and how fast it is there. And the smallest offload ratio that fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.machine.types import Machine
+from so_tui.model.layout import StateLayout
+from so_tui.model.profile import ModelProfile, profile_of
+from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
+from so_tui.plan.constants import digest
+from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
+from so_tui.plan.memory import memory_terms
+from so_tui.plan.placement import Placement
+from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
+from so_tui.plan.terms import MemoryTerm
+from so_tui.plan.timing import StepModel
+from so_tui.plan.types import StepTime, Verdict
+from so_tui.plan.workload import Workload
+from so_tui.spec.types import RunSpec
+from so_tui.units import memory_size
+
+GPU_MARGIN = 0.08
+"""Share of a GPU's memory that stays free in a plan that ``fits``."""
+HOST_MARGIN = 0.06
+"""The same for host memory, beyond what the operating system needs."""
+TIGHT_MARGIN = 0.015
+"""Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
+_ANY_DATA = Workload()
+RATIOS = tuple(step / 20 for step in range(21))
+"""The offload ratios that are tried, ascending."""
+
+
+class Demand(Struct, frozen=True):
+    """Peak bytes: on the fullest GPU, per CPU node, in /dev/shm."""
+
+    gpu_bytes: int
+    node_bytes: dict[int, int]
+    shm_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model on resources: what all settings that are tried for a run have in common."""
+
+    profile: ModelProfile
+    resources: Resources
+    ranks: int
+    """All ranks; more than ``resources.ranks`` where other hosts like this one take part."""
+    probes: tuple[Probe, ...] = ()
+    """Probes of this model on this machine, which correct predictions."""
+    workload: Workload = _ANY_DATA
+    """What is known of the data."""
+
+    def on(self, gpus: Gpus, cpu_adam_cores_fraction: float) -> Target:
+        """Return the same model and data on other GPUs or cores of the machine."""
+        resources = other_resources(self.resources, gpus, cpu_adam_cores_fraction)
+        return replace(self, resources=resources, ranks=resources.ranks)
+
+
+def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Target:
+    """Return what a spec is planned for.
+
+    Args:
+        spec: Names model, GPUs and cores.
+        machine: Where it is to run.
+        workload: Of the data; else a probe's of this model, else full sequences.
+        probed: Whether probes of this model on this machine correct predictions.
+
+    Raises:
+        InputError: As ``profile_of``.
+    """
+    profile = profile_of(spec.model)
+    resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    known = resources.calibration.probes if resources.calibration and probed else ()
+    # A probe measured the error of the constants that it was predicted with, and of no others.
+    probes = tuple(probe for probe in known if probe.constants == digest() and probe.model == profile.key) if known else ()
+    found = workload or (probes[-1].workload if probes else Workload())
+    return Target(profile=profile, resources=resources, ranks=resources.ranks, probes=probes, workload=found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assessment:
+    """One spec on a target."""
+
+    spec: RunSpec
+    """With the mode decided."""
+    target: Target
+    placement: Placement
+    terms: tuple[MemoryTerm, ...]
+    demand: Demand
+    verdict: Verdict
+    """By memory alone."""
+    shortages: tuple[Shortage, ...]
+
+    @property
+    def layout(self) -> StateLayout:
+        return self.placement.layout
+
+    @cached_property
+    def step(self) -> StepTime | None:
+        """None where the speed is not known. Computed on demand: most settings that are tried are judged by memory alone."""
+        return _step(self.placement, self.target)
+
+
+def assess(spec: RunSpec, target: Target) -> Assessment:
+    """Judge a spec whose mode is decided."""
+    placement = _placement(spec, target)
+    terms = _terms(placement, target)
+    demand = demand_of(terms, target.resources.nodes)
+    verdict, shortages = judge(demand, target.resources.supply)
+    if target.resources.gpu_memory_unknown and verdict == "fits":
+        verdict = "tight"
+    return Assessment(spec=spec, target=target, placement=placement, terms=terms, demand=demand, verdict=verdict, shortages=shortages)
+
+
+def step_with(found: Assessment, spec: RunSpec, target: Target) -> StepTime | None:
+    """Return the step of ``spec``, which differs from the assessed one only in what takes no memory."""
+    return _step(replace(found.placement, spec=spec), target)
+
+
+def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
+    """Return the spec with its mode decided, and its ratio where one is given."""
+    offload = msgspec.structs.replace(spec.offload, mode=mode, ratio=spec.offload.ratio if ratio is None else ratio)
+    return msgspec.structs.replace(spec, offload=offload)
+
+
+def mode_without_gpu(spec: RunSpec) -> Mode:
+    """Return the offload mode for a machine without GPUs: DeepSpeed's own SuperOffload needs one, its ZeRO-Offload does not."""
+    return "zerooffload" if spec.offload.engine == "deepspeed" else "superoffload"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One batch and one recomputation, with the states in different locations. Each is assessed once, on demand."""
+
+    spec: RunSpec
+    target: Target
+
+    @cached_property
+    def on_gpu(self) -> Assessment | None:
+        """Without offload; None where the bare states are larger than the GPUs."""
+        return assess(in_mode(self.spec, "gpu"), self.target) if states_fit(self.spec, self.target) else None
+
+    @cached_property
+    def offloaded(self) -> Assessment:
+        """SuperOffload at the smallest ratio that leaves the margin of each GPU free; at ratio 1 when none does."""
+        return _at_smallest_ratio(self._whole, GPU_MARGIN)
+
+    @cached_property
+    def best(self) -> Assessment:
+        """The fastest location: the more stays on the GPU, the faster.
+
+        Without offload where that fits with a margin, else SuperOffload at the smallest ratio that does; else what at least may fit; else
+        what is least short. Where the GPU's memory is not known, what takes the least of it.
+        """
+        if not self.target.resources.has_gpu:
+            return assess(in_mode(self.spec, mode_without_gpu(self.spec)), self.target)
+        if self.target.resources.gpu_memory_unknown:
+            return self._whole
+        if self.on_gpu is not None and self.on_gpu.verdict == "fits":
+            return self.on_gpu
+        if self.offloaded.verdict == "fits":
+            return self.offloaded
+        if self.on_gpu is not None and self.on_gpu.verdict == "tight":
+            return self.on_gpu
+        return _at_smallest_ratio(self._whole, TIGHT_MARGIN)
+
+    @cached_property
+    def _whole(self) -> Assessment:
+        return assess(in_mode(self.spec, "superoffload", 1.0), self.target)
+
+
+def best(spec: RunSpec, target: Target) -> Assessment:
+    """Return the fastest location for the states of ``spec``, batch and recomputation as given."""
+    return Candidates(spec, target).best
+
+
+def states_fit(spec: RunSpec, target: Target) -> bool:
+    """Return whether the bare states fit on the GPUs: a quick no for large models."""
+    capacity = target.resources.supply.gpu_bytes
+    return capacity is None or 16 * spec.model.parameter_count <= capacity * target.ranks
+
+
+def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
+    """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of each GPU free, else as it is."""
+    target, offload = whole.target, whole.spec.offload
+    capacity = target.resources.supply.gpu_bytes
+    if capacity is None:
+        return whole
+    room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
+
+    def leaves_margin(ratio: float) -> bool:
+        # The ratio changes nothing on the GPU but the states that stay there.
+        return 16 * target.profile.gpu_numel(target.ranks, offload, ratio) <= room
+
+    ratio = RATIOS[min(bisect_left(RATIOS, True, key=leaves_margin), len(RATIOS) - 1)]
+    return whole if ratio == 1.0 else assess(in_mode(whole.spec, "superoffload", ratio), target)
+
+
+def _placement(spec: RunSpec, target: Target) -> Placement:
+    return Placement(
+        spec=spec,
+        profile=target.profile,
+        layout=target.profile.layout(target.ranks, spec.offload),
+        has_gpu=target.resources.has_gpu or spec.offload.mode == "gpu",
+        local_ranks=target.resources.ranks,
+        rounds_pinned=target.resources.pinned_rounded,
+    )
+
+
+def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
+    found = memory_terms(placement)
+    mode = cast(Mode, placement.spec.offload.mode)
+    return corrected_terms(found, mode, placement.layout.ranks, target.probes) if target.probes else found
+
+
+def _step(placement: Placement, target: Target) -> StepTime | None:
+    resources = target.resources
+    if resources.speed is None or resources.problem:
+        return None
+    mode = cast(Mode, placement.spec.offload.mode)
+    cores = resources.adam_cores if mode == "superoffload" else resources.cores
+    model = StepModel(
+        placement=placement,
+        speed=resources.speed,
+        adam_cores=cores,
+        ranks_per_node=resources.ranks_per_node,
+        workload=target.workload,
+    )
+    step = model.step_time()
+    return corrected_step(step, mode, placement.layout.ranks, target.probes) if target.probes else step
+
+
+def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
+    """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host allocate."""
+    on_nodes = [term for term in terms if term.location == "node"]
+    common = sum(term.bytes for term in on_nodes if term.rank is None)
+    node_bytes: dict[int, int] = {}
+    for rank, node in enumerate(rank_nodes):
+        own = sum(term.bytes for term in on_nodes if term.rank == rank)
+        node_bytes[node] = node_bytes.get(node, 0) + common + own
+    return Demand(
+        gpu_bytes=sum(term.bytes for term in terms if term.location == "gpu"),
+        node_bytes=node_bytes,
+        shm_bytes=sum(term.bytes for term in terms if term.location == "shm"),
+    )
+
+
+def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
+    """Return whether it fits, and where it does not, worst first."""
+    # Nodes are grouped only where there is something to say of them.
+    any_short = any(needs > (1 - HOST_MARGIN) * supply.node_bytes.get(node, 0) for node, needs in demand.node_bytes.items())
+    hosts = node_needs(demand, supply) if any_short else ()
+    found = [
+        _short("gpu", (), demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
+        *(_short("node", host.nodes, host.needs, host.has, HOST_MARGIN) for host in hosts),
+        _short("limit", (), sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
+        _short("shm", (), demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
+    ]
+    shortages = sorted((short for short in found if short), key=lambda short: short.needs / max(1, short.has), reverse=True)
+    if any(short.fatal for short in shortages):
+        return "does not fit", tuple(short for short in shortages if short.fatal)
+    return ("tight" if shortages else "fits"), tuple(shortages)
+
+
+def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
+    """Return what CPU nodes need and have; nodes whose figures are written the same share one entry."""
+    groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    for node, needs in sorted(demand.node_bytes.items()):
+        has = supply.node_bytes.get(node, 0)
+        groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
+    return tuple(_node_need(group) for group in groups.values())
+
+
+def _node_need(group: Sequence[tuple[int, int, int]]) -> NodeNeed:
+    _, needs, has = max(group, key=lambda found: found[1] / max(1, found[2]))
+    return NodeNeed(tuple(node for node, _, _ in group), needs, has)
+
+
+def _short(pool: MemoryPool, nodes: tuple[int, ...], needs: int, has: int | None, margin: float) -> Shortage | None:
+    if has is None or needs <= (1 - margin) * has:
+        return None
+    return Shortage(pool=pool, nodes=nodes, needs=needs, has=has, fatal=needs > (1 - TIGHT_MARGIN) * has)
+
+
+def blockers(spec: RunSpec, resources: Resources) -> Iterator[Blocker]:
+    """Yield why ``spec`` can never run on these resources, whatever the memory."""
+    machine, offload = resources.machine, spec.offload
+    if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd"), None):
+        yield AmdGpu(gpu=amd.index, name=amd.name)
+    if not machine.gpus and offload.mode == "gpu":
+        yield ModeNeedsGpu(machine=machine.label)
+    if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":
+        yield EngineNeedsGpu()
+    if resources.problem:
+        yield resources.problem

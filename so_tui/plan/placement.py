@@ -1,0 +1,66 @@
+"""A spec's states placed on ranks: what its memory and its time follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from so_tui.model.layout import StateLayout
+from so_tui.model.profile import ModelProfile
+from so_tui.model.sharding import OWN_LARGEST_BUCKET
+from so_tui.plan.terms import Location
+from so_tui.spec.types import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A spec whose mode is decided, on some ranks."""
+
+    spec: RunSpec
+    profile: ModelProfile
+    layout: StateLayout
+    has_gpu: bool = True
+    """Without a GPU, what would be its memory is the host's."""
+    local_ranks: int = 1
+    """Ranks that share this host; ``layout.ranks`` may be more."""
+    rounds_pinned: bool = False
+    """Whether torch rounds pinned blocks up to powers of two (before 2.13)."""
+
+    @property
+    def gpu(self) -> Location:
+        """Where GPU memory is counted."""
+        return "gpu" if self.has_gpu else "node"
+
+    @property
+    def pinned_rounded(self) -> bool:
+        """Whether pinned blocks cost more than their size. Without CUDA there are none."""
+        return self.rounds_pinned and self.has_gpu
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.spec.train.micro_batch * self.spec.data.sequence_length
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over several micro-batches."""
+        return 4 if self.spec.gradient_accumulation_steps > 1 else 2
+
+    @property
+    def reduce_bucket(self) -> int:
+        """Parameters whose gradients are reduced together.
+
+        The project's own engine uses small buckets: a gradient leaves for the host when its bucket is full, so copies and Adam start early.
+        """
+        size = self.spec.offload.sub_group_size
+        return min(size, OWN_LARGEST_BUCKET) if own_engine(self.spec) else size
+
+
+def own_engine(spec: RunSpec) -> bool:
+    """Return whether the project's own SuperOffload runs, rather than one of DeepSpeed's CPU optimizers."""
+    return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
+
+
+def power_of_two(size: int) -> int:
+    """Return the next power of two; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0

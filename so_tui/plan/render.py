@@ -1,0 +1,245 @@
+"""Plans as rich renderables: the models x GPU counts table, and the arithmetic behind one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from so_tui.machine.types import Machine
+from so_tui.plan.binding import cpu_ranges
+from so_tui.plan.constants import SpeedSource
+from so_tui.plan.facts import MemoryPool
+from so_tui.plan.messages import deepspeed_text, message, rates_text, speed_source_text, workload_text
+from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
+from so_tui.plan.workload import Workload
+from so_tui.units import memory_size
+
+_SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
+_MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
+_POOLS: dict[MemoryPool, str] = {"gpu": "GPU", "node": "host", "limit": "limit", "shm": "shm", "unknown": "host"}
+_BAR_WIDTH = 28
+_NONE = "—"
+_NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
+"""Columns of a model's name, of its name and facts, of a cell, and of a cell that says where memory is short."""
+
+
+def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
+    """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
+    parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows)]
+    if not any(plan.recommended for row in rows for plan in row.cells.values()):
+        parts.append(Text("No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
+    return Group(*parts)
+
+
+class _Grid:
+    """The table at the width of the terminal. Model names and verdicts are never cut; other columns are left out."""
+
+    def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
+        self._rows, self._machine = rows, machine
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _grid(self._rows, self._machine, options.max_width)
+
+
+def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
+    unit = "GPU" if machine.gpus else "rank"
+    counts = sorted({count for row in rows for count in row.cells})
+    narrow, compact = width < _WITH_FACTS + _WIDE_CELL * len(counts), width < _NAME + _CELL * len(counts)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("model", no_wrap=True)
+    if not narrow:
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("tokens", justify="right", no_wrap=True)
+    for count in counts:
+        table.add_column(f"{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
+    for row in rows:
+        facts = [] if narrow else [_parameters(row), str(row.sequence_length)]
+        cells = [cell(row.cells[count], narrow=narrow, compact=compact) if count in row.cells else Text("") for count in counts]
+        table.add_row(row.preset, *facts, *cells)
+    return table
+
+
+def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
+    """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
+    sign, style = _SIGNS[plan.verdict]
+    star = "★" if plan.recommended else " "
+    text = Text.assemble((sign, style), star) if compact else Text.assemble(star, " ", (f"{sign} ", style))
+    if not plan.fits:
+        return text.append(_shortfall(plan, narrow), "dim")
+    text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
+    rate = plan.useful_tokens_per_s_total
+    if rate is None:
+        return text
+    return text.append(f" {_rate(rate).removesuffix('/s'):>5}" if compact else f" {_rate(rate):>7}")
+
+
+def render_plan(plan: Plan, machine: Machine) -> RenderableType:
+    """Render the verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
+    parts: list[RenderableType] = [_headline(plan), Text()]
+    for reason in plan.reasons:
+        sign, style = ("→", "green") if reason in plan.remedies else ("·", "cyan")
+        parts.append(_bullet(sign, style, message(reason)))
+    parts += [_bullet("!", "yellow", warning) for warning in plan.warning_texts]
+    for location, title, capacity in _locations(plan, machine):
+        terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes), key=lambda term: -term.bytes)
+        if terms:
+            parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity), _terms(terms)]
+    parts += [Text(), Text("= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured", style="dim")]
+    parts += [Text(), _step(plan)]
+    if plan.binding:
+        parts += [Text(), _binding(plan)]
+    return Group(*parts)
+
+
+def render_comparison(settings: str, rows: Sequence[tuple[str, float, float, float | None]]) -> RenderableType:
+    """Render what a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, title=f"probe: {settings}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right")
+    for name, predicted, measured, error in rows:
+        table.add_row(name, f"{predicted:.3g}" if predicted else _NONE, f"{measured:.3g}", _NONE if error is None else f"{error:+.1%}")
+    return table
+
+
+def _headline(plan: Plan) -> Text:
+    sign, style = _SIGNS[plan.verdict]
+    how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
+    ranks = f"{plan.gpus} {'GPU' if plan.gpu_capacity_bytes else 'rank'}" + ("s" if plan.gpus > 1 else "")
+    text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
+    return text.append("   recommended", "bold") if plan.recommended else text
+
+
+def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int | None], ...]:
+    # Several ranks may share a node: only where each has its own is a rank's memory compared with the node's.
+    own_nodes = len(plan.host_bytes_per_node) == plan.gpus
+    node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
+    return (
+        ("gpu", "each GPU", plan.gpu_capacity_bytes),
+        ("node", "host, each rank", node),
+        ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
+        ("disk", "disk, one checkpoint", None),
+    )
+
+
+def _heading(title: str, total: int, capacity: int | None) -> Text:
+    text = Text.assemble((f"{title:<22}", "bold"))
+    if capacity:
+        filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
+        text.append("▇" * filled, "red" if total > capacity else "cyan").append("░" * (_BAR_WIDTH - filled), "dim").append("  ")
+        return text.append(f"{memory_size(total)} of {memory_size(capacity)}")
+    return text.append(memory_size(total))
+
+
+def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(style="dim", ratio=2)
+    for term in terms:
+        name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
+        table.add_row(memory_size(term.bytes), _MARKS[term.confidence], name, str(term.formula))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _step(plan: Plan) -> RenderableType:
+    text = Text.assemble(("step".ljust(22), "bold"))
+    if plan.step is None or plan.step_s is None:
+        return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "this machine's speed is not known"))
+    step = plan.step
+    parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
+    said = Text(f"{plan.step_s:.2f} s:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
+    said.append(f"\n{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
+    said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU" if plan.model_tflops_per_gpu else "")
+    said.append(f"\n≈ {speed_source_text(plan.speed_source)}" if plan.speed_source else "", "dim")
+    table = Table.grid()
+    table.add_column(width=22)
+    table.add_row(text, said)
+    return table
+
+
+def _binding(plan: Plan) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("rank", "GPU", "node", "training cores", "CPU-Adam cores", "memory", "DeepSpeed by itself"):
+        table.add_column(heading)
+    for rank in plan.binding:
+        policy = rank.memory_policy
+        table.add_row(
+            str(rank.rank),
+            _NONE if rank.gpu is None else str(rank.gpu),
+            _NONE if rank.numa_node is None else str(rank.numa_node),
+            cpu_ranges(rank.main_cpus),
+            cpu_ranges(rank.adam_cpus) or _NONE,
+            f"{policy.mode} {', '.join(map(str, policy.nodes))}".strip(),
+            deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
+        )
+    return table
+
+
+def _machine_line(machine: Machine) -> Text:
+    nodes = machine.cpu_nodes
+    gpus = f"{len(machine.gpus)}x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    each = f", {memory_size(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
+    plural = "s" if len(nodes) > 1 else ""
+    host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {memory_size(machine.host_memory_bytes)}{each}"
+    return Text.assemble((machine.label, "bold"), f"   {gpus} · {host}")
+
+
+def _legend(rows: Sequence[PlanRow]) -> Text:
+    text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
+    text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
+    text.append("\n243 > 106: GiB needed > GiB there (GPU, host node, memory limit or /dev/shm)")
+    return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
+
+
+def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
+    """Yield each source of rates once: the data of most models, other models' data by name, and the models that a probe corrects."""
+    users: dict[str, dict[Workload | None, list[str]]] = {}
+    probed: dict[str, list[str]] = {}
+    for row in rows:
+        for source in dict.fromkeys(plan.speed_source for plan in row.cells.values() if isinstance(plan.speed_source, SpeedSource)):
+            rates = rates_text(source)
+            groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]
+            groups += [probed.setdefault(rates, [])] if source.probed else []
+            for presets in groups:
+                presets += [row.preset] if row.preset not in presets else []
+    for rates, of_data in sorted(users.items()):
+        usual = max(of_data, key=lambda data: len(of_data[data]))
+        others = [f"{', '.join(presets)} {workload_text(data)}" for data, presets in of_data.items() if data != usual]
+        corrected = [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
+        yield "; ".join([rates, workload_text(usual), *others, *corrected])
+
+
+def _parameters(row: PlanRow) -> str:
+    total = f"{row.parameters / 1e9:.1f} B" if row.parameters >= 1e8 else f"{row.parameters / 1e6:.1f} M"
+    return f"{total}, {row.active_parameters / 1e9:.1f} active" if row.active_parameters < row.parameters else total
+
+
+def _shortfall(plan: Plan, narrow: bool) -> str:
+    """Return the worst shortage in few words."""
+    if not plan.possible:
+        return "not here" if narrow else "cannot run here"
+    if (short := plan.shortage) is None:
+        return ""
+    needs, has = round(short.needs / 2**30), round(short.has / 2**30)
+    figures = f"{needs} {'>' if needs > has else 'of'} {has}"
+    return figures if narrow else f"{_POOLS[short.pool]} {figures}"
+
+
+def _rate(tokens_per_s: float) -> str:
+    if tokens_per_s >= 99_950:
+        return f"{tokens_per_s / 1000:.0f}k/s"
+    return f"{tokens_per_s / 1000:.1f}k/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}/s"
+
+
+def _bullet(sign: str, style: str, text: str) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(sign, style=style), Text(text))
+    return table

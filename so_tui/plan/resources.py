@@ -1,0 +1,184 @@
+"""The part of a machine that a run would use: GPUs, CPU nodes, memory, cores, speed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.machine.numa import distance
+from so_tui.machine.types import Gpu, Machine, NumaNode
+from so_tui.plan.binding import bind_ranks, whole_gpus
+from so_tui.plan.calibration import Calibration, calibration_of, speed_of
+from so_tui.plan.constants import Speed
+from so_tui.plan.facts import Blocker, NoSuchGpu, NotBindable, TooFewGpus
+from so_tui.plan.types import RankBinding
+from so_tui.spec.errors import InputError
+
+Gpus = int | tuple[int, ...]
+
+UNROUNDED_PINNING = (2, 13)
+"""The first torch that can be configured not to round pinned memory, which the launcher does."""
+
+_RESERVE_SHARE = 0.03
+_RESERVE_BYTES = 1_000_000_000
+
+
+class Supply(Struct, frozen=True):
+    """Memory that a run may use, in bytes."""
+
+    gpu_bytes: int | None
+    """Of each GPU; None where there is none, or its size is not known."""
+    node_bytes: dict[int, int]
+    """Of each CPU node that the process may allocate on."""
+    shm_bytes: int | None
+    limit_bytes: int | None
+    """For all ranks together, where a cgroup sets a limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    machine: Machine
+    gpus: Gpus
+    ranks: int
+    has_gpu: bool
+    """Whether the machine has GPUs at all; without them ranks run on the CPU."""
+    gpu_name: str
+    supply: Supply
+    nodes: tuple[int, ...]
+    """The CPU node on which each rank allocates memory; empty when there is a problem."""
+    cores: int
+    """Cores of the smallest rank."""
+    adam_cores: int
+    """Of these, those that run CPU Adam beside the training process."""
+    speed: Speed | None
+    calibration: Calibration | None
+    """What was measured of the machine."""
+    pinned_rounded: bool
+    """Whether torch rounds pinned memory up to powers of two; assumed where its version is not known."""
+    bound: tuple[RankBinding, ...]
+    """Bindings of the ranks, with cores for an Adam worker."""
+    problem: Blocker | None
+    """Why the ranks cannot run on this machine."""
+
+    @property
+    def gpu_memory_unknown(self) -> bool:
+        """Whether no plan can be said to fit."""
+        return self.has_gpu and self.supply.gpu_bytes is None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share the fullest node."""
+        return max((self.nodes.count(node) for node in set(self.nodes)), default=1)
+
+    def bindings(self, mode: str) -> tuple[RankBinding, ...]:
+        """Return the bindings of the ranks in an offload mode; empty when there is a problem."""
+        if mode == "superoffload":
+            return self.bound
+        return tuple(replace(rank, main_cpus=rank.cpus, adam_cpus=()) for rank in self.bound)
+
+
+def rank_counts(machine: Machine) -> tuple[int, ...]:
+    """Return the GPU counts worth planning for: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
+    most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, len(machine.allowed_cpus)))
+    doubled = tuple(2**power for power in range(most.bit_length()))
+    return doubled if doubled[-1] == most else (*doubled, most)
+
+
+def resources_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Resources:
+    """Return what a run on these GPUs may use (a count or indices; ranks where the machine has none).
+
+    Rates are those calibrated on the machine or one of its kind, else published ones. ``problem`` says why ranks cannot run.
+    """
+    return _resources(machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None)
+
+
+def other_resources(known: Resources, gpus: Gpus, cpu_adam_cores_fraction: float) -> Resources:
+    """Return ``resources_of`` the same machine for other GPUs or cores."""
+    return _resources(known.machine, gpus, cpu_adam_cores_fraction, known.calibration)
+
+
+@lru_cache(maxsize=256)
+def _resources(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, calibration: Calibration | None) -> Resources:
+    # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a plan's time.
+    problem, bound = _bound(machine, gpus, cpu_adam_cores_fraction)
+    chosen = whole_gpus(machine)[:gpus] if isinstance(gpus, int) else tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
+    name = chosen[0].name if chosen else ""
+    fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
+    return Resources(
+        machine=machine,
+        gpus=gpus,
+        ranks=gpus if isinstance(gpus, int) else len(gpus),
+        has_gpu=bool(machine.gpus),
+        gpu_name=name,
+        supply=supply_of(machine, chosen),
+        nodes=tuple(memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback) for rank in bound),
+        cores=min((len(rank.cpus) for rank in bound), default=1) or 1,
+        adam_cores=min((len(rank.adam_cpus) for rank in bound), default=1) or 1,
+        speed=speed_of(machine, name, calibration),
+        calibration=calibration,
+        pinned_rounded=bool(machine.gpus) and _version(machine.software.torch) < UNROUNDED_PINNING,
+        bound=bound,
+        problem=problem,
+    )
+
+
+def _bound(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> tuple[Blocker | None, tuple[RankBinding, ...]]:
+    if (absent := _absent_gpu(machine, gpus)) is not None:
+        return absent, ()
+    try:
+        return None, bind_ranks(machine, gpus, mode="superoffload", cpu_adam_cores_fraction=cpu_adam_cores_fraction)
+    except InputError as error:
+        return NotBindable(problems=error.problems), ()
+
+
+def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
+    if not machine.gpus:
+        return None
+    present = tuple(gpu.index for gpu in machine.gpus)
+    if isinstance(gpus, int):
+        return None if gpus <= len(present) else TooFewGpus(machine=machine.label, asked=gpus, present=len(present))
+    missing = next((index for index in gpus if index not in present), None)
+    return None if missing is None else NoSuchGpu(machine=machine.label, asked=gpus, missing=missing, present=present)
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)", text or "")
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
+    """Return the memory of these GPUs and of the CPU nodes, less what the operating system needs: totals, not what is free now."""
+    sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes is not None]
+    return Supply(
+        gpu_bytes=min(sizes, default=None),
+        node_bytes={node.id: usable_bytes(node.memory_total_bytes) for node in memory_nodes(machine)},
+        shm_bytes=machine.shm_total_bytes,
+        limit_bytes=machine.memory_limit_bytes,
+    )
+
+
+def memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
+    """Return the CPU nodes on which a run may allocate. The cpuset of a job on a part of a node may leave some out."""
+    allowed = machine.allowed_memory_nodes
+    mine = tuple(node for node in machine.cpu_nodes if allowed is None or node.id in allowed)
+    return mine or machine.cpu_nodes
+
+
+def memory_node(machine: Machine, node_id: int) -> int:
+    """Return where the kernel allocates for a rank on this node's cores: there, else on the nearest node that is allowed."""
+    nodes = memory_nodes(machine)
+    if not nodes or any(node.id == node_id for node in nodes):
+        return node_id
+    home = machine.node(node_id)
+    far = max(home.distances, default=0) + 1
+    return min(nodes, key=lambda node: (distance(machine.numa_nodes, home, node.id) or far, node.id)).id
+
+
+def usable_bytes(total: int) -> int:
+    """Return how much of a node's memory a run may use: the operating system and its page tables need the rest."""
+    return max(0, total - max(_RESERVE_BYTES, int(_RESERVE_SHARE * total)))

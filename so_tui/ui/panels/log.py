@@ -1,0 +1,71 @@
+"""The dashboard's log: its heading, which names the search, and the lines themselves."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import getters, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+
+from so_tui.ui.follow import Snapshot
+from so_tui.ui.text import plural
+from so_tui.ui.widgets.log import LogView
+from so_tui.ui.widgets.rule import Rule
+
+
+class LogPanel(Vertical):
+    """Follows the end of the log until the reader scrolls up, and goes through the lines that contain a text."""
+
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        Binding("slash", "find", "Search", key_display="/", id="find", tooltip="n and N go to the next and previous match"),
+        Binding("f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
+
+    heading = getters.child_by_id("log-rule", Rule)
+    lines = getters.child_by_id("log", LogView)
+
+    def compose(self) -> ComposeResult:
+        yield Rule("log", id="log-rule")
+        yield LogView(id="log")
+
+    def clear(self) -> None:
+        """Forget every line, for another run."""
+        self.lines.clear()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Add the lines that are new in ``snapshot``."""
+        self.lines.extend((line.text for line in snapshot.log_lines), snapshot.log_partial)
+        self._show_heading()
+
+    def set_rows(self, rows: int) -> None:
+        """Show ``rows`` lines, unless the log is maximised."""
+        self.lines.styles.height = None if self.lines.is_maximized else rows
+
+    def search(self, text: str) -> None:
+        """Mark the lines that contain ``text``; empty ends the search."""
+        self.lines.needle = text
+
+    def go_to_newest_match(self) -> None:
+        """Give the keyboard to the log and scroll to the newest line that matches."""
+        self.lines.focus()
+        self.lines.action_next_match(-1)
+
+    def follow_end(self) -> None:
+        """Scroll to the newest line and stay there."""
+        self.lines.action_follow()
+
+    @on(LogView.Moved)
+    def _moved(self, message: LogView.Moved) -> None:
+        message.stop()
+        self._show_heading()
+
+    def _show_heading(self) -> None:
+        log = self.lines
+        text = "log   following" if log.following else "log   paused, f follows"
+        if log.needle:
+            text += f"   {plural(log.matches, 'line')} with “{log.needle}”, n and N go through them"
+        self.heading.update(Content.styled(text, "$faint"))

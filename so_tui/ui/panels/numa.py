@@ -1,0 +1,82 @@
+"""The dashboard's view of the hardware: every NUMA node with its cores, memory and load over time, and every GPU."""
+
+from __future__ import annotations
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+
+from so_tui.ui.follow import Snapshot
+from so_tui.ui.loads import NodeView
+from so_tui.ui.series import Axis
+from so_tui.ui.text import plural
+from so_tui.ui.widgets import stats
+from so_tui.ui.widgets.nodes import NodePicture, NumaNodes
+from so_tui.ui.widgets.plot import GlyphName
+from so_tui.ui.widgets.rule import Rule
+from so_tui.ui.widgets.words import Words
+
+
+class NumaPanel(Vertical):
+    """A heading, the NUMA nodes under each other, and a line for each GPU."""
+
+    heading = getters.child_by_id("nodes-rule", Rule)
+    nodes = getters.child_by_id("nodes", NumaNodes)
+    gpus = getters.child_by_id("gpus", Words)
+
+    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
+        self._glyphs = glyphs
+        super().__init__(id=id)
+
+    def compose(self) -> ComposeResult:
+        yield Rule("NUMA nodes", id="nodes-rule")
+        yield NumaNodes(glyphs=self._glyphs, id="nodes")
+        yield Words(id="gpus")
+
+    def show(self, snapshot: Snapshot, axis: Axis | None, width: int) -> None:
+        """Show the nodes over ``axis``, and the GPUs in lines of ``width`` cells."""
+        self.gpus.display = bool(snapshot.gpus)
+        self.gpus.update(stats.gpu_lines(snapshot.gpus, width))
+        self.show_nodes(snapshot, axis)
+
+    def show_nodes(self, snapshot: Snapshot, axis: Axis | None) -> None:
+        """Show the nodes over another axis."""
+        self.nodes.show(tuple(_picture(snapshot, node) for node in snapshot.nodes), axis)
+        self.heading.update(Content.styled(_heading(snapshot), "$faint"))
+
+    @property
+    def gpu_rows(self) -> int:
+        """Rows that the GPUs take."""
+        return self.gpus.rows if self.gpus.display else 0
+
+    def set_rows(self, history: int, *, heading: bool) -> None:
+        """Give every node ``history`` rows of its load over time, and show or hide the heading."""
+        self.heading.display = heading
+        self.nodes.set_plot_height(history)
+
+
+def _heading(snapshot: Snapshot) -> str:
+    cores = sum(len(node.cpus) for node in snapshot.nodes)
+    if not cores:
+        return "NUMA   waiting for the first sample"
+    when = ", means while it trained" if snapshot.averaged else ""
+    counted = f"{plural(len(snapshot.nodes), 'node')}, {plural(cores, 'core')}"
+    return f"NUMA   {counted}{when}   a cell is a core: A Adam, m main, o other"
+
+
+def _picture(snapshot: Snapshot, node: NodeView) -> NodePicture:
+    """Join a node's load with the ranks and GPUs that are bound to it."""
+    bound = snapshot.binding.ranks if snapshot.binding is not None else ()
+    own = set(node.cpus)
+    ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
+    names = " · ".join(f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks)
+    host = node.host if snapshot.hosts > 1 else ""
+    used = {rank.gpu for rank in ranks}
+    return NodePicture(
+        node,
+        f"{host} {names}".strip(),
+        frozenset(cpu for rank in ranks for cpu in rank.adam_cpus),
+        frozenset(cpu for rank in ranks for cpu in rank.main_cpus),
+        tuple(gpu for gpu in snapshot.gpus if gpu.host == node.host and gpu.sample.index in used),
+    )

@@ -1,0 +1,15 @@
+"""The dashboard's view of one step: how its time divides into data, forward, backward, exposed optimizer and the rest."""
+
+from __future__ import annotations
+
+from so_tui.ui.follow import Snapshot
+from so_tui.ui.widgets import stats
+from so_tui.ui.widgets.words import Words
+
+
+class StepPanel(Words):
+    """Medians over the newest steps, as a bar with its legend."""
+
+    def show(self, snapshot: Snapshot, width: int) -> None:
+        """Show the newest steps of ``snapshot`` in lines of ``width`` cells."""
+        self.update(stats.anatomy_lines(snapshot, width))

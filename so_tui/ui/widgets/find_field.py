@@ -1,0 +1,33 @@
+"""The field that ``/`` opens: for the text that a table is filtered by, or that a log is searched for."""
+
+from __future__ import annotations
+
+from so_tui.ui.widgets.entry import Entry
+
+
+class FindField(Entry):
+    """Hidden until it is opened. Posts ``Input.Changed`` while something is typed, ``Input.Submitted`` on enter."""
+
+    DEFAULT_CSS = """
+    FindField { display: none; }
+    """
+
+    def __init__(self, placeholder: str, *, id: str | None = None) -> None:
+        super().__init__(placeholder=placeholder, compact=True, id=id)
+
+    @property
+    def needle(self) -> str:
+        """The text to look for, in small letters."""
+        return self.value.strip().lower()
+
+    def open(self) -> None:
+        """Show the field and give it the keyboard."""
+        self.display = True
+        self.focus()
+
+    def close(self) -> bool:
+        """Empty and hide the field; return whether it was open."""
+        was_open = bool(self.display)
+        self.value = ""
+        self.display = False
+        return was_open

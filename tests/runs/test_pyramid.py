@@ -1,0 +1,61 @@
+"""Extremes of ranges from a pyramid agree with those of the plain values."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from so_tui.runs.overview import StepRows, overview
+from so_tui.runs.pyramid import NO_EXTREMES, MinMaxPyramid, extremes
+
+
+def some_values(count: int) -> list[float]:
+    chance = random.Random(count)
+    return [chance.gauss(0, 1) if chance.random() > 0.05 else math.nan for _ in range(count)]
+
+
+def plain(values: list[float]) -> tuple[float, float] | None:
+    least, greatest = extremes(values)
+    return (least, greatest) if least <= greatest else None
+
+
+@pytest.mark.parametrize("fanout", [2, 4, 16])
+@pytest.mark.parametrize("batch", [1, 37])
+def test_extremes_of_any_range(fanout: int, batch: int) -> None:
+    values, chance = some_values(3000), random.Random(fanout)
+    pyramid = MinMaxPyramid(fanout)
+    for start in range(0, len(values), batch):
+        pairs = [extremes((value,)) for value in values[start : start + batch]]
+        if batch == 1:
+            pyramid.append(*pairs[0])
+        else:
+            pyramid.extend([low for low, _ in pairs], [high for _, high in pairs])
+    assert len(pyramid) == len(values)
+    for _ in range(300):
+        start = chance.randrange(3000)
+        stop = chance.randrange(start, 3001)
+        assert pyramid.extremes(start, stop) == plain(values[start:stop])
+
+
+def test_values_that_are_not_finite_have_no_extremes() -> None:
+    assert extremes([math.nan, math.inf, -math.inf]) == NO_EXTREMES
+    assert extremes([math.nan, 2.0, 1.0, math.inf]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 100, 400])
+def test_an_overview_shows_every_extreme_in_its_column_or_the_next(columns: int) -> None:
+    values = some_values(20_000)
+    rows = StepRows()
+    for start in range(0, len(values), 999):
+        part = values[start : start + 999]
+        rows.append_values(range(1 + start, 1 + start + len(part)), part)
+    drawn = overview("loss", [rows], columns, 1, len(values)).columns
+    width = len(values) / columns
+    for index, column in enumerate(drawn):
+        inside = extremes(values[round(index * width) : round((index + 1) * width)])
+        around = extremes(values[max(0, round((index - 1) * width)) : round((index + 2) * width)])
+        assert around[0] <= column.minimum <= inside[0]
+        assert inside[1] <= column.maximum <= around[1]
+        assert column.rows

@@ -1,0 +1,91 @@
+"""Machines and plans for doctor's tests: one without any finding, and ways to change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from so_tui.machine import Machine, Mpam, Software
+from so_tui.machine.doctor import CheckContext, Finding, run_checks
+from so_tui.machine.system_files import SystemFiles
+from so_tui.spec import RunSpec, find_preset, with_values
+from tests.support.sysroots import QUAD_GH200, Host, build_files
+
+GIB = 1 << 30
+INSTALLED = Software(
+    python="3.12.3",
+    torch="2.13.0",
+    torch_cuda="13.0",
+    deepspeed="0.19.8",
+    transformers="5.23.0",
+    datasets="5.2.0",
+    numactl="2.0.19",
+    numactl_works=True,
+    nvidia_driver="580.95.05",
+    compiler="c++ 13.3.0",
+    ninja="1.13.0",
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The part of a plan that doctor reads; by default a run that needs nothing."""
+
+    mode: str = "superoffload"
+    changes: dict[str, str] = field(default_factory=dict)
+    """Values to change in the preset ``tiny``."""
+    fits: bool = True
+    reason_texts: tuple[str, ...] = ()
+    remedy_texts: tuple[str, ...] = ()
+    host_bytes_per_node: dict[int, int] = field(default_factory=lambda: {0: 0})
+    shm_bytes: int = 0
+    disk_bytes: int = 0
+    disk_peak_bytes: int = 0
+    step_s: float | None = None
+
+    @property
+    def spec(self) -> RunSpec:
+        return with_values(find_preset("tiny").spec, self.changes)
+
+
+def healthy(folder: Path, host: Host = QUAD_GH200, **changes: Any) -> Machine:
+    """Return a live machine without findings, with some attributes changed."""
+    machine = host.machine(folder)
+    gpus = tuple(msgspec.structs.replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False) for gpu in machine.gpus)
+    mounted = Mpam(state="mounted", evidence="")
+    base = {"live": True, "software": INSTALLED, "gpus": gpus, "mpam": mounted, "shm_total_bytes": 200 * GIB, "shm_free_bytes": 200 * GIB}
+    return msgspec.structs.replace(machine, **(base | changes))
+
+
+def with_gpu(machine: Machine, **changes: Any) -> Machine:
+    """Return the machine with attributes of its first GPU changed."""
+    first, *others = machine.gpus
+    return msgspec.structs.replace(machine, gpus=(msgspec.structs.replace(first, **changes), *others))
+
+
+def with_software(machine: Machine, **changes: Any) -> Machine:
+    """Return the machine with some versions changed."""
+    return msgspec.structs.replace(machine, software=msgspec.structs.replace(INSTALLED, **changes))
+
+
+def found(machine: Machine, files: dict[str, str] | None = None, folder: Path | None = None, **context: Any) -> tuple[Finding, ...]:
+    """Return the findings about a machine; with ``folder``, system files with this content are written there and read."""
+    if folder is not None:
+        context["files"] = SystemFiles(build_files(files or {}, folder))
+    return run_checks(CheckContext(machine=machine, **context))
+
+
+def kinds(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
+    """Return severity and code of each finding."""
+    return [(finding.severity, finding.code) for finding in findings]
+
+
+def only(findings: tuple[Finding, ...]) -> Finding:
+    """Return the single finding, which must have all its texts."""
+    assert len(findings) == 1, kinds(findings)
+    (finding,) = findings
+    assert all([finding.code, finding.title, finding.evidence, finding.cost, finding.remedy])
+    return finding
