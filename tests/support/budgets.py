@@ -1,8 +1,8 @@
 """A pytest plugin that measures every test file and, when asked, fails a session whose files take too long.
 
 ``tests/budgets.toml`` holds the budgets: wall-clock seconds on two idle cores, for a file about twice what it takes there. A file that is
-not listed has the default budget. Tiers have budgets too, for all files together. A busy or slow machine must not fail a session, so each measurement is divided by how much slower than the
-reference a short loop of plain Python ran right before and after the tests of that file.
+not listed has the default budget. Tiers have budgets too, for all files together. A busy or slow machine must not fail a session, so each
+measurement is divided by how much slower than the reference a short loop of plain Python ran right before and after the tests of that file.
 """
 
 from __future__ import annotations
