@@ -1,4 +1,4 @@
-"""Following a run without a screen: one line for each thing that happens."""
+"""Follow a run without a screen: one line for each event."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ STEP_LINE_S = 2.0
 
 
 def exit_code_of(run: RunDirectory) -> int | None:
-    """The contract's exit code of an ended run; None while it lives."""
+    """Return the exit code of a run that has ended; None while it is live."""
     return EXIT_CODES.get(state_with_truth(run).state)
 
 
 def follow(run: RunDirectory, *, owner: bool) -> int:
-    """Print progress until the run ends and return its exit code.
+    """Print progress until the run ends, and return its exit code.
 
-    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise. So do USR1, a scheduler's
-    warning, and TERM, with which containers and schedulers end a job: both may reach this process alone. A lost terminal (HUP) ends the
-    watching only. Raises SoTuiError when the run's folder is deleted meanwhile.
+    An interrupt asks the run to stop if this command started it (``owner``), and otherwise only stops watching. SIGUSR1, a scheduler's
+    warning, and SIGTERM, with which containers and schedulers end a job, do the same: both may reach only this process. A lost terminal
+    (SIGHUP) only stops watching.
+
+    Raises:
+        SoTuiError: The run directory was deleted.
     """
     from so_tui.launch import ensure_supervised
 
@@ -60,22 +63,22 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
                 printer.show(record)
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 return printer.finish(run, update.state)
-            # Whoever looks keeps a run supervised: its supervisor may have been killed.
+            # The supervisor may have been killed; every reader replaces it.
             if time.monotonic() - checked > 5:
                 checked = time.monotonic()
                 if not run.spec_path.exists():
-                    raise SoTuiError(f"the folder of {run.name} has been deleted; what of it still runs is ended")
+                    raise SoTuiError(f"the folder of {run.name} has been deleted; its supervisor ends the processes that are left")
                 ensure_supervised(run)
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             if not owner:
                 return 130
             if stopping:
-                print(f"\nleft; {run.name} stops by itself after its step", flush=True)
+                print(f"\nno longer watching; {run.name} stops by itself after its step", flush=True)
                 return 4
             stopping = True
             control.request(run, "stop")
-            print("\nstopping after this step, with a checkpoint (interrupt again to leave it to itself)", flush=True)
+            print("\nstopping after this step, with a checkpoint (interrupt again to stop watching)", flush=True)
 
 
 def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
@@ -83,7 +86,7 @@ def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
 
 
 class _Printer:
-    """Turns records into lines, thinning steps out."""
+    """Prints records as lines, but not every step."""
 
     def __init__(self) -> None:
         self._total_steps = 0
@@ -93,7 +96,7 @@ class _Printer:
 
     def show(self, record: MetricRecord) -> None:
         if not isinstance(record, StepRecord):
-            self._flush()  # the step that is held back came before it
+            self._flush()  # a step that was not printed yet came before it
         match record:
             case StartRecord():
                 self._total_steps = record.total_steps

@@ -1,4 +1,4 @@
-"""``run``, ``resume``, ``watch`` and ``supervise``: starting runs and following them."""
+"""``run``, ``resume``, ``watch`` and ``supervise``: start runs and follow them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start a run and show it; the exit code is the run's."""
+    """Start a run, show it, and return its exit code."""
     from so_tui.launch import missing_inputs, preflight, prepare, start
 
     spec = chosen_spec(arguments)
     if arguments.machine and not arguments.dry_run:
-        remedy = "Add --dry-run, or start it on that machine"
-        raise InputError([Problem(field="--machine", value=arguments.machine, message="a run starts on this machine", remedy=remedy)])
+        message, remedy = "is not used to start a run, which starts on this machine", "Add --dry-run, or start it on that machine."
+        raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
     machine = chosen_machine(arguments)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
@@ -62,7 +62,7 @@ def _report_warnings(warnings: tuple[str, ...]) -> None:
 
 
 def resume(arguments: argparse.Namespace) -> int:
-    """Start another attempt of a run from its last checkpoint, with other settings where some are given."""
+    """Start another attempt of a run from its last checkpoint, with changed settings if some are given."""
     from so_tui.launch import prepare_resume
     from so_tui.launch import resume as resume_run
     from so_tui.machine import inspect_machine
@@ -75,7 +75,11 @@ def resume(arguments: argparse.Namespace) -> int:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Show a run, live or past. Leaving does not touch it. Raises InputError for a damaged one, which would never be seen to end."""
+    """Show a run, live or past. Leaving does not affect it.
+
+    Raises:
+        InputError: The run is damaged, so that its end could not be seen.
+    """
     from so_tui.launch import ensure_supervised
 
     target = find_run(arguments.run, arguments.runs_dir)
@@ -85,7 +89,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -> int:
-    """The dashboard, progress lines, or just the name; the run's exit code where it has one."""
+    """Show the dashboard, progress lines or only the name. Return the run's exit code if it has ended, else 0."""
     if getattr(arguments, "detach", False):
         if getattr(arguments, "json", False):
             print_json({"name": target.name, "path": str(target.path)})
@@ -98,11 +102,11 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 
     show_screen(arguments.runs_dir, target)
     code = exit_code_of(target)
-    return 0 if code is None else code  # left while it trains: the screen has said how to see it again
+    return 0 if code is None else code  # the user left while it trains, and the screen has said how to see it again
 
 
 def supervise(arguments: argparse.Namespace) -> int:
-    """The body of the supervisor's process."""
+    """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch import supervise as supervise_run
 
     return supervise_run(RunDirectory(arguments.run), arguments.attempt)

@@ -81,7 +81,7 @@ def writable(wanted: Path, field: str) -> Path:
     folder = next(folder for folder in (path, *path.parents) if folder.exists())
     # A file system without any space (/proc, /sys) cannot be written, whatever its permissions are.
     if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
-        message, remedy = f"{folder} cannot be written", "Make it writable, or choose another folder"
+        message, remedy = f"{folder} cannot be written", "Make it writable, or choose another folder."
         raise InputError([Problem(code="not-writable", field=field, value=str(wanted), message=message, remedy=remedy)])
     return folder
 

@@ -119,7 +119,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         write_launch(run, attempt, launch)
         handle = executor.start(_supervisor_argv(run, attempt), os.environ, log)
     except OSError as error:
-        message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir"
+        message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir."
         problem = Problem(code="not-writable", field="--runs-dir", value=str(run.path.parent), message=message, remedy=remedy)
         raise InputError([problem]) from error
     try:
@@ -160,7 +160,7 @@ def _supervisor_log(run: RunDirectory, attempt: int) -> Path:
 
 def _refuse_other_host(machine: Machine) -> None:
     if machine.hostname != socket.gethostname():
-        message, remedy = "is not this machine, and runs start here", "Start it on that machine, or only show it with --dry-run"
+        message, remedy = "is not this machine, and runs start here", "Start it on that machine, or only show it with --dry-run."
         problem = Problem(code="not-this-machine", field="--machine", value=machine.hostname, message=message, remedy=remedy)
         raise InputError([problem])
 

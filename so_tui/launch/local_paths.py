@@ -34,7 +34,7 @@ def missing_paths(spec: RunSpec) -> Iterator[Problem]:
     """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec that does not exist."""
     for field, text in _named(spec):
         if _is_path(text) and not Path(text).expanduser().exists():
-            remedy = "Check the path. A name on the hub has the form owner/name"
+            remedy = "Check the path. A name on the hub has the form owner/name."
             yield Problem(code="path-not-found", field=field, value=text, message="there is no such file or folder", remedy=remedy)
 
 

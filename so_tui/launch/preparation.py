@@ -157,7 +157,7 @@ def prepare_resume(
     before = ended_state(run)
     spec = _changed(read_spec(run), values)
     if before.state == "finished" and not _lengthens(values, before.total_steps):
-        remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or export the model with `so-tui export {run.name}`"
+        remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or export the model with `so-tui export {run.name}`."
         message = f"has finished all of its {before.total_steps} steps"
         raise InputError([Problem(code="run-has-finished", field="run", value=run.name, message=message, remedy=remedy)])
     _refuse_trained_length(values, before)
@@ -173,7 +173,7 @@ def ended_state(run: RunDirectory) -> RunState:
     """
     state = state_with_truth(run)
     if state.state not in FINAL_STATES:
-        remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first with `so-tui stop {run.name}`"
+        remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first with `so-tui stop {run.name}`."
         message = f"is still running ({state.state})"
         raise InputError([Problem(code="run-is-live", field="run", value=run.name, message=message, remedy=remedy)])
     return state
@@ -209,7 +209,7 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its checkpoints."""
     fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
     if fixed:
-        message, remedy = "cannot change when a run is resumed", "Start a new run with it, or resume without it"
+        message, remedy = "cannot change when a run is resumed", "Start a new run with it, or resume without it."
         raise InputError([Problem(code="fixed-for-a-run", field=key, value=values[key], message=message, remedy=remedy) for key in fixed])
     return with_values(spec, values) if values else spec
 
@@ -224,5 +224,5 @@ def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
     given = values.get("train.steps", "")
     if before.saved_step and given.isdecimal() and 0 < int(given) <= before.saved_step:
         message = f"the run would continue from step {before.saved_step} and have nothing to train"
-        remedy = f"Give more steps, or export the model with `so-tui export {before.name}`"
+        remedy = f"Give more steps, or export the model with `so-tui export {before.name}`."
         raise InputError([Problem(code="length-already-trained", field="train.steps", value=given, message=message, remedy=remedy)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from so_tui.cli import main
-from so_tui.launch.data_preview import DataPreview, Progress, Sample, look_at
+from so_tui.launch.data_preview import DataPreview, Progress, Sample, preview_data
 from so_tui.spec import InputError, spec_tree
 from so_tui_trainer.tools.check_inputs import check
 from so_tui_trainer.tools.data import histogram
@@ -33,7 +33,7 @@ def mixture(folder: Path) -> str:
 
 
 def look(**changes: str) -> tuple[DataPreview, dict[str, Any], list[Progress]]:
-    *progress, last = look_at(tiny(**changes), 4)
+    *progress, last = preview_data(tiny(**changes), 4)
     assert isinstance(last, tuple)
     return last[0], last[1], [event for event in progress if isinstance(event, Progress)]
 
