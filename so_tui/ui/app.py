@@ -21,11 +21,10 @@ from textual.widgets import Input
 from textual.worker import Worker, WorkerState
 
 from so_tui.ui import messages
-from so_tui.ui.glyphs import PlainCharacters, chosen_glyphs
+from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.text import plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
-from so_tui.ui.widgets.plot import GlyphName
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch

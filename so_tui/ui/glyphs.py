@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import locale
 from collections.abc import Mapping
-from typing import get_args
+from typing import Literal, get_args
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-from so_tui.ui.widgets.plot import GlyphName
-
+GlyphName = Literal["braille", "block", "ascii"]
 VARIABLE = "SO_TUI_GLYPHS"
 
 _PLAIN = str.maketrans(
@@ -57,9 +56,10 @@ _PLAIN = str.maketrans(
 
 def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None) -> GlyphName:
     """``SO_TUI_GLYPHS`` if it names a set; otherwise what the locale and the terminal can show: the Linux console has no braille."""
-    for name in get_args(GlyphName):
+    names: tuple[GlyphName, ...] = get_args(GlyphName)
+    for name in names:
         if environ.get(VARIABLE) == name:
-            return name  # type: ignore[no-any-return]
+            return name
     encoding = locale.getpreferredencoding(False) if encoding is None else encoding
     if encoding.lower().replace("-", "") != "utf8":
         return "ascii"

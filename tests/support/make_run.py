@@ -33,6 +33,11 @@ from so_tui.spec import find_preset, with_values
 
 GIB = 1024**3
 STEP_S = 3.1
+SAVE_EVERY = 400
+"""Steps from one checkpoint to the next."""
+REASONS = {"failed": ("rank 2 ran out of GPU memory in the backward pass of step 1241", "micro-batch 4 -> 2 needs 11 GiB less")}
+"""Why a run ended and what to do next, by its state."""
+EXIT_CODES = {"finished": 0, "stopped": 4, "failed": 1}
 
 
 def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
@@ -112,19 +117,64 @@ def write_run(
     now: float | None = None,
     name: str | None = None,
 ) -> RunDirectory:
-    """A run that has done ``steps`` of ``total``; ``state`` may be an end state. The samples cover its last seconds."""
+    """Write a run that has done ``steps`` of ``total``, in ``state``, which may be an end state.
+
+    Args:
+        nan_steps: Steps whose loss is not a number.
+        seconds_of_samples: How much of the run's end the host samples cover.
+        now: When the run did its last step, in Unix seconds; the present unless given.
+    """
     chance = random.Random(seed)
     machine = machine or quad_machine()
     plan = plan_for(machine, preset, gpus, total)
     run = create_run(plan.spec, runs_dir, name)
     attempt = new_attempt(run)
-    host = machine.hostname
     now = time.time() if now is None else now
     began = now - steps * STEP_S - 42
     run.plan_path(attempt).write_bytes(msgspec.json.encode(plan))
-    run.machine_path(attempt, host).write_bytes(machine_json(machine))
+    run.machine_path(attempt, machine.hostname).write_bytes(machine_json(machine))
+    reason, suggestion = REASONS.get(state, ("", ""))
 
     metrics = MetricsWriter(run, attempt)
+    _write_start(metrics, attempt, machine, plan, total, began)
+    _write_steps(metrics, chance, run, attempt, steps, total, began, nan_steps)
+    if state in ("finished", "stopped", "failed"):
+        metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))
+    metrics.close()
+
+    samples = SampleWriter(run, machine.hostname)
+    for second in range(seconds_of_samples, 0, -1):
+        samples.append(sample(chance, attempt, now - second, machine, plan))
+    samples.close()
+    _write_log(run, attempt, machine.hostname, steps, total, began)
+    saved = steps // SAVE_EVERY * SAVE_EVERY
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state=state,
+            attempt=attempt,
+            host=machine.hostname,
+            step=steps,
+            total_steps=total,
+            loss=1.482 if steps else None,
+            detail="",
+            reason=reason,
+            suggestion=suggestion,
+            started=began,
+            ended=now if state in EXIT_CODES else None,
+            heartbeat=1,
+            exit_code=EXIT_CODES.get(state),
+            saved_step=saved or None,
+            saved_at=began + 42 + saved * STEP_S if saved else None,
+        ),
+    )
+    return run
+
+
+def _write_start(metrics: MetricsWriter, attempt: int, machine: Machine, plan: Plan, total: int, began: float) -> None:
+    """Write what a run records before its first step."""
+    host = machine.hostname
     metrics.append(PhaseRecord(attempt=attempt, time=began, phase="loading", detail="reading the weights, shard 3 of 8"))
     metrics.append(
         StartRecord(
@@ -132,7 +182,7 @@ def write_run(
             time=began + 40,
             model=plan.spec.model.id,
             mode=plan.mode,
-            ranks=gpus,
+            ranks=plan.gpus,
             total_steps=total,
             parameters=14_768_307_200,
             hostnames=(host,),
@@ -141,50 +191,20 @@ def write_run(
         )
     )
     metrics.append(BindingRecord(attempt=attempt, time=began + 40, ranks=tuple(_report(rank, host) for rank in plan.binding)))
+
+
+def _write_steps(
+    metrics: MetricsWriter, chance: random.Random, run: RunDirectory, attempt: int, steps: int, total: int, began: float, nan_steps: range
+) -> None:
+    """Write every step, and the checkpoints between them."""
     if steps:
         metrics.append(PhaseRecord(attempt=attempt, time=began + 41, phase="training"))
     for step in range(1, steps + 1):
         at = began + 42 + step * STEP_S
-        metrics.append(_step(chance, attempt, at, step, total, nan_steps))
-        if step % 400 == 0:
+        metrics.append(step_record(chance, attempt, at, step, total, nan_steps))
+        if step % SAVE_EVERY == 0:
             path = str(run.checkpoints_dir / f"step-{step}")
             metrics.append(CheckpointRecord(attempt=attempt, time=at, step=step, path=path, bytes=207_000_000_000, seconds=61.0))
-    saved = steps // 400 * 400
-    reasons = {"failed": ("rank 2 ran out of GPU memory in the backward pass of step 1241", "micro-batch 4 -> 2 needs 11 GiB less")}
-    reason, suggestion = reasons.get(state, ("", ""))
-    ended = None
-    if state in ("finished", "stopped", "failed"):
-        ended = now
-        metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))
-    metrics.close()
-
-    samples = SampleWriter(run, host)
-    for second in range(seconds_of_samples, 0, -1):
-        samples.append(_sample(chance, attempt, now - second, machine, plan))
-    samples.close()
-    _write_log(run, attempt, host, steps, total, began)
-    write_state(
-        run,
-        RunState(
-            name=run.name,
-            state=state,
-            attempt=attempt,
-            host=host,
-            step=steps,
-            total_steps=total,
-            loss=1.482 if steps else None,
-            detail="",
-            reason=reason,
-            suggestion=suggestion,
-            started=began,
-            ended=ended,
-            heartbeat=1,
-            exit_code={"finished": 0, "stopped": 4, "failed": 1}.get(state),
-            saved_step=saved or None,
-            saved_at=began + 42 + saved * STEP_S if saved else None,
-        ),
-    )
-    return run
 
 
 def _report(rank: RankBinding, host: str) -> RankBindingReport:
@@ -203,12 +223,12 @@ def _report(rank: RankBinding, host: str) -> RankBindingReport:
     )
 
 
-def _step(chance: random.Random, attempt: int, at: float, step: int, total: int, nan_steps: range) -> StepRecord:
+def step_record(chance: random.Random, attempt: int, at: float, step: int, total: int, nan_steps: range) -> StepRecord:
     loss = 1.42 + 1.05 * math.exp(-step / 260) + chance.gauss(0, 0.055)
     wobble = chance.gauss(0, 0.012) + (0.5 if step < 4 else 0)
     step_s = STEP_S * (1 + wobble)
     tokens = int(49_600 * (1 + chance.gauss(0, 0.01)))
-    data_s, forward_s, backward_s, exposed_optimizer_s = 0.02, 0.84, 2.11, 0.09
+    data_s, forward_s, backward_s, exposed_s = 0.02, 0.84, 2.11, 0.09
     return StepRecord(
         attempt=attempt,
         time=at,
@@ -227,8 +247,8 @@ def _step(chance: random.Random, attempt: int, at: float, step: int, total: int,
         data_s=data_s,
         forward_s=forward_s,
         backward_s=backward_s,
-        exposed_optimizer_s=exposed_optimizer_s,
-        other_s=step_s - (data_s + forward_s + backward_s + exposed_optimizer_s),
+        exposed_optimizer_s=exposed_s,
+        other_s=step_s - data_s - forward_s - backward_s - exposed_s,
         gpu_memory_peak_bytes=78 * GIB,
         host_memory_bytes=340 * GIB,
         slowest_rank=2,
@@ -236,7 +256,7 @@ def _step(chance: random.Random, attempt: int, at: float, step: int, total: int,
     )
 
 
-def _sample(chance: random.Random, attempt: int, at: float, machine: Machine, plan: Plan) -> Sample:
+def sample(chance: random.Random, attempt: int, at: float, machine: Machine, plan: Plan) -> Sample:
     wave = 0.5 + 0.5 * math.sin(at / 9)
     adam = {cpu for rank in plan.binding for cpu in rank.adam_cpus}
     main = {cpu for rank in plan.binding for cpu in rank.main_cpus}

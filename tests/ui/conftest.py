@@ -1,22 +1,35 @@
-"""Every test has the same terminal, whatever the user has set."""
+"""The same terminal for every test, whatever the user has set, and no waiting that nobody sees."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+NAP_S = 0.004
+"""How long Textual's pilot sleeps before it looks whether the application is idle; its own 20 ms add up to a minute over these tests."""
 
 
 @pytest.fixture(autouse=True)
-def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "SO_TUI_GLYPHS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
 
 
+@pytest.fixture(autouse=True)
+def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
+    monkeypatch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
+    monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 0.1)
+
+
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Path:
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def _short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the advanced fields out of Configure: mounting them takes half of the time of a test that needs none of them."""
+    monkeypatch.setattr("so_tui.ui.screens.configure.advanced_paths", tuple)

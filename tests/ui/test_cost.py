@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dashboard_cost import bare, dashboard
+
+from tests.support.dashboard_cost import bare, dashboard
 
 MOST_CPU = 2.0
 """Times the bare application's: a guard against getting worse. Measured: 1.5 and 1.65 on two idle cores; the aim is 1.5."""

@@ -1,37 +1,63 @@
-"""Looking at the data from the screen: with the real helper process, and with what goes wrong."""
+"""The preview of the data: with the real helper process, and with what goes wrong."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_screens import opened, presets_ready, screen_text, until
-from textual.pilot import Pilot
 from textual.widgets import Button, Static
 
-from so_tui.ui.screens.look_at_data import LookAtData
-from so_tui.ui.widgets.field import FieldRow
+from so_tui.launch import data_preview
+from so_tui.launch.data_preview import DataPreview, Progress
+from so_tui.launch.helpers import Cancel
+from so_tui.spec import RunSpec, find_preset
+from so_tui.ui.screens.look_at_data import FIRST_ROWS, MORE, LookAtData
+from so_tui.ui.widgets.data_view import legend
+from tests.support.screen import Driver, opened
 
+pytestmark = pytest.mark.usefixtures("_short_form")
 SLOW_S = 120
-"""A helper process imports transformers; on a busy machine that takes its time."""
+"""A helper process imports transformers, which takes its time on a busy machine."""
+Answer = Progress | tuple[DataPreview, dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-async def look(pilot: Pilot[None], source: str = "") -> LookAtData:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """What the real helper process answers about the data of ``tiny``, asked once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return list(data_preview.look_at(find_preset("tiny").spec, FIRST_ROWS, Cancel()))
+
+
+@pytest.fixture
+def asked(recorded: list[Answer], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replay the recorded answer; the numbers of rows that were asked for."""
+    rows_asked: list[int] = []
+
+    def replay(_: RunSpec, rows: int, __: Cancel) -> Iterator[Answer]:
+        rows_asked.append(rows)
+        yield from recorded
+
+    monkeypatch.setattr(data_preview, "look_at", replay)
+    return rows_asked
+
+
+async def look(ui: Driver, source: str = "") -> LookAtData:
     """Press d in Configure, with another data source typed in."""
-    await presets_ready(pilot)
-    await pilot.press("2")
-    await until(pilot, lambda: pilot.app.screen.query(FieldRow) and "fits" in str(pilot.app.screen.query_one("#verdict", Static).content))
+    await ui.configure()
     if source:
-        pilot.app.screen.query_one("#field-data-source", FieldRow).focus_control()
-        await pilot.press("ctrl+u", *source, "escape")
-    await pilot.press("d")
-    screen = pilot.app.screen
+        await ui.edit("data.source", source)
+        await ui.press("escape")
+    await ui.press("d")
+    screen = ui.screen
     assert isinstance(screen, LookAtData)
     return screen
 
@@ -40,63 +66,55 @@ def done(screen: LookAtData) -> bool:
     return not screen.query_one("#again", Button).disabled
 
 
-async def test_the_data_is_shown_as_the_model_will_see_it_and_more_of_it_on_demand(runs_dir: Path) -> None:
-    async with opened(runs_dir) as pilot:
-        screen = await look(pilot)
-        assert "esc cancels" in screen_text(pilot)
-        await until(pilot, lambda: done(screen), SLOW_S)
-        text = screen_text(pilot)
-        for words in (
-            "355 are trained on",
-            "% full",
-            "documents by length",
-            "do not see each other",
-            "what is trained",
-            "row 1",
-            "<|eos|>",
-        ):
-            assert words in text
-        rows = len(screen.query(".look-row"))
-        await pilot.click("#more")
-        await until(pilot, lambda: done(screen) and len(screen.query(".look-row")) > rows, SLOW_S)
-        await pilot.press("escape")
-        assert pilot.app.screen is not screen
+async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(runs_dir: Path, asked: list[int]) -> None:
+    async with opened(runs_dir) as ui:
+        screen = await look(ui)
+        await ui.until(lambda: done(screen))
+        text = ui.text()
+        for part in ("355 are trained on", "% full", "documents by length", "do not see each other", "what is trained", "row 1", "<|eos|>"):
+            assert part in text
+        assert len(screen.query(".look-row")) == FIRST_ROWS
+        await ui.pilot.click("#more")
+        await ui.until(lambda: len(asked) == 2 and done(screen))
+        assert asked == [FIRST_ROWS, FIRST_ROWS * MORE]
+        await ui.press("escape")
+        assert ui.screen is not screen
 
 
-async def test_what_is_wrong_with_it_is_told_with_the_remedy(runs_dir: Path, tmp_path: Path) -> None:
+async def test_what_is_wrong_with_the_data_is_shown_with_the_remedy(runs_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"instruction": "Add.", "output": ["5"]}')
-    async with opened(runs_dir) as pilot:
-        screen = await look(pilot, str(path))
-        await until(pilot, lambda: done(screen), SLOW_S)
-        text = " ".join(screen_text(pilot).split())
-        for words in ("✗", "bad.jsonl, row 1", "column output", "Mend or remove the row"):
-            assert words in text
+    async with opened(runs_dir) as ui:
+        screen = await look(ui, str(path))
+        assert "esc cancels" in ui.text()
+        await ui.until(lambda: done(screen), SLOW_S)
+        text = " ".join(ui.text().split())
+        for part in ("✗", "bad.jsonl, row 1", "column output"):
+            assert part in text
 
 
 async def test_leaving_ends_the_helper_process(runs_dir: Path, tmp_path: Path) -> None:
-    async with opened(runs_dir) as pilot:
-        screen = await look(pilot)
+    async with opened(runs_dir) as ui:
+        screen = await look(ui)
         cancel = screen._cancel
         assert cancel is not None
-        await until(pilot, lambda: cancel._process is not None)
+        await ui.until(lambda: cancel._process is not None)
         process = cancel._process
         assert process is not None
-        await pilot.press("escape")
+        await ui.press("escape")
         began = time.monotonic()
-        await until(pilot, lambda: process.poll() is not None, SLOW_S)
+        await ui.until(lambda: process.poll() is not None, SLOW_S)
         assert time.monotonic() - began < SLOW_S / 2
         assert not list((tmp_path / "cache").rglob("*.partial-*"))
 
 
+@pytest.mark.usefixtures("asked")
 async def test_without_colour_what_is_trained_stands_between_marks(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from so_tui.ui.widgets.data_view import legend
-
     monkeypatch.setenv("NO_COLOR", "1")
-    async with opened(runs_dir, (80, 24)) as pilot:
-        assert pilot.app.no_color
-        screen = await look(pilot)
-        await until(pilot, lambda: done(screen), SLOW_S)
+    async with opened(runs_dir, (80, 24)) as ui:
+        assert ui.app.no_color
+        screen = await look(ui)
+        await ui.until(lambda: done(screen))
         assert any("«git fetch" in str(row.content) for row in screen.query(".look-row").results(Static))
         assert "«" in legend(marks=True).plain
         assert "«" not in legend(marks=False).plain

@@ -11,6 +11,7 @@ from array import array
 
 import pytest
 
+from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Ema, Line, Series
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.drawing import axis_row, gutter_text, x_text
@@ -25,9 +26,9 @@ def line_of(values: list[float]) -> tuple[Line, Axis]:
     return Line(series, len(series), steps, steps, "main"), Axis("step", 1.0, float(max(2, len(values))))
 
 
-def drawn(values: list[float], width: int, height: int, glyphs: str = "braille", *, log: bool = False) -> list[str]:
+def drawn(values: list[float], width: int, height: int, glyphs: GlyphName = "braille", *, log: bool = False) -> list[str]:
     line, axis = line_of(values)
-    canvas = Canvas(width, height, GLYPHS[glyphs])  # type: ignore[index]
+    canvas = Canvas(width, height, GLYPHS[glyphs])
     found, gaps = spans(line, axis, canvas.columns)
     canvas.draw(found, gaps, fit_scale([found], log=log), 0)
     return ["".join(text for text, _ in canvas.row(row)) for row in range(height)]
@@ -91,7 +92,7 @@ def test_scales_without_spread_or_data_still_have_a_height() -> None:
 
 @pytest.mark.parametrize("glyphs", ["braille", "block", "ascii"])
 @pytest.mark.parametrize("size", [(4, 1), (13, 3), (80, 8), (200, 30)])
-def test_every_size_and_glyph_set_fills_its_rectangle(glyphs: str, size: tuple[int, int]) -> None:
+def test_every_size_and_glyph_set_fills_its_rectangle(glyphs: GlyphName, size: tuple[int, int]) -> None:
     rows = drawn([math.sin(step / 9) for step in range(400)], *size, glyphs)
     assert [len(row) for row in rows] == [size[0]] * size[1]
     assert all(any(row[column] != " " for row in rows) for column in range(size[0]))

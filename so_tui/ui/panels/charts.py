@@ -10,13 +10,13 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
 from so_tui.ui.follow import Snapshot
+from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis
 from so_tui.ui.text import rate, significant
 from so_tui.ui.view import View
 from so_tui.ui.widgets import stats
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.drawing import GUTTER, Mark
-from so_tui.ui.widgets.plot import GlyphName
 
 ROOMY = 52
 """Cells of a chart from which on its heading has room for whole words."""

@@ -8,12 +8,12 @@ from textual.containers import Vertical
 from textual.content import Content
 
 from so_tui.ui.follow import Snapshot
+from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import plural
 from so_tui.ui.widgets import stats
 from so_tui.ui.widgets.nodes import NodePicture, NumaNodes
-from so_tui.ui.widgets.plot import GlyphName
 from so_tui.ui.widgets.rule import Rule
 from so_tui.ui.widgets.words import Words
 

@@ -12,10 +12,11 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, gutter_text, plot_key, plot_rows, repaint, value_at, x_text
-from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale, fit_scale
+from so_tui.ui.widgets.plot import GLYPHS, Scale, fit_scale
 
 
 class Chart(Widget, can_focus=True):

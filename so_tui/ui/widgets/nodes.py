@@ -11,12 +11,13 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
+from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import memory, memory_of, plural, shorten
 from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows, repaint
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
-from so_tui.ui.widgets.plot import GLYPHS, GlyphName, Scale
+from so_tui.ui.widgets.plot import GLYPHS, Scale
 
 PERCENT = Scale(0, 100)
 INDENT = GUTTER

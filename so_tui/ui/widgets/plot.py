@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal
 
+from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Line
 
-GlyphName = Literal["braille", "block", "ascii"]
 Span = tuple[float, float]
 
 

@@ -8,11 +8,12 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.content import Content
 from textual.strip import Strip
+from textual.style import Style as VisualStyle
 from textual.widget import Widget
 
 from so_tui.ui.widgets.drawing import repaint
 
-Styles = tuple[object, ...]
+Styles = tuple[VisualStyle | str, ...]
 """Styles that lie over each other, as a span names them."""
 
 
@@ -90,6 +91,6 @@ class Words(Widget):
         if found is None:
             style = self.visual_style
             for one in styles:
-                style += self._get_style(one)  # type: ignore[arg-type]
+                style += self._get_style(one)
             found = self._styles_of[styles] = style.rich_style
         return found

@@ -1,8 +1,9 @@
 """What the dashboard of a live run costs: CPU time and bytes to the terminal, beside those of a bare Textual application.
 
-``python tests/ui/dashboard_cost.py [SECONDS]`` measures both in a pty of 160x45 and prints a line each. The run has four charts, four
-nodes with 288 cores and four GPUs, and moves once a second: a step, a sample of every core, a line in the log. The bare application draws
-three charts and 144 cores anew every second, with nothing else: no reading, no words, no history of nodes.
+``python -m tests.support.dashboard_cost [SECONDS]``, in the root of the repository, measures both in a pty of 160x45 and prints a line
+each. The run has four charts, four nodes with 288 cores and four GPUs, and moves once a second: a step, a sample of every core, a line in
+the log. The bare application draws three charts and 144 cores anew every second, with nothing else: no reading, no text, no history of
+nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.support.python_path import checkout_path
+
+if TYPE_CHECKING:
+    from textual.app import App
 
 SIZE = (160, 45)
 WARMUP_S = 4.0
@@ -38,9 +44,10 @@ def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None
     """Run this script as ``kind`` in a pty, feeding it once a second meanwhile."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
-    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
+    terminal_is = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
+    environment = {**os.environ, **terminal_is, "PYTHONPATH": checkout_path()}
     hearing, telling = os.pipe()
-    command = [sys.executable, __file__, kind, str(seconds), str(telling), *arguments]
+    command = [sys.executable, "-m", "tests.support.dashboard_cost", kind, str(seconds), str(telling), *arguments]
     found = None
     with subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, pass_fds=[telling], env=environment, start_new_session=True
@@ -78,7 +85,6 @@ def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None
 
 def dashboard(seconds: float) -> Cost:
     """The dashboard of a run that is written meanwhile."""
-    sys.path.insert(0, str(Path(__file__).parent))
     from msgspec.structs import replace
 
     from so_tui.runs import MetricsWriter, SampleWriter, read_state, write_state
@@ -95,8 +101,8 @@ def dashboard(seconds: float) -> Cost:
             nonlocal step
             step += 1
             now = time.time()
-            metrics.append(make_run._step(chance, 1, now, step, 5000, range(0)))
-            samples.append(make_run._sample(chance, 1, now, machine, plan))
+            metrics.append(make_run.step_record(chance, 1, now, step, 5000, range(0)))
+            samples.append(make_run.sample(chance, 1, now, machine, plan))
             with run.log_path(1, machine.hostname).open("a") as log:
                 log.write(f"rank 0  step {step}/5000  loss {1.42 + math.exp(-step / 260):.4f}  3.10 s\n")
             write_state(run, replace(read_state(run), step=step, heartbeat=step))
@@ -109,7 +115,7 @@ def bare(seconds: float) -> Cost:
     return measure("bare", seconds)
 
 
-def _timed(app: object, seconds: float, telling: int) -> None:
+def _timed(app: App[None], seconds: float, telling: int) -> None:
     """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then."""
     spent = []
 
@@ -120,10 +126,10 @@ def _timed(app: object, seconds: float, telling: int) -> None:
     def end() -> None:
         cpu, wall = time.process_time() - spent[0][0], time.monotonic() - spent[0][1]
         os.write(telling, f"cpu {100 * cpu / wall:.3f} ".encode())
-        app.exit()  # type: ignore[attr-defined]
+        app.exit()
 
-    app.set_timer(WARMUP_S, begin)  # type: ignore[attr-defined]
-    app.set_timer(WARMUP_S + seconds, end)  # type: ignore[attr-defined]
+    app.set_timer(WARMUP_S, begin)
+    app.set_timer(WARMUP_S + seconds, end)
 
 
 def _run_ours(seconds: float, telling: int, path: str) -> None:

@@ -1,0 +1,138 @@
+"""The application under test: opened without a terminal, driven by keys, and read as a user reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from rich.text import Text
+from textual import events
+from textual.pilot import Pilot
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import DataTable, Input, Static
+
+from so_tui.machine.types import Machine
+from so_tui.runs import RunDirectory
+from so_tui.ui.app import SoTuiApp, StartRun
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.widgets.words import Words
+from tests.support.make_run import quad_machine
+
+SIZES = [(80, 24), (120, 36)]
+WidgetType = TypeVar("WidgetType", bound=Widget)
+
+
+class Driver:
+    """Presses keys, waits for conditions, and returns what is on the screen."""
+
+    def __init__(self, app: SoTuiApp, pilot: Pilot[None]) -> None:
+        self.app, self.pilot = app, pilot
+
+    @property
+    def screen(self) -> Screen[object]:
+        return self.app.screen
+
+    async def press(self, *keys: str) -> None:
+        """Press keys one after the other, each when the one before has had its effect."""
+        await self.pilot.press(*keys)
+
+    async def type_text(self, text: str, *, replace: bool = False) -> None:
+        """Type into the text field with the focus, as fast as a terminal pastes; ``replace`` what stands in it."""
+        field = self.app.focused
+        assert isinstance(field, Input)
+        if replace:
+            field.clear()
+        for character in text:
+            self.app.post_message(events.Key(character, character))
+        expected = field.value + text
+        await self.until(lambda: field.value == expected)
+
+    async def until(self, happened: Callable[[], object], limit_s: float = 20) -> None:
+        """Wait until ``happened`` returns something true, and everything on the screen is drawn.
+
+        Raises:
+            TimeoutError: It has not happened within ``limit_s`` seconds.
+        """
+        async with asyncio.timeout(limit_s):
+            while not happened():
+                await asyncio.sleep(0.03)
+        await self.pilot.pause()
+
+    def find(self, selector: str, kind: type[WidgetType]) -> WidgetType:
+        return self.screen.query_one(selector, kind)
+
+    def shown(self, selector: str) -> str:
+        """Return the text of one widget."""
+        widget = self.screen.query_one(selector)
+        assert isinstance(widget, Static | Words)
+        return str(widget.content)
+
+    def heading(self, selector: str) -> str:
+        """Return the heading of a chart."""
+        return self.find(selector, Chart).render_line(0).text
+
+    def lines(self) -> list[str]:
+        """Return the rows of the screen, and check that none is wider than the terminal."""
+        width, height = self.app.size
+        strips = self.screen._compositor.render_strips(self.app.size)
+        assert len(strips) == height
+        assert all(strip.cell_length <= width for strip in strips)
+        return [strip.text for strip in strips]
+
+    def text(self) -> str:
+        return "\n".join(self.lines())
+
+    @property
+    def key_line(self) -> str:
+        return self.lines()[-1]
+
+    def notes(self) -> list[str]:
+        """Return the notifications so far."""
+        return [note.message for note in self.app._notifications]
+
+    async def presets(self) -> DataTable[Text]:
+        """Return the table of presets once it is planned."""
+        table: DataTable[Text] = self.screen.query_one("#table", DataTable)
+        await self.until(lambda: table.row_count > 0)
+        return table
+
+    async def configure(self) -> None:
+        """Go to Configure, and wait for the plan of the preset in its form."""
+        await self.press("2")
+        await self.until(lambda: self.screen.query(FieldRow) and "fits" in self.shown("#verdict"))
+
+    async def edit(self, path: str, text: str) -> FieldRow:
+        """Replace the text of a field of the form."""
+        row = self.find(f"#field-{path.replace('.', '-')}", FieldRow)
+        row.focus_control()
+        await self.until(lambda: row.has_focus_within)
+        await self.type_text(text, replace=True)
+        return row
+
+    async def state_shown(self, state: str) -> None:
+        """Wait until the dashboard shows a state of its run."""
+        await self.until(lambda: state in self.shown("#title"))
+
+
+@asynccontextmanager
+async def opened(
+    runs_dir: Path,
+    size: tuple[int, int] = (120, 36),
+    *,
+    machine: Machine | None = None,
+    this_machine: bool = False,
+    open_run: RunDirectory | None = None,
+    start: StartRun | None = None,
+) -> AsyncIterator[Driver]:
+    """Open the application on ``machine`` (four GH200 unless given, the present host with ``this_machine``)."""
+    chosen = None if this_machine else machine or quad_machine()
+    app = SoTuiApp(machine=chosen, runs_dir=runs_dir, open_run=open_run, start=start)
+    async with app.run_test(size=size) as pilot:
+        driver = Driver(app, pilot)
+        await driver.until(lambda: app.machine is not None and app.catalog is not None)
+        yield driver

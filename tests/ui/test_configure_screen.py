@@ -1,0 +1,159 @@
+"""The Configure screen: fields, the plan beside them, and presets that are saved from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual import events
+from textual.widgets import Button, Input, Static
+
+from so_tui.ui.screens.configure import ConfigureScreen
+from so_tui.ui.widgets.field import FieldRow
+from tests.support.screen import Driver, opened
+
+pytestmark = pytest.mark.usefixtures("_short_form")
+
+
+async def test_a_wrong_field_is_marked_and_nothing_can_be_launched(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        button = ui.find("#launch", Button)
+        assert not button.disabled
+        row = await ui.edit("offload.ratio", "1.5")
+        await ui.until(lambda: row.has_class("-wrong"))
+        assert button.disabled
+        await ui.press("escape", "f5")
+        assert ui.screen.focused is row.query_one(Input)
+        await ui.type_text("0.5", replace=True)
+        await ui.until(lambda: not row.has_class("-wrong") and not button.disabled)
+        assert row.has_class("-changed")
+        assert "was 0.9" in str(row.query_one(".field-note", Static).content)
+        gpus = await ui.edit("gpus", "9")
+        await ui.until(lambda: button.disabled)
+        assert gpus.has_class("-wrong"), "there are four"
+
+
+async def test_edits_survive_other_screens_and_are_saved_as_a_preset(runs_dir: Path, tmp_path: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        await ui.edit("train.learning_rate", "2e-4")
+        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
+        await ui.press("escape", "5", "2")
+        assert "1 change" in ui.shown("#form-title")
+        await ui.press("equals_sign")
+        assert "train.learning_rate" in ui.text()
+        await ui.press("escape", "ctrl+s")
+        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.type_text("my-tiny", replace=True)
+        await ui.press("enter")
+        saved = tmp_path / "config" / "so-tui" / "presets" / "my-tiny.toml"
+        await ui.until(saved.exists)
+        assert "learning_rate = 0.0002" in saved.read_text()
+        assert 'extends = "tiny"' in saved.read_text()
+        await ui.until(lambda: "preset my-tiny, no changes" in ui.shown("#form-title"))
+        await ui.press("q")
+        await ui.until(lambda: not ui.app.is_running)  # nothing is unsaved, so nothing is asked
+
+
+def said(ui: Driver, text: str) -> Callable[[], bool]:
+    return lambda: text in ui.shown("#said")
+
+
+def titled(ui: Driver, text: str) -> Callable[[], bool]:
+    return lambda: text in ui.shown("#form-title")
+
+
+async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    taken = folder / "taken.toml"
+    before = 'name = "taken"\nextends = "tiny"\n'
+    taken.write_text(before)
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        form = ui.screen
+        assert isinstance(form, ConfigureScreen)
+        for preset, rate in (("taken", "9e-4"), ("tiny", "2e-4")):
+            form.edit(preset)
+            await ui.until(titled(ui, f"preset {preset}, no changes"))
+            await ui.edit("train.learning_rate", rate)
+            await ui.until(titled(ui, "1 change"))
+        await ui.press("ctrl+s")
+        await ui.until(lambda: ui.screen.query("#said"))
+        for name, answer in (("tiny", "is a built-in preset"), ("my_ x", "is not a valid name")):
+            await ui.type_text(name, replace=True)
+            await ui.press("enter")
+            await ui.until(said(ui, answer))
+            assert ui.find("Input", Input).value == name, "what was typed stays"
+        await ui.type_text("taken", replace=True)
+        await ui.press("enter")
+        await ui.until(lambda: "Replace your preset taken?" in ui.text())
+        await ui.press("enter")  # the default keeps what is there
+        await ui.until(lambda: ui.screen is form)
+        assert "1 change" in ui.shown("#form-title")
+        assert taken.read_text() == before
+        assert not (folder / "tiny.toml").exists()
+        await ui.press("ctrl+s")
+        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.type_text("taken", replace=True)
+        await ui.press("enter", "y")
+        await ui.until(lambda: "learning_rate = 0.0002" in taken.read_text())
+        await ui.until(titled(ui, "preset taken, no changes"))  # what was typed over it before is gone as well
+
+
+async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    async with opened(runs_dir, (200, 50)) as ui:
+        monkeypatch.setattr(ui.app, "copy_to_clipboard", copied.append)
+        await ui.configure()
+        await ui.press("y")
+        assert "--include localhost:0,1" in copied[0]
+        assert copied[0] in ui.shown("#plan-text")
+
+
+async def test_the_plan_follows_the_width_of_the_terminal(runs_dir: Path) -> None:
+    def bars() -> list[str]:
+        return [line for line in ui.shown("#plan-text").splitlines() if "━" in line or "─" in line]
+
+    async with opened(runs_dir, (200, 50)) as ui:
+        await ui.presets()
+        await ui.press("enter")
+        await ui.until(lambda: "fits" in ui.shown("#verdict"))
+        wide = bars()
+        await ui.pilot.resize_terminal(110, 50)
+        await ui.until(lambda: bars() != wide)
+        assert max(map(len, bars())) <= ui.screen.query_one("#plan-pane").content_size.width
+        await ui.pilot.resize_terminal(200, 50)
+        await ui.until(lambda: bars() == wide)
+
+
+async def test_keys_reach_fields_in_order_and_tab_goes_on_from_the_field_that_was_left(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        await ui.press("tab")
+        field = ui.app.focused
+        assert isinstance(field, Input)
+        for key, character in [("backspace", "\x7f")] * 4 + [("3", "3"), ("4", "4"), ("left", ""), ("1", "1")]:
+            ui.app.post_message(events.Key(key, character or None))
+        await ui.until(lambda: field.value == "314")
+        await ui.press("tab", "tab")
+        third = ui.app.focused
+        await ui.press("tab", "escape")
+        assert ui.app.focused is None
+        await ui.press("shift+tab")
+        assert ui.app.focused is third
+        await ui.press("escape", "tab", "escape", "shift+tab")
+        assert ui.app.focused is third
+
+
+async def test_a_box_that_is_off_looks_off_without_colour(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 60)) as ui:
+        await ui.configure()
+        boxes = set(re.findall("▐(.)▌ +(yes|no)", ui.text()))
+        ui.find("#field-data-packing", FieldRow).focus_control()
+        await ui.press("space")
+        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
+        assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}

@@ -1,0 +1,200 @@
+"""The Dashboard: a run that is live, that has ended, and that is gone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs.control import pending, request
+from so_tui.runs.records import EvaluationRecord, State
+from so_tui.ui.screens.help import key_groups
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.log import LogView
+from so_tui.ui.widgets.nodes import NumaNodes
+from tests.support.make_run import quad_machine, write_run
+from tests.support.screen import SIZES, Driver, opened
+
+
+async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=10)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        assert "step 120 / 5 000" in ui.shown("#title")
+        assert len(ui.screen.query_one(NumaNodes).pictures) == 4
+        loss = ui.find("#loss", Chart)
+        assert loss.axis is not None
+        assert loss.axis.unit == "step"
+        await ui.press("x")
+        assert loss.axis.unit == "time"
+        await ui.press("x", "z")
+        assert loss.axis.high - loss.axis.low < 70
+        await ui.press("0", "i")
+        assert loss.cursor == 120
+        await ui.press("left", "left")
+        assert loss.cursor is not None
+        assert loss.cursor < 120
+        assert "at step" in ui.text()
+        await ui.press("escape")
+        assert loss.cursor is None
+        await ui.press("L")
+        assert loss.log_scale
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+    writer = MetricsWriter(run, 1)
+    for step, loss in ((60, 2.5), (110, 2.25)):
+        writer.append(EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100))
+    writer.close()
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.until(lambda: re.search(r"now \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.25", ui.heading("#loss")))
+        await ui.press("i", *["left"] * 8)
+        await ui.until(lambda: re.search(r"loss  \d\.\d\d  mean \d\.\d\d  eval(uation)? 2\.50(  at step \d+)? *$", ui.heading("#loss")))
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.state_shown("training")
+        for number, panel in enumerate((Chart, Chart, NumaNodes, LogView)):
+            await ui.press(*["tab"] * min(number, 1), "m")
+            await ui.until(lambda: "m Back" in ui.key_line)
+            assert isinstance(ui.screen.maximized, panel)
+            text = ui.text()
+            for word in ("so-tui", "● 1 run live", "● training", "^p"):
+                assert word in text, word
+            assert "╱" not in text, "the panel has the whole width"
+            assert ui.screen.maximized.region.bottom == size[1] - 1
+            assert ("m", "All panels again") in [(key, more) for _, keys in key_groups(ui.screen) for key, _, more in keys]
+            await ui.press("escape" if number % 2 else "m")
+            await ui.until(lambda: "m Maximise" in ui.text())
+        await ui.press("m", "slash")
+        await ui.type_text("step 42/")
+        await ui.until(lambda: "step 42/" in ui.lines()[-2])
+        await ui.press("enter")
+        state = msgspec.structs.replace(read_state(run), state="failed", reason="rank 2 was lost", suggestion="so-tui resume it")
+        write_state(run, state)
+        await ui.state_shown("✗ failed")
+        assert "rank 2 was lost" in ui.lines()[2]
+
+
+async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+
+    def headings() -> str:
+        return ui.heading("#loss") + "\n" + ui.heading("#throughput")
+
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.until(lambda: "left " in ui.shown("#title") and "now " in headings() and "last " not in headings())
+        request(run, "stop")
+        await ui.state_shown("asked to stop")
+        assert "left " not in ui.shown("#title")
+        states: tuple[State, ...] = ("saving", "loading", "finished")
+        for state in states:
+            write_state(run, msgspec.structs.replace(read_state(run), state=state))
+            await ui.state_shown(state)
+            assert "left " not in ui.shown("#title")
+            assert re.search(r"loss +last \d", headings())
+            assert re.search(r"throughput +last \d", headings())
+
+
+async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=150, seconds_of_samples=5)
+    async with opened(runs_dir, open_run=run) as ui:
+        log = ui.find("LogView", LogView)
+        await ui.until(lambda: log.lines and log.scroll_y == log.max_scroll_y)
+        assert log.following
+        await ui.press("slash")
+        await ui.type_text("step 42/")
+        await ui.press("enter")
+        assert log.matches == 1
+        assert not log.following
+        found = next(index for index, line in enumerate(log.lines) if "step 42/" in line)
+        assert log.scroll_y <= found < log.scroll_y + log.size.height
+        await ui.press("f")
+        assert log.following
+        with run.log_path(1, "quad-gh200").open("a") as file:
+            file.write("Traceback: the newest line\n")
+        await ui.until(lambda: "the newest line" in log.lines[-1])
+        assert log.scroll_y == log.max_scroll_y
+
+
+async def test_the_speed_of_ranks_without_gpus_is_given_by_rank(runs_dir: Path) -> None:
+    machine = msgspec.structs.replace(quad_machine(), gpus=())
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5, machine=machine, preset="tiny", gpus=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.until(lambda: "TFLOPS/rank" in ui.text())
+        assert "TFLOPS/GPU" not in ui.text()
+
+
+async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5)
+    with run.log_path(1, "quad-gh200").open("a") as file:
+        file.write(f"{'long ' * 40}end\n")
+    async with opened(runs_dir, (80, 24), open_run=run) as ui:
+        log = ui.find("LogView", LogView)
+        await ui.until(lambda: re.search("long long .*…", ui.lines()[-2]))
+        assert not log.show_horizontal_scrollbar
+        log.focus()
+        await ui.press("m")
+        await ui.until(lambda: log.show_horizontal_scrollbar)
+        log.scroll_to(x=log.max_scroll_x, animate=False)
+        await ui.until(lambda: ui.lines()[-3].rstrip().endswith("long end"))
+        await ui.press("m")
+        await ui.until(lambda: not log.show_horizontal_scrollbar)
+        await ui.until(lambda: re.match(" long long .*…", ui.lines()[-2]))
+        assert log.following
+
+
+async def test_stop_asks_and_no_is_the_default(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.press("s", "enter")
+        assert not pending(run)
+        await ui.press("s", "y")
+        await ui.until(lambda: "stop" in pending(run))
+
+
+async def test_before_the_first_step_the_phase_is_shown(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
+    async with opened(runs_dir, (80, 24), open_run=run) as ui:
+        await ui.state_shown("loading")
+        assert "reading the weights" in ui.text()
+
+
+def offered(ui: Driver) -> set[str]:
+    """Return what the line of keys offers to do to the run."""
+    return {key for key in ("r Resume", "s Stop", "c Save now") if key in ui.key_line}
+
+
+async def test_a_failed_run_offers_to_resume_and_its_reason_is_read_whole(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=2, state="failed")
+    async with opened(runs_dir, (80, 24), open_run=run) as ui:
+        await ui.state_shown("failed")
+        text = " ".join(ui.text().split())
+        assert "ran out of GPU memory" in text
+        assert "11 GiB less" in text
+        await ui.until(lambda: offered(ui) == {"r Resume"})
+
+
+@pytest.mark.parametrize("state", ["training", "failed"])
+async def test_a_run_whose_folder_is_deleted_offers_nothing(runs_dir: Path, state: State) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=2, state=state)
+    async with opened(runs_dir, (80, 24), open_run=run) as ui:
+        await ui.state_shown(state)
+        shutil.rmtree(run.path)
+        await ui.state_shown("✗ deleted")
+        await ui.until(lambda: not offered(ui))
+        text = ui.text()
+        assert "its folder has been deleted" in text
+        assert state not in text.split("its folder")[0]
+        assert "so-tui resume" not in text

@@ -1,0 +1,80 @@
+"""Keys, the palette, the help and the mouse, the same on every screen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.make_run import write_run
+from tests.support.screen import opened
+
+pytestmark = pytest.mark.usefixtures("_short_form")
+
+MULTIPLEXERS = {"ctrl+b", "ctrl+a", "ctrl+enter"}
+
+
+async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=5, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        names = {command.title for command in ui.app.get_system_commands(ui.screen)}
+        assert {"Stop", "Save now", "Axis", "Zoom", "Inspect", "Maximise", "Search", "Quit", "Go to Presets", "Help", "Theme"} <= names
+        await ui.press("ctrl+p")
+        await ui.until(lambda: "Save now" in ui.text())
+        await ui.press("escape", "question_mark")
+        text = ui.text()
+        for word in ("what it is for", "Stop", "Everywhere"):
+            assert word in text, word
+        await ui.press("escape", "1")
+        assert {"Launch", "Filter"} <= {command.title for command in ui.app.get_system_commands(ui.screen)}
+
+
+async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir: Path) -> None:
+    """A key may be absent from a screen, but never does something else there. Multiplexers keep the keys that they take."""
+    meaning: dict[str, set[str]] = {}
+    async with opened(runs_dir, (80, 24)) as ui:
+        for number in "12345":
+            await ui.press(number)
+            assert "q Quit" in ui.key_line
+            assert "^p commands" in ui.key_line
+            assert not MULTIPLEXERS & set(ui.app._bindings.key_to_bindings)
+            assert not MULTIPLEXERS & set(ui.screen._bindings.key_to_bindings)
+            for key, bindings in ui.screen._bindings.key_to_bindings.items():
+                meaning.setdefault(key, set()).update(binding.action.partition("(")[0] for binding in bindings if binding.id)
+        assert len(meaning) > 20
+        assert {key: actions for key, actions in meaning.items() if len(actions) > 1} == {}
+        await ui.press("1")
+        await ui.presets()
+        assert "/ Filter" in ui.key_line, "the line of keys uses its room"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+async def test_every_screen_and_the_help_are_named_however_narrow(runs_dir: Path, width: int) -> None:
+    async with opened(runs_dir, (width, 20)) as ui:
+        await ui.press("5")
+        await ui.until(lambda: re.search("1.* 2.* 3.* 4.* 5 Mach.* [?] help", ui.lines()[1]))
+
+
+async def test_a_text_field_shows_no_keys_that_it_would_type(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        await ui.press("slash")
+        assert ui.key_line.split() == ["esc", "Leave", "the", "field", "F5", "Launch", "^p", "commands"]
+        await ui.press("escape")
+        await ui.configure()
+        await ui.press("tab")
+        assert ui.key_line.split() == ["esc", "Leave", "the", "field", "F5", "Launch", "^s", "Save", "^p", "commands"]
+
+
+async def test_the_mouse_reaches_screens_and_keys(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        tabs = ui.lines()[1]
+        await ui.pilot.click(offset=(tabs.index("4 Runs") + 2, 1))
+        await ui.until(lambda: ui.app.current_mode == "runs")
+        await ui.pilot.click(offset=(tabs.index("Presets") + 2, 1))
+        await ui.until(lambda: ui.app.current_mode == "presets")
+        await ui.pilot.click(offset=(ui.key_line.index("Filter") + 1, 35))
+        await ui.until(lambda: ui.screen.query_one("#filter").display)

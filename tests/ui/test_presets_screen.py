@@ -1,0 +1,132 @@
+"""The Presets screen: what fits where, and for which machine."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from textual.widgets import DataTable, Input
+
+from so_tui.machine import Machine, inspect_machine, machine_json
+from so_tui.runs import RunDirectory, create_run
+from so_tui.spec import Catalog, RunSpec, load_catalog
+from so_tui.ui import messages
+from tests.support.make_run import quad_machine
+from tests.support.screen import SIZES, opened
+
+
+def never(*_: object, **__: object) -> RunDirectory:
+    """Stand in for the start of a run where none may be started."""
+    raise AssertionError("a run was started")
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        table = await ui.presets()
+        assert table.row_count == len(load_catalog().presets)
+        text = ui.text()
+        for word in ("quad-gh200", "4 GPUs", "tiny (embedded)", "✓", "✗ too big", "First time here?", "no run live"):
+            assert word in text, word
+        await ui.until(lambda: re.search(r" on \d GPU", ui.shown("#detail-title")))
+        assert "each GPU" in ui.shown("#detail")
+
+
+async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        await ui.press("slash")
+        await ui.type_text("30b")
+        await ui.press("enter")
+        assert table.row_count == 1
+        assert "Qwen3 30B" in ui.shown("#detail-title")
+        await ui.press("escape")
+        assert table.row_count > 1
+        await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
+        await ui.press("slash")
+        await ui.type_text("zzz")
+        await ui.until(lambda: "no model" in ui.shown("#detail-title"))
+
+
+async def test_a_preset_that_does_not_fit_says_why_and_is_not_started(runs_dir: Path) -> None:
+    async with opened(runs_dir, start=never) as ui:
+        table = await ui.presets()
+        table.move_cursor(row=table.get_row_index("llama-3.3-70b"), column=table.cursor_column)
+        await ui.press("l")
+        await ui.until(lambda: "does not fit here" in ui.text())
+        assert "needs" in ui.text()
+
+
+async def test_a_bad_preset_of_the_user_is_reported_and_stops_nothing(runs_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "so-tui" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "broken.toml").write_text('extends = "tiny"\n[offload]\nratoi = 0.5\n')
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        assert table.row_count == len(load_catalog().presets)
+        reported = ui.shown("#problems")
+        assert "ratoi" in reported
+        assert "broken.toml" in reported
+
+
+async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "quad.json"
+    file.write_bytes(machine_json(quad_machine()))
+    async with opened(runs_dir, this_machine=True, start=never) as ui:
+        table = await ui.presets()
+        here = len(table.columns)
+        await ui.press("o")
+        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.type_text("/nothing/there")
+        await ui.press("enter")
+        await ui.until(lambda: "cannot be read" in ui.shown("#said"))
+        ui.find("Input", Input).value = str(file)
+        await ui.press("enter")
+        await ui.until(lambda: "quad-gh200  planned for, not this machine" in ui.text())
+        await ui.until(lambda: "4 GPUs" in ui.text())
+        for screen in "12":
+            await ui.press(screen)
+            await ui.until(lambda: "planned for, not this machine" in ui.text())
+            await ui.press("f5")
+            await ui.until(lambda: "was not started" in ui.text())
+            await ui.press("escape")
+        await ui.press("5", "g")
+        await ui.until(lambda: "not this machine" not in ui.text())
+        await ui.press("1")
+        await ui.until(lambda: len(ui.find("#table", DataTable).columns) == here)
+
+
+async def test_a_late_inspection_of_this_machine_does_not_replace_another(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = threading.Event()
+    answers: list[Machine] = []
+    make = messages.Loaded.__init__
+
+    def inspected() -> Machine:
+        late.wait(15)
+        return inspect_machine()
+
+    def noted(self: messages.Loaded, catalog: Catalog, machine: Machine, machine_file: str) -> None:
+        make(self, catalog, machine, machine_file)
+        answers.append(machine)
+
+    async with opened(runs_dir) as ui:
+        monkeypatch.setattr("so_tui.machine.inspect_machine", inspected)
+        monkeypatch.setattr(messages.Loaded, "__init__", noted)
+        await ui.press("5", "g")
+        ui.app.plan_for(quad_machine(), "quad.json")
+        await ui.until(lambda: "quad-gh200  planned for, not this machine" in ui.text())
+        late.set()
+        await ui.until(lambda: len(answers) == 2)
+        assert "quad-gh200  planned for, not this machine" in ui.text()
+
+
+async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        spec: RunSpec = load_catalog().presets["tiny"].spec
+        create_run(spec, runs_dir)  # as another process would
+        ui.app.list_runs()
+        await ui.until(lambda: len(ui.app.runs) == 1)
+        assert not ui.screen.query_one("#first-visit").display

@@ -1,0 +1,69 @@
+"""The list of runs: preview, comparison, deletion."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from textual.widgets import DataTable
+
+from so_tui.ui.widgets.chart import Chart
+from tests.support.make_run import write_run
+from tests.support.screen import SIZES, opened
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_runs_are_listed_previewed_compared_deleted_and_opened(runs_dir: Path, size: tuple[int, int]) -> None:
+    live = write_run(runs_dir, steps=40, seconds_of_samples=2, name="live")
+    old = write_run(runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", preset="tiny", gpus=2, name="old")
+    async with opened(runs_dir, size) as ui:
+        await ui.press("4")
+        table: DataTable[Text] = ui.screen.query_one("#table", DataTable)
+        await ui.until(lambda: table.row_count == 2)
+        await ui.until(lambda: ui.find("#overlay", Chart).lines)
+        text = ui.text()
+        for word in ("✓ finished", "● training", "live", "old", "60 / 60", "D Delete"):
+            assert word in text, word
+        assert table.cursor_row == 0
+        await ui.press("space", "down", "space")
+        assert len(ui.find("#overlay", Chart).lines) == 2
+        await ui.press("equals_sign")
+        await ui.until(lambda: re.search(r"data\.sequence_length +256 +4096 +\n", ui.text()))
+        await ui.press("escape", "D")
+        assert ui.screen is table.screen
+        assert live.path.exists(), "the cursor is on the live run, which is never deleted"
+        await ui.press("up", "D")
+        await ui.until(lambda: "Delete old?" in ui.text())
+        await ui.press("enter")
+        assert old.path.exists(), "no is the default"
+        await ui.press("D", "y")
+        await ui.until(lambda: not old.path.exists())
+        await ui.until(lambda: table.row_count == 1)
+        await ui.press("enter")
+        await ui.until(lambda: ui.app.current_mode == "dashboard")
+        await ui.state_shown("live")
+
+
+async def test_a_run_whose_folder_is_gone_is_reported_as_gone(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)  # the list does not notice in the middle of this
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("failed")
+        await ui.press("4")
+        await ui.until(lambda: "r Resume" in ui.key_line)
+        shutil.rmtree(run.path)
+        for screen, key in (("4", "r"), ("3", "equals_sign")):
+            await ui.press(screen, key)
+            await ui.until(lambda: "was deleted or moved" in " ".join(ui.text().replace("▌", "").split()))
+            await ui.press("escape")
+
+
+async def test_an_empty_dashboard_and_an_empty_list_say_how_to_begin(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.press("3")
+        await ui.until(lambda: "Press 1 and then l" in ui.text())
+        await ui.press("4")
+        await ui.until(lambda: "No runs yet" in ui.text())

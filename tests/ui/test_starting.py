@@ -1,0 +1,133 @@
+"""From a preset to a run, and what may happen meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from textual.widgets import Button, DataTable
+
+from so_tui.runs import RunDirectory
+from so_tui.spec import RunSpec
+from so_tui.ui.widgets.chart import Chart
+from tests.support.make_run import write_run
+from tests.support.screen import SIZES, opened
+
+pytestmark = pytest.mark.usefixtures("_short_form")
+
+
+class Starter:
+    """Stands in for the start of a run: writes one, when ``ready`` is set."""
+
+    def __init__(self, runs_dir: Path, *, ready: bool = True) -> None:
+        self.runs_dir = runs_dir
+        self.asked: list[RunSpec] = []
+        self.ready = threading.Event()
+        if ready:
+            self.ready.set()
+
+    def __call__(self, spec: RunSpec, *_: object, **__: object) -> RunDirectory:
+        self.asked.append(spec)
+        self.ready.wait(15)
+        return write_run(self.runs_dir, steps=3, seconds_of_samples=2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[int, int]) -> None:
+    start = Starter(runs_dir)
+    async with opened(runs_dir, size, start=start) as ui:
+        await ui.presets()
+        await ui.press("enter")
+        await ui.until(lambda: ui.app.current_mode == "configure" and "fits" in ui.shown("#verdict"))
+        assert "Llama 3.1 8B" in ui.shown("#form-title")
+        await ui.press("f5")
+        assert "Launch" in ui.text()
+        await ui.press("n")
+        assert not start.asked
+        await ui.press("l", "y")
+        await ui.until(lambda: start.asked)
+        assert start.asked[0].name == "llama-3.1-8b"
+        await ui.until(lambda: ui.app.current_mode == "dashboard")
+        await ui.until(lambda: ui.find("#loss", Chart).lines)
+
+
+@pytest.mark.parametrize("typing", [False, True])
+async def test_one_start_at_a_time_which_takes_nobody_out_of_a_field(runs_dir: Path, typing: bool) -> None:
+    start = Starter(runs_dir, ready=False)
+    async with opened(runs_dir, start=start) as ui:
+        await ui.presets()
+        await ui.press("l", "y")
+        await ui.until(lambda: "starting Llama 3.1 8B …" in ui.lines()[0])
+        await ui.press("4", "1", "l")
+        await ui.until(lambda: any("still being started" in note for note in ui.notes()))
+        assert "Launch Llama" not in ui.text()
+        if typing:
+            await ui.press("slash", "q")
+        start.ready.set()
+        await ui.until(lambda: not ui.app.starting)
+        await ui.until(lambda: typing or ui.app.current_mode == "dashboard")
+        assert any("4 lists it" in note for note in ui.notes()) == typing
+        assert ui.app.current_mode == ("presets" if typing else "dashboard")
+    assert len(start.asked) == 1
+
+
+async def test_a_run_started_from_a_field_is_shown(runs_dir: Path) -> None:
+    async with opened(runs_dir, start=Starter(runs_dir)) as ui:
+        await ui.configure()
+        await ui.until(lambda: not ui.find("#launch", Button).disabled)
+        await ui.press("tab", "f5")
+        await ui.until(lambda: "Launch tiny" in ui.text())
+        await ui.press("y")
+        await ui.until(lambda: ui.app.current_mode == "dashboard")
+
+
+async def test_a_dialog_is_not_covered_by_the_run_that_was_started(runs_dir: Path) -> None:
+    start = Starter(runs_dir, ready=False)
+    async with opened(runs_dir, start=start) as ui:
+        await ui.presets()
+        await ui.press("l", "y", "question_mark")
+        start.ready.set()
+        await ui.until(lambda: any("was started" in note for note in ui.notes()))
+        assert ui.app.current_mode == "presets"
+
+
+async def test_quitting_says_that_a_start_goes_on(runs_dir: Path) -> None:
+    start = Starter(runs_dir, ready=False)
+    async with opened(runs_dir, start=start) as ui:
+        await ui.presets()
+        await ui.press("l", "y", "q")
+        await ui.until(lambda: not ui.app.is_running)
+        start.ready.set()
+        assert "Llama 3.1 8B is being started all the same" in str(ui.app._exit_renderables)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+q"])
+async def test_quitting_asks_before_it_loses_what_was_typed(runs_dir: Path, key: str) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        await ui.press("enter")  # takes a recommendation over
+        await ui.until(lambda: ui.app.current_mode == "configure" and "change" in ui.shown("#form-title"))
+        assert "no changes" not in ui.shown("#form-title")
+        screen = ui.screen
+        await ui.edit("train.learning_rate", "2e-4")
+        await ui.press("escape", "1", key, "ctrl+q")
+        assert "1 change to preset llama-3.1-8b" in ui.text()
+        await ui.press("enter")
+        assert isinstance(ui.screen.query_one("#table"), DataTable), "no is the default, and the question came once"
+        await ui.press("2", "u", "y")
+        await ui.until(lambda: "no changes" in ui.shown("#form-title"))
+        await ui.press("1", "enter")
+        await ui.until(lambda: ui.screen is screen and "no changes" not in ui.shown("#form-title"))
+        await ui.press(key)
+        await ui.until(lambda: not ui.app.is_running)
+
+
+async def test_a_worker_that_fails_is_reported(runs_dir: Path) -> None:
+    def start(*_: object, **__: object) -> RunDirectory:
+        raise ZeroDivisionError
+
+    async with opened(runs_dir, start=start) as ui:
+        await ui.presets()
+        await ui.press("l", "y")
+        await ui.until(lambda: any("ZeroDivisionError" in note for note in ui.notes()))
