@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord, StepRecord
-from so_tui.spec import InputError
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Counts, SourcePart
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
@@ -72,10 +71,8 @@ def test_other_data_to_evaluate_on() -> None:
     split = evaluation_spec(spec(data__source="some/data", data__evaluation_split="test"))
     assert split is not None
     assert (split.data.source, split.data.split) == ("some/data", "test")
-    with pytest.raises(InputError, match="Keep one of them"):
-        spec(data__held_out="5", data__evaluation="other/data")
-    with pytest.raises(InputError, match="nothing to evaluate on"):
-        spec(train__evaluate_every_steps="5")
+    assert refusal(lambda: spec(data__held_out="5", data__evaluation="other/data")).code == "several-evaluations"
+    assert refusal(lambda: spec(train__evaluate_every_steps="5")).code == "no-evaluation-data"
 
 
 class Apart(Ranks):

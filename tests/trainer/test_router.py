@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from so_tui.runs import create_run
 from so_tui.runs.records import StepRecord
-from so_tui.spec import InputError, RunSpec, load_catalog
+from so_tui.spec import RunSpec, load_catalog
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import recompute
 from so_tui_trainer.model.build import TrainedModel, load_config
@@ -95,8 +95,7 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(InputError, match="no experts"):
-        tiny(train__router_loss_coefficient="0.001")
+    assert refusal(lambda: tiny(train__router_loss_coefficient="0.001")).code == "no-experts"
     causal = causal_model(load_config(tiny().model))
     assert refusal(lambda: RouterLoss(causal, 0.001)).code == "model-without-routers"
 
