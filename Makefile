@@ -1,4 +1,4 @@
-# so-tui: `make demo` sets everything up and trains the embedded tiny model; `make test` proves the rest.
+# so-tui: `make demo` sets everything up and trains the embedded tiny model; `make test` runs the tests.
 #
 # Variables worth knowing:
 #   PYTHON=python3.12     the interpreter the environment is made with (3.11 or newer)
@@ -6,12 +6,14 @@
 #   TORCH_INDEX=URL       another package index for torch (the CUDA or CPU build you need); empty: pip's default
 #   SYSTEM_TORCH=1        use the torch that PYTHON already has (site containers, modules) and install none
 #   VENV=.venv            where the environment goes
+#   BUDGETS=enforce       fail when a test file exceeds its time budget (tests/budgets.toml); default: report
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 SYSTEM_TORCH ?=
+BUDGETS ?= report
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -22,13 +24,15 @@ TRAIN := $(VENV)/.train
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test test-gpu check check-aarch64 screenshots lock wheel clean
+.PHONY: help demo test test-all test-slow test-system test-gpu check screenshots lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         set up everything here, then train the embedded tiny model on two ranks and show it"
-	@echo "make test         every test that needs no GPU (trains for real on the CPU; about 18 minutes on two cores)"
-	@echo "make check        ruff, mypy --strict, import rules"
+	@echo "make test         everything that needs no GPU and launches no ranks, and one real run (at most 5 minutes on two cores)"
+	@echo "make test-all     make test, then every test that launches ranks (at most 20 minutes)"
+	@echo "make test-system  the wheel in an empty environment, locked packages on aarch64 (at most 25 minutes; needs a package index)"
+	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/ from a real run"
 	@echo "make lock         renew the exact versions in locks/"
@@ -54,8 +58,19 @@ $(TRAIN): $(LIGHT) locks/train.txt
 demo: $(TRAIN)
 	@$(BIN)/so-tui run tiny
 
+PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
+
 test: $(TRAIN)
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(PYTEST) --tier test -m "not slow and not system and not gpu"
+
+test-all: test
+	@$(MAKE) --no-print-directory test-slow
+
+test-slow: $(TRAIN)
+	@$(PYTEST) --tier slow -m "slow and not gpu"
+
+test-system: $(LIGHT)
+	@$(PYTEST) --tier system -m system tests/system
 
 test-gpu: $(TRAIN)
 	@$(BIN)/python -m pytest -m gpu
@@ -65,14 +80,8 @@ check: $(TRAIN)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory check-aarch64
-
-# Grace is aarch64: every locked package must have a wheel for it (DeepSpeed is built from source everywhere, torch is the user's choice).
-AARCH64 := $(foreach tag,manylinux2014 manylinux_2_17 manylinux_2_26 manylinux_2_28 manylinux_2_34,--platform $(tag)_aarch64)
-check-aarch64: $(LIGHT)
-	@grep -hv '^deepspeed==' locks/light.txt locks/train.txt >$(VENV)/aarch64.txt
-	@$(PIP) install --dry-run --no-deps --only-binary=:all: --python-version 3.11 $(AARCH64) --target $(VENV)/aarch64 -r $(VENV)/aarch64.txt
-	@echo "every locked package has an aarch64 wheel"
+	@$(BIN)/codespell
+	@$(BIN)/proselint --output-format compact check README.md CONTRIBUTING.md CHANGELOG.md docs/*.md
 
 screenshots: $(TRAIN)
 	@$(BIN)/python screenshots/make.py

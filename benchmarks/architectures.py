@@ -1,15 +1,15 @@
-"""Every architecture of the presets through the trainer's own entry, with random weights and no network.
+"""Train every architecture of the presets through the trainer's own entry, with random weights and without a network.
 
     PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --jobs 4       # scaled down: the table
     PYTHONPATH=.:trainer python benchmarks/architectures.py --out full.json --full qwen3-14b --gpus 4 --set offload.ratio=0.5
-    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --table        # what was measured so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --table        # results so far, as Markdown
 
-Scaled down, on the GPU if there is one, else (or with ``--device cpu``) on the CPU: a run of eight steps, a second one that goes on from a
-copy of the first one's checkpoint of step 4, and the export. The columns: does the loss fall; do step 4 onwards and the states on disk
-agree to the bit with the run that was never interrupted; does the export load without a word, with the logits of the checkpoint's weights.
+Scaled down, on the GPU if there is one, else (or with ``--device cpu``) on the CPU: a run of eight steps, a second one that resumes from a
+copy of the first one's checkpoint of step 4, and the export. The columns: does the loss fall; are the losses from step 5 on and the final
+states on disk bit-identical to the uninterrupted run; does the export load without warnings, with the logits of the checkpoint's weights.
 
-``--full`` trains real shapes for ten steps and puts peak memory beside the plan. Rows are appended as they come; what is there already is
-not run again (``--again`` does).
+``--full`` trains real shapes for ten steps and compares peak memory with the plan. Rows are appended to the file; existing ones are
+measured again only with ``--again``.
 """
 
 from __future__ import annotations
@@ -34,51 +34,34 @@ from typing import Any
 
 import msgspec
 
-from so_tui.launch import command, environment, prepare
+from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
+from benchmarks.architecture_tables import Row, full_table, table
+from benchmarks.device_memory import DeviceMemory
+from so_tui.launch import environment, prepare
+from so_tui.launch.attempt_files import write_launch
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, StepRecord
-from so_tui.spec import ModelSpec, RunSpec, find_preset, with_values
+from so_tui.spec import RunSpec, find_preset, with_values
 
-NAMES = ("gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": 64,
-    "max_position_embeddings": 1024,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-"""In place of a preset's own values, where it has them."""
-OF_THE_TOKENIZER = ("rope_scaling", "pad_token_id", "bos_token_id", "eos_token_id")
-STEPS, CUT = 8, 4
 _ONE_MODEL = threading.Lock()
 """Building a model sets torch's default type for the whole process."""
-_MEMORY = ("gpu_reserved_bytes", "host_bytes")
-Row = dict[str, Any]
 
 
 def main() -> int:
+    """Measure what the command line asks for and print the tables; return the exit code."""
     arguments = _arguments()
     rows: list[Row] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if not arguments.table:
         machine = inspect_machine()
         if arguments.device == "cpu":
             machine = msgspec.structs.replace(machine, gpus=())
-            os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+            os.environ["DS_ACCELERATOR"] = "cpu"  # Read when DeepSpeed is imported.
         rows = _measure(arguments, machine, rows)
     print(
-        _table([row for row in rows if row["kind"] == "scaled down"]),
-        _full_table([row for row in rows if row["kind"] == "full"]),
+        table([row for row in rows if row["kind"] == "scaled down"]),
+        full_table([row for row in rows if row["kind"] == "full"]),
         sep="\n\n",
     )
     return int(any("error" in row for row in rows))
@@ -87,21 +70,21 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("architectures.json"), help="file to which rows are appended")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="which ones, scaled down")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at once, scaled down")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="which presets, scaled down")
+    parser.add_argument("--jobs", type=int, default=1, help="how many in parallel, scaled down")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    parser.add_argument("--fork", action="store_true", help="scaled down, on the CPU: fork ranks off a process that has imported all")
+    parser.add_argument("--fork", action="store_true", help="scaled down, on the CPU: fork ranks from a process with all imports")
     parser.add_argument("--full", nargs="+", metavar="NAME", help="presets to train at full size instead")
     parser.add_argument("--gpus", default="1", help="at full size: how many GPUs")
     parser.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help="change the spec, as `so-tui run --set` does")
     parser.add_argument("--limit-s", type=float, default=400, help="longest time for one run")
-    parser.add_argument("--again", action="store_true", help="run what is already in the file once more")
-    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
+    parser.add_argument("--again", action="store_true", help="measure again what is already in the file")
+    parser.add_argument("--table", action="store_true", help="print the results in the file and exit")
     return parser.parse_args()
 
 
 def _measure(arguments: argparse.Namespace, machine: Machine, rows: list[Row]) -> list[Row]:
-    """The rows with those of what was asked for; the file is written after each."""
+    """Measure what is missing, and return all rows. The file is written after each."""
     device = machine.gpus[0].name if machine.gpus else f"CPU ({machine.cpu_name})"
     kind = "full" if arguments.full else "scaled down"
     gpus = int(arguments.gpus) if arguments.full else 1
@@ -142,15 +125,19 @@ def _done(rows: list[Row], identity: Row) -> bool:
 
 
 def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
-    """Raises RuntimeError when a run fails."""
+    """Train a scaled-down preset, resume it, and compare.
+
+    Raises:
+        RuntimeError: A run failed.
+    """
     with _ONE_MODEL:
-        spec = with_values(_small(name, "superoffload" if machine.gpus else "auto"), _changes(arguments))
+        spec = with_values(small_spec(name, "superoffload" if machine.gpus else "auto"), _changes(arguments))
     limit_s = arguments.limit_s
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         straight, plan = _run(spec, machine, Path(folder) / "straight", limit_s, fork=arguments.fork)
         again = create_run(spec, Path(folder) / "again")
-        saved = f"step-{CUT:06d}"
+        saved = f"step-{SAVED_STEP:06d}"
         shutil.copytree(straight.checkpoints_dir / saved, again.checkpoints_dir / saved)
         _attempt(again, spec, machine, limit_s, fork=arguments.fork)
         losses, resumed = _losses(straight), _losses(again)
@@ -161,8 +148,8 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
             "mode": plan.mode,
             "losses": list(losses.values()),
             "trains": losses[STEPS] < losses[1] - 0.5,
-            "resume_exact": list(resumed) == list(range(CUT + 1, STEPS + 1))
-            and resumed == {step: loss for step, loss in losses.items() if step > CUT}
+            "resume_exact": list(resumed) == list(range(SAVED_STEP + 1, STEPS + 1))
+            and resumed == {step: loss for step, loss in losses.items() if step > SAVED_STEP}
             and _states(straight) == _states(again),
             "resume_loss_difference": max(abs(loss - losses[step]) for step, loss in resumed.items()),
             "export_equal": equal,
@@ -170,39 +157,13 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
         }
 
 
-def scaled_down(original: ModelSpec) -> ModelSpec:
-    """A model of the same architecture with random weights, a ten-thousandth of its size."""
-    from so_tui_trainer.tools.presets import parameter_table
-
-    shape = {key: SHAPE.get(key, value) for key, value in original.config.items() if key not in OF_THE_TOKENIZER}
-    shape |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    model = ModelSpec(id="builtin:tiny", weights="random", config=shape, leaf_modules=original.leaf_modules)
-    return msgspec.structs.replace(model, parameters=parameter_table(model))
-
-
-def _small(name: str, mode: str) -> RunSpec:
-    changes = {
-        "gpus": "1",
-        "train.steps": str(STEPS),
-        "train.deterministic": "true",
-        "train.learning_rate": "3e-3",
-        "offload.mode": mode,
-        "offload.ratio": "0.5",
-        "offload.sub_group_size": "200000",
-        "checkpoint.every_steps": str(CUT),
-        "checkpoint.export": "true",
-    }
-    spec = with_values(find_preset("tiny").spec, changes)
-    return msgspec.structs.replace(spec, name=name, title=f"{name}, scaled down", model=scaled_down(find_preset(name).spec.model))
-
-
 def _states(run: RunDirectory) -> list[bytes]:
-    """Masters and moments of the last step, as they are on disk."""
+    """Return the fp32 master weights and moments of the last step, as they are on disk."""
     return [path.read_bytes() for path in sorted((run.checkpoints_dir / f"step-{STEPS:06d}").rglob("*.states"))]
 
 
 def _export_is_equal(run: RunDirectory) -> bool:
-    """Whether the export loads whole, and its logits are those of the checkpoint's weights."""
+    """Return whether the export loads completely, with the logits of the checkpoint's weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -229,7 +190,11 @@ def _export_is_equal(run: RunDirectory) -> bool:
 
 
 def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
-    """Raises RuntimeError when the run fails."""
+    """Train a preset at full size.
+
+    Raises:
+        RuntimeError: The run failed.
+    """
     changes = {
         "gpus": arguments.gpus,
         "model.weights": "random",
@@ -242,7 +207,7 @@ def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
     }
     spec = with_values(find_preset(name).spec, changes | _changes(arguments))
     began = time.time()
-    with tempfile.TemporaryDirectory() as folder, _DeviceMemory() as device:
+    with tempfile.TemporaryDirectory() as folder, DeviceMemory() as device:
         run, plan = _run(spec, machine, Path(folder) / "run", arguments.limit_s)
         records = _records(run)
     steps = [record for record in records if isinstance(record, StepRecord)]
@@ -269,28 +234,6 @@ def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
     }
 
 
-class _DeviceMemory:
-    """Asks nvidia-smi for the fullest GPU's memory once a second, as long as it lasts."""
-
-    def __enter__(self) -> _DeviceMemory:
-        self.peak_bytes = 0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while shutil.which("nvidia-smi") and not self._end.wait(1):
-            with suppress(OSError, subprocess.SubprocessError, ValueError):  # it may be busy once; the next answer will do
-                text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
-                self.peak_bytes = max(self.peak_bytes, *(int(line) << 20 for line in text.split()))
-
-
 # -- runs -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -302,19 +245,19 @@ def _run(spec: RunSpec, machine: Machine, folder: Path, limit_s: float, *, fork:
 def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float, *, fork: bool = False) -> Plan:
     """Start DeepSpeed's launcher as a supervisor would, or fork the one rank, and wait.
 
-    Raises RuntimeError with the end of the log when the run fails.
+    Raises:
+        RuntimeError: The run failed; the message is the end of the log.
     """
     launch = prepare(spec, machine, force=True)
     attempt = new_attempt(run)
-    run.plan_path(attempt).write_bytes(msgspec.json.encode(launch.plan))
-    run.ds_config_path(attempt).write_bytes(msgspec.json.encode(launch.ds_config))
-    changes = environment.variables(launch.plan, machine, os.environ, run=str(run.path), attempt=attempt)
-    env = environment.apply(changes, os.environ)
+    write_launch(run, attempt, launch)
+    here = launch.resolved(run=run.path, attempt=attempt, port=_free_port())
+    env = environment.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")
     if fork:
         _fork(run, attempt, env, log, limit_s)
     else:
-        _launch(command.argv(launch.plan, run=str(run.path), attempt=attempt, port=_free_port()), env, run, log, limit_s)
+        _launch(here.argv, env, run, log, limit_s)
     last = _records(run)[-1:]
     if not last or not isinstance(last[0], EndRecord) or last[0].state != "finished":
         raise RuntimeError(log.read_text(errors="replace")[-3000:])
@@ -329,18 +272,18 @@ def _launch(argv: Sequence[str], env: Mapping[str, str], run: RunDirectory, log:
         try:
             process.wait(timeout=limit_s)
         finally:
-            # A rank that is asked to end saves first, and one that prepares its optimizer does not hear it: nothing may hold the GPUs.
+            # A rank that receives SIGTERM may save first, or ignore it while it prepares its optimizer. Nothing may hold the GPUs.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _fork(run: RunDirectory, attempt: int, env: dict[str, str], log: Path, limit_s: float) -> None:
-    """The one rank as a child of a server that has imported torch, DeepSpeed and transformers: a third of the time of a short run."""
+    """Run the one rank as a child of a server that has imported torch, DeepSpeed and transformers: a third of the time of a short run."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["so_tui_trainer.session", "transformers.models.auto.modeling_auto"])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    process = forks.Process(target=_rank, args=(run.path, attempt, env | alone | {"MASTER_PORT": str(_free_port())}, log))
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    process = forks.Process(target=_rank, args=(run.path, attempt, env | single | {"MASTER_PORT": str(_free_port())}, log))
     process.start()
     process.join(limit_s)
     if process.is_alive():
@@ -373,48 +316,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------------------------
-
-
-def _table(rows: list[Row]) -> str:
-    """One line an architecture; what was not run is said."""
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    heads = ["architecture", *(f"{what}, {device}" for device in devices for what in ("trains", "resume exact", "export reloads equal"))]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for name in NAMES:
-        cells = [name]
-        for device in devices:
-            row = next((row for row in rows if row["name"] == name and row["device"] == device), None)
-            cells += [_word(row, key) for key in ("trains", "resume_exact", "export_equal")]
-        lines.append(_line(cells))
-    return "\n".join(lines) if rows else ""
-
-
-def _word(row: Row | None, key: str) -> str:
-    if row is None:
-        return "not run"
-    return "failed" if "error" in row else "yes" if row[key] else "NO"
-
-
-def _full_table(rows: list[Row]) -> str:
-    heads = ["model", "GPUs", "mode, ratio", "tokens a step", "step", "TFLOPS/GPU", "GPU reserved: plan, measured", "host: plan, measured"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for row in rows:
-        if "error" in row:
-            reason = row["error"].strip().splitlines()[-1][:80]
-            lines.append(_line([row["name"], str(row["gpus"]), f"failed: {reason}", *[""] * 5]))
-            continue
-        tokens = row["sequence_length"] * row["micro_batch"] * row["gpus"]
-        cells = [row["name"], str(row["gpus"]), f"{row['mode']}, {row['ratio']}", f"{tokens:,}", f"{row['step_s']} s"]
-        memory = [", ".join(f"{row[key][which] / 2**30:.1f} GiB" for which in ("planned", "measured")) for key in _MEMORY]
-        lines.append(_line([*cells, str(row["model_tflops_per_gpu"]), *memory]))
-    return "\n".join(lines) if rows else ""
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Useful tokens per second of so-tui and of what people use today, at one shape, on the same rows, in one run.
+"""Compare useful tokens per second of so-tui with other trainers, at one shape, on the same rows, in one run.
 
     PYTHONPATH=.:trainer python benchmarks/compare.py ROWS --original PATH/finetune_zero3.py --out compare.json
     PYTHONPATH=.:trainer python benchmarks/compare.py ROWS --original ... --out compare.json --only ours original
-    PYTHONPATH=.:trainer python benchmarks/compare.py --out compare.json --table        # what was measured so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/compare.py --out compare.json --table        # results so far, as Markdown
 
-ROWS: instruction data in Alpaca's layout, JSON or JSONL. The original is DeepSpeedExamples' training/DeepSpeed-SuperOffload, with its
-shell scripts beside the Python file; nothing of it is changed. Every part runs in processes of its own, so that one that fails takes no
-other with it. Rows are appended as they come, and what is already there is not measured again (``--again`` does). ``--shape tiny`` runs the
-same code on a machine without GPU, to try it out. How it is measured: docs/comparison.md.
+ROWS: instruction data in the Alpaca layout, JSON or JSONL. The original is DeepSpeedExamples' training/DeepSpeed-SuperOffload, with its
+    shell
+scripts next to the Python file, unchanged. Every part runs in processes of its own, so that a failing part does not affect others. Rows
+are
+appended to the file; existing ones are measured again only with ``--again``. ``--shape tiny`` runs the same code on a machine without GPU,
+as a
+test. The method is described in docs/comparison.md.
 """
 
 from __future__ import annotations
@@ -35,17 +38,18 @@ from so_tui.launch.environment import valid_arch_list  # noqa: E402
 from so_tui.machine import inspect_machine  # noqa: E402
 
 _SHORTEST_S = 45.0
-"""No part is begun with less: it would not reach its first step."""
+"""A part is not started with less time left, as it would not reach its first step."""
 
 
 def main() -> int:
+    """Measure the parts and print the table; return the exit code."""
     arguments = _arguments()
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if arguments.table:
         print(figures.table(rows, arguments.shape))
         return 0
     if arguments.rows is None:
-        print("compare.py: the rows are missing: name a JSON or JSONL file with instruction data", file=sys.stderr)
+        print("compare.py: no rows given: name a JSON or JSONL file with instruction data", file=sys.stderr)
         return 2
     deadline = time.monotonic() + arguments.budget_s
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ def main() -> int:
         print(f"{part.name}: {json.dumps({key: row[key] for key in shown if key in row})}", flush=True)
     print(figures.table(rows, arguments.shape))
     if left:
-        print(f"\nno time left for {', '.join(left)}: run it again with the same --out to go on")
+        print(f"\nno time left for {', '.join(left)}: run it again with the same --out to continue")
     return int(bool(failed or left))
 
 
@@ -85,8 +89,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--set", metavar="A.B=VALUE", action="append", default=[], help="change a key of so-tui's own runs, as `so-tui run` does"
     )
-    parser.add_argument("--again", action="store_true", help="measure what is already in the file once more")
-    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
+    parser.add_argument("--again", action="store_true", help="measure again what is already in the file")
+    parser.add_argument("--table", action="store_true", help="print the results in the file and exit")
     return parser.parse_args()
 
 
@@ -105,7 +109,7 @@ def _row(part: Part, laid: Ground, arguments: argparse.Namespace, limit_s: float
 
 
 def _measured(part: Part, shape: Shape, laid: Ground, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """The row of a part, or its error."""
+    """Return the row of a part, or its error."""
     work, environment = arguments.work, _environment(shape)
     if part.trainer == "so-tui":
         changes = dict(change.split("=", 1) for change in arguments.set)
@@ -139,7 +143,7 @@ def _child(module: str, *, job: dict[str, Any], environment: dict[str, str], log
 
 
 def _environment(shape: Shape) -> dict[str, str]:
-    """The same for everyone. Nobody's threads are bound from outside, and no allocator is tuned."""
+    """Return the environment of all trainers: no threads are bound from outside, and no allocator is tuned."""
     paths = [str(ROOT), str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -149,7 +153,7 @@ def _environment(shape: Shape) -> dict[str, str]:
     for variable in ("OMP_NUM_THREADS", "KMP_AFFINITY", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
         environment.pop(variable, None)
     if given := environment.get("TORCH_CUDA_ARCH_LIST"):
-        environment["TORCH_CUDA_ARCH_LIST"] = valid_arch_list(given)  # DeepSpeed cannot read all that images set
+        environment["TORCH_CUDA_ARCH_LIST"] = valid_arch_list(given)  # DeepSpeed cannot parse every value that images set.
     if not shape.cuda:
         environment["DS_ACCELERATOR"] = "cpu"
     return environment

@@ -1,10 +1,11 @@
-"""Time and peak memory of the trainer's cross-entropy on this machine's first GPU (or CPU), beside what the plan says.
+"""Measure time and peak memory of the trainer's cross-entropy on this machine's first GPU (or CPU), and compare with the plan.
 
     python benchmarks/loss.py [--tokens 16384] [--vocabulary 151936] [--hidden 2560] [--kept LOGITS] [--block LOGITS]
 
-Prints one JSON line: seconds of forward and backward (median), peak bytes beyond the hidden states, the head's weight and its gradient,
-the bytes that ``so_tui.model.loss`` reckons with (which have to be more), FLOP/s, and the relative error of the gradients against float64
-on a sample of the vocabulary's rows.
+Prints one JSON line: seconds of forward and backward (median), peak bytes besides the hidden states, the head's weight and its gradient,
+the
+bytes that ``so_tui.model.loss`` plans (which must be more), FLOP/s, and the relative error of the gradients against float64 on a sample of
+the vocabulary's rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _SAMPLED_ROWS = 512
 
 
 def main() -> None:
+    """Measure and print the figures."""
     given = _parser().parse_args()
     model_loss.LOSS_KEPT_LOGITS, model_loss.LOSS_BLOCK_LOGITS = given.kept, given.block
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,6 +64,7 @@ def main() -> None:
 
 
 def _peak_beyond(head: HeadLoss, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> int:
+    """Return the peak bytes besides the inputs and the weight's gradient."""
     hidden.grad = head.weight.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -71,7 +74,7 @@ def _peak_beyond(head: HeadLoss, hidden: torch.Tensor, predictors: torch.Tensor,
 
 
 def _error(weight: nn.Parameter, hidden: torch.Tensor, targets: torch.Tensor) -> float:
-    """Relative error of some rows of the head's gradient."""
+    """Return the relative error of some rows of the head's gradient."""
     assert weight.grad is not None
     rows = torch.arange(0, len(weight), max(1, len(weight) // _SAMPLED_ROWS), device=weight.device)
     sums = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64, device=weight.device)
@@ -94,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=2560)
-    parser.add_argument("--kept", type=int, default=model_loss.LOSS_KEPT_LOGITS, help="logits kept between the passes")
-    parser.add_argument("--block", type=int, default=model_loss.LOSS_BLOCK_LOGITS, help="logits worked on at once")
+    parser.add_argument("--kept", type=int, default=model_loss.LOSS_KEPT_LOGITS, help="logits that are saved between the passes")
+    parser.add_argument("--block", type=int, default=model_loss.LOSS_BLOCK_LOGITS, help="logits of one block")
     parser.add_argument("--repeats", type=int, default=7)
     return parser
 

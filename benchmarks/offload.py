@@ -5,9 +5,9 @@
     PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --ranks 2 --only floor ours
     PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --table    # what was measured so far, as Markdown
 
-Every configuration runs in a process of its own, so that one that fails or runs out of memory takes no other with it. Rows are appended to
-the file as they come, and what is already there is not measured again (``--again`` does). ``--shape tiny`` runs the same code on a machine
-without GPU, to try it out.
+Every configuration runs in a process of its own, so that one that fails or runs out of memory does not affect the others. Rows are appended
+to the file as they are measured, and configurations that are already in it are skipped unless ``--again`` is given. ``--shape tiny`` runs
+the same code on a machine without a GPU, to try it out.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ MARK = "offload-benchmark-row: "
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is measured; the fields are those of the run spec."""
+    """One configuration to measure; the fields are those of the run spec."""
 
     name: str
     mode: str = "superoffload"
     engine: str = "so-tui"
     ratio: float = 0.9
     clipping: float | None = 0.0
-    """None: the key is left out of the DeepSpeed config, as the published scripts do, and DeepSpeed takes 1.0."""
+    """None: the key is left out of the DeepSpeed config, as in the published scripts, and DeepSpeed uses 1.0."""
     accumulation: int = 1
     warmup: int = 2
     measured: int = 5
     lazy: bool = True
-    """False: ours with all weights in place before ``step`` returns."""
+    """False: ours, but ``step`` waits for all new weights."""
 
 
 CONFIGURATIONS = (
@@ -69,7 +69,7 @@ CONFIGURATIONS = (
 MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:10])
 
 
-# -- the parent: one process per configuration ------------------------------------------------------------------------------------------
+# -- the parent: one process per rank and configuration --------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -103,15 +103,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("offload.json"), help="file to which rows are appended")
     parser.add_argument("--only", nargs="+", choices=[configuration.name for configuration in CONFIGURATIONS], help="what to measure")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a machine without GPU")
-    parser.add_argument("--micro-batch", type=int, default=4, help="sequences per rank and micro-step")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a machine without a GPU")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences of one micro-batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
     parser.add_argument("--limit-s", type=float, default=240, help="longest time for one configuration")
     parser.add_argument("--sub-group-size", type=int, default=400_000_000)
-    parser.add_argument("--again", action="store_true", help="measure what is already in the file once more")
-    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
-    parser.add_argument("--kernel", type=int, default=0, metavar="PARAMETERS", help="only the Adam kernels, on this machine's cores")
+    parser.add_argument("--again", action="store_true", help="measure configurations again that are already in the file")
+    parser.add_argument("--table", action="store_true", help="print the rows in the file as a table")
+    parser.add_argument(
+        "--kernel", type=int, default=0, metavar="PARAMETERS", help="measure only the Adam kernels, on this machine's cores"
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -123,12 +125,12 @@ def _same(row: dict[str, Any], name: str, arguments: argparse.Namespace) -> bool
 
 
 def _size(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What makes two rows of the same configuration different measurements."""
+    """Return what distinguishes two measurements of the same configuration."""
     return {key: getattr(arguments, key) for key in ("ranks", "shape", "micro_batch", "length")}
 
 
 def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The row of one configuration, or what went wrong."""
+    """Measure one configuration in processes of its own and return its row, which has an ``error`` if that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -148,7 +150,7 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         environment["DS_ACCELERATOR"] = "cpu"
     begin = time.monotonic()
     with ExitStack() as files:
-        # Files, not pipes: DeepSpeed's own worker can outlive its rank, and would keep a pipe open.
+        # Files instead of pipes, because DeepSpeed's own worker can outlive its rank and would keep a pipe open.
         outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(arguments.ranks)]
         ranks = [
             subprocess.Popen(
@@ -171,14 +173,14 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             output.seek(0)
         texts = [output.read() for output in outputs]
     rows = [json.loads(line.removeprefix(MARK)) for text in texts for line in text.splitlines() if line.startswith(MARK)]
-    known = {"name": name, **_size(arguments), "wall_s": round(time.monotonic() - begin, 1)}
+    identity = {"name": name, **_size(arguments), "wall_s": round(time.monotonic() - begin, 1)}
     if len(rows) < arguments.ranks:
-        late = [f"took longer than {arguments.limit_s:.0f} s"] if time.monotonic() - begin >= arguments.limit_s else []
-        tail = "\n".join([*late, *(text[-3000:] for text in texts)])
+        timeout = [f"took longer than {arguments.limit_s:.0f} s"] if time.monotonic() - begin >= arguments.limit_s else []
+        tail = "\n".join([*timeout, *(text[-3000:] for text in texts)])
         print(tail, flush=True)
-        return known | {"error": tail[-1500:]}
-    slowest = max(rows, key=lambda row: float(row["step_s"]))
-    return known | slowest
+        return identity | {"error": tail[-1500:]}
+    slowest: dict[str, Any] = max(rows, key=lambda row: float(row["step_s"]))
+    return identity | slowest
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -188,7 +190,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; the last row of each configuration counts."""
+    """Format the last row of each configuration as a Markdown table."""
     floors = {(row["ranks"], row["accumulation"]): row["step_s"] for row in rows if row.get("mode") == "gpu" and "error" not in row}
     lines = [
         "| configuration | GPUs | s/step | x floor | tokens/s per GPU | forward | backward | optimizer | exposed wait | Adam busy |"
@@ -230,6 +232,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     import torch
 
     import superoffload
+    from so_tui_trainer.engine_settings import engine_settings
     from superoffload.deepspeed_adapter.engine import super_offload
 
     cuda = arguments.shape != "tiny"
@@ -242,10 +245,10 @@ def _measure(arguments: argparse.Namespace) -> None:
     model = _model(spec, device, arguments.shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = _ds_config(configuration, arguments)
-    engine = superoffload.initialize(model, _parameter_groups(model), config, spec, mine)
-    if superoffload.uses_worker(engine):
+    engine = superoffload.initialize(model, _parameter_groups(model), config, engine_settings(spec, mine))
+    if (optimizer := super_offload(engine)) and optimizer.worker_pid:
         binding.apply_main_cores(mine)
-        super_offload(engine).lazy_weights = configuration.lazy  # type: ignore[union-attr]
+        optimizer.lazy_weights = configuration.lazy
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
     steps, losses = _steps(engine, configuration, arguments, device)
@@ -274,7 +277,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         ),
         flush=True,
     )
-    os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived
+    os._exit(0)  # not by return: DeepSpeed's exit handlers may crash, and everything is written
 
 
 def _spec(configuration: Configuration, arguments: argparse.Namespace) -> Any:
@@ -296,7 +299,7 @@ def _spec(configuration: Configuration, arguments: argparse.Namespace) -> Any:
 
 
 def _ds_config(configuration: Configuration, arguments: argparse.Namespace) -> dict[str, Any]:
-    """As the published SuperOffload configurations."""
+    """Return a DeepSpeed config like the published SuperOffload configurations."""
     size = 100_000 if arguments.shape == "tiny" else arguments.sub_group_size
     zero: dict[str, Any] = {"stage": 3, "overlap_comm": arguments.ranks > 1, "reduce_bucket_size": size, "sub_group_size": size}
     if configuration.mode != "gpu":
@@ -327,7 +330,9 @@ def _model(spec: Any, device: Any, shape: str) -> Any:
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(spec.train.seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -344,7 +349,7 @@ def _parameter_groups(model: Any) -> list[dict[str, Any]]:
 def _steps(
     engine: Any, configuration: Configuration, arguments: argparse.Namespace, device: Any
 ) -> tuple[list[dict[str, float]], list[float]]:
-    """Times of every step, warm-up included. Like a training loop that logs every step, it reads the loss at the end of each."""
+    """Return the times and losses of all steps, including warm-up. Every loss is read at the end of its step, as a training loop does."""
     import torch
 
     import superoffload
@@ -374,18 +379,18 @@ def _steps(
         now = time.perf_counter()
         for position, (begin, end) in enumerate(pairwise(marks)):
             laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
-        told = superoffload.stats(engine)
-        laps["forward_s"] -= told.exposed_in_forward_s
+        stats = superoffload.stats(engine)
+        laps["forward_s"] -= stats.exposed_in_forward_s
         steps.append(
             {
                 "step_s": now - last,
                 **laps,
-                "exposed_wait_s": told.exposed_wait_s,
-                "exposed_in_forward_s": told.exposed_in_forward_s,
-                "host_wait_s": told.host_wait_s,
-                "adam_busy_s": told.adam_busy_s,
-                "to_host_gb_per_s": told.to_host_bytes / told.to_host_s / 1e9 if told.to_host_s else 0.0,
-                "to_gpu_gb_per_s": told.to_gpu_bytes / told.to_gpu_s / 1e9 if told.to_gpu_s else 0.0,
+                "exposed_wait_s": stats.exposed_wait_s,
+                "exposed_in_forward_s": stats.exposed_in_forward_s,
+                "host_wait_s": stats.host_wait_s,
+                "adam_busy_s": stats.adam_busy_s,
+                "to_host_gb_per_s": stats.d2h_bytes / stats.d2h_s / 1e9 if stats.d2h_s else 0.0,
+                "to_gpu_gb_per_s": stats.h2d_bytes / stats.h2d_s / 1e9 if stats.h2d_s else 0.0,
                 "gradient_norm": superoffload.gradient_norm(engine) or 0.0,
             }
         )
@@ -393,11 +398,11 @@ def _steps(
     return steps, losses
 
 
-# -- the Adam kernels alone ---------------------------------------------------------------------------------------------------------------
+# -- only the Adam kernels ---------------------------------------------------------------------------------------------------------------
 
 
 def _kernel_rows(numel: int) -> list[dict[str, Any]]:
-    """Ours (bf16 in, bf16 out, one pass) beside DeepSpeed's with the two casts that it needs, on the cores this process may use."""
+    """Measure our kernel (bf16 in, bf16 out, one pass) and DeepSpeed's with the two casts it needs, on this process's cores."""
     import mmap
 
     cores = len(os.sched_getaffinity(0))
@@ -426,25 +431,26 @@ def _kernel_rows(numel: int) -> list[dict[str, Any]]:
 
     library = str(kernel.library())
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
-    for exchange, label in ((2, "bf16"), (4, "fp32")):
-        memory = mmap.mmap(-1, worker.layout((numel,), exchange, True).bytes)
-        ours = worker.Kernel(library, memory, (numel,), exchange, True)
+    for weight_bytes, label in ((2, "bf16"), (4, "fp32")):
+        memory = mmap.mmap(-1, worker.layout((numel,), weight_bytes, True).bytes)
+        ours = worker.Kernel(library, memory, (numel,), weight_bytes, True)
         accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
-        timed(f"ours-begin-{label}", 16 + exchange, partial(ours.run, worker.Command(worker.Operation.BEGIN, 0)))
-        timed(f"ours-step-{label}", 24 + 2 * exchange, partial(ours.run, step))
-        timed(f"ours-accumulate-{label}", 8 + exchange, partial(ours.run, accumulate))
-        timed(f"ours-step-accumulated-{label}", 28 + 2 * exchange, partial(ours.run, step._replace(take_accumulated=1)))
+        summed = step._replace(gradient=worker.GradientSource.ACCUMULATED_AND_STAGING)
+        timed(f"ours-begin-{label}", 16 + weight_bytes, partial(ours.run, worker.Command(worker.Operation.INITIALIZE, 0)))
+        timed(f"ours-step-{label}", 24 + 2 * weight_bytes, partial(ours.run, step))
+        timed(f"ours-accumulate-{label}", 8 + weight_bytes, partial(ours.run, accumulate))
+        timed(f"ours-step-accumulated-{label}", 28 + 2 * weight_bytes, partial(ours.run, summed))
     theirs = CPUAdamBuilder().load()
     theirs.create_adam(0, 1e-5, 0.9, 0.999, 1e-8, 0.01, True, False)
-    master, first, second, gradient = (torch.zeros(numel) for _ in range(4))
+    master_weights, first, second, gradient = (torch.zeros(numel) for _ in range(4))
     half = torch.zeros(numel, dtype=torch.bfloat16)
     timed(
         "deepspeed-step",
         28,
-        lambda: theirs.adam_update(0, 3, 1e-5, 0.9, 0.999, 1e-8, 0.01, True, master, gradient, first, second),
+        lambda: theirs.adam_update(0, 3, 1e-5, 0.9, 0.999, 1e-8, 0.01, True, master_weights, gradient, first, second),
     )
     timed("cast-gradient-up", 6, lambda: gradient.copy_(half))
-    timed("cast-weights-down", 6, lambda: half.copy_(master))
+    timed("cast-weights-down", 6, lambda: half.copy_(master_weights))
     return rows
 
 

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
-from planner_sweep import measured_by_forks
 
+from benchmarks.planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
+from benchmarks.planner_sweep import measured_by_forks
+from so_tui.launch import prepare
 from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
@@ -55,7 +56,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the run's processes stand in another folder
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     if arguments.table or arguments.fit:
-        from planner_fit import fit, sweep_table, tables
+        from benchmarks.planner_fit import fit, sweep_table, tables
 
         if arguments.fit:
             print(fit(rows, arguments.out.name))
@@ -199,7 +200,7 @@ def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: arg
     found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine, limit_s=arguments.limit_s)
     for setting, spec, plan in zip(settings, specs, plans, strict=True):
         row = _identity(setting, spec, plan, machine)
-        answer = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
+        answer: dict[str, Any] = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
         if "measured" in answer:
             workload = msgspec.convert(answer["measured"]["workload"], Workload)
             answer["predicted"] = msgspec.to_builtins(predicted_of(spec, machine, workload)[1])
@@ -245,7 +246,7 @@ def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namesp
     begun = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-planner-"))
     try:
-        run = run_to_end(spec, machine, scratch, _tell, limit_s=arguments.limit_s)
+        run = run_to_end(prepare(spec, machine), scratch, _tell, limit_s=arguments.limit_s)
         measured = measured_of(run, plan)
     except SoTuiError as error:
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in scratch.glob("*/attempts/*/output.*.log"))

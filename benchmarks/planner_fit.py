@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,18 +13,18 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from planner_settings import WITH_LESS
 
+from benchmarks.planner_settings import WITH_LESS
 from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
-from so_tui.plan.assess import assess
-from so_tui.plan.calibration import CALIBRATED, Figures
+from so_tui.model.profile import profile_of
+from so_tui.plan.calibration import Figures
 from so_tui.plan.constants import PATH, Constants, Speed, constants, published_speed, using
+from so_tui.plan.fit import GPU_MARGIN, Target, assess
 from so_tui.plan.host_memory import load_bytes, steady_bytes
-from so_tui.plan.memory import OUTSIDE_ALLOCATOR
-from so_tui.plan.site import Site, site_of
-from so_tui.plan.terms import own_engine
-from so_tui.plan.verdict import GPU_MARGIN
+from so_tui.plan.placement import own_engine
+from so_tui.plan.resources import Resources, resources_of
+from so_tui.plan.terms import OUTSIDE_ALLOCATOR
 from so_tui.spec import RunSpec, check_tree
 
 MEMORY = (
@@ -73,41 +74,43 @@ class Case:
     """A measured row, ready to be predicted again."""
 
     spec: RunSpec
-    site: Site
+    resources: Resources
     measured: Measured
 
 
 def case_of(row: dict[str, Any]) -> Case:
     machine = msgspec.convert(row["machine"], Machine, strict=False)
     spec = check_tree(row["spec"])
-    site = site_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
+    resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
     measured = msgspec.convert(row["measured"], Measured)
     obsolete = dict.fromkeys(row.get("since_changed", ()), 0)
     measured = replace(measured, figures=replace(measured.figures, **obsolete))
-    return Case(spec, replace(site, speed=_speed(machine, row["speed"]), probes=()), measured)
+    return Case(spec, dataclasses.replace(resources, speed=_speed(machine, row["speed"])), measured)
 
 
 def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
     """The machine's rates: its own where they were calibrated when it was measured, filled up with those published for its GPU today."""
     published = published_speed(machine.gpus[0].name) if noted and machine.gpus else None
-    if published is None or noted is None or not noted["source"].startswith(CALIBRATED):
+    if published is None or noted is None or not noted.get("calibrated"):
         return published
     return msgspec.convert(msgspec.to_builtins(published) | noted, Speed)
 
 
 def predicted(case: Case) -> Figures:
     """With the constants of the moment, for the data that was trained on."""
-    found = assess(case.spec, case.site, workload=case.measured.workload)
-    on_gpu = [term for term in found.terms if term.place == "gpu"]
+    resources = case.resources
+    target = Target(profile=profile_of(case.spec.model), resources=resources, ranks=resources.ranks, workload=case.measured.workload)
+    found = assess(case.spec, target)
+    on_gpu = [term for term in found.terms if term.location == "gpu"]
     return Figures(
         step_s=found.step.total_s if found.step else 0.0,
         forward_s=found.step.forward_s if found.step else 0.0,
         backward_s=found.step.backward_s if found.step else 0.0,
         exposed_optimizer_s=found.step.exposed_optimizer_s if found.step else 0.0,
-        gpu_reserved_bytes=sum(term.bytes for term in on_gpu if term.name not in OUTSIDE_ALLOCATOR),
+        gpu_reserved_bytes=sum(term.bytes for term in on_gpu if term.kind not in OUTSIDE_ALLOCATOR),
         gpu_device_bytes=sum(term.bytes for term in on_gpu),
-        host_bytes=steady_bytes(found.terms, case.site.ranks),
-        host_load_bytes=load_bytes(found.spec, found.terms, case.site.ranks),
+        host_bytes=steady_bytes(found.terms, resources.ranks),
+        host_load_bytes=load_bytes(found.spec, found.terms, resources.ranks),
     )
 
 
@@ -146,7 +149,7 @@ def fitted(cases: Sequence[Case], kept: Sequence[Case] = ()) -> Constants:
     """
     start = constants()
     memory = _descend(start, "memory", MEMORY, lambda: sum(map(_memory_error, [*cases, *kept])))
-    with_speed = [case for case in cases if case.site.speed is not None]
+    with_speed = [case for case in cases if case.resources.speed is not None]
     return _descend(memory, "step", STEP, lambda: sum(map(_step_error, with_speed))) if with_speed else memory
 
 
@@ -206,6 +209,8 @@ def _descend(start: Constants, section: str, names: Iterable[str], error: Callab
 def dumped(found: Constants) -> str:
     """As the file is kept: one figure a line, points of a curve in one."""
     tree = msgspec.to_builtins(found)
+    for kind in tree["machines"]:
+        del kind["calibrated"]
     for section in ("memory", "step"):
         tree[section] = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in tree[section].items()}
     text = json.dumps(tree, indent=1)

@@ -103,7 +103,7 @@ _STATES_BYTES_PER_S = 2.6e9
 def seconds_of(plan: Plan, steps: int) -> float:
     """About how long a run of so many steps takes from its start to its end, by what three runs took."""
     named = {term.name: term.bytes for term in plan.breakdown}
-    host = sum(term.bytes for term in plan.breakdown if term.place == "node" and term.confidence == "exact")
+    host = sum(term.bytes for term in plan.breakdown if term.location == "node" and term.confidence == "exact")
     return START_S + named["weights"] / _WEIGHTS_BYTES_PER_S + host / _STATES_BYTES_PER_S + steps * (plan.step_s or 0.0)
 
 

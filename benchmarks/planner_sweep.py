@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from speed import one_rank, ready, steps_of
-
+from benchmarks.speed import one_rank, ready, steps_of
 from so_tui.machine.types import Machine
 from so_tui.spec import RunSpec
 
@@ -64,7 +63,7 @@ def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
     warmup, measured = spec.benchmark.warmup_steps, spec.benchmark.measured_steps
     found = steps_of(engine, batches, spec, device, warmup, measured)
     superoffload.close(engine)
-    works = [batches.work(number) for number in range(warmup + 1, warmup + measured + 1)]
+    works = [batches.counts(number) for number in range(warmup + 1, warmup + measured + 1)]
     lengths = [length for work in works for length in work.document_lengths.tolist()]
     positions = sum(work.computed_tokens for work in works)
     return {

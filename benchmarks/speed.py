@@ -1,12 +1,12 @@
-"""Measures forward and backward lever by lever: a preset's shape, random weights, packed rows of a file, 4 x 4096 tokens, one GPU.
+"""Measure forward and backward, one optimisation after the other: a preset's shape, random weights, packed rows, 4 x 4096 tokens.
 
     PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl             # what is not in the file yet
-    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table     # what was measured so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table     # results so far, as Markdown
     PYTHONPATH=.:trainer python benchmarks/speed.py --out speed.jsonl --only "gpu, mixture of experts" --model qwen3-30b-a3b --layers 8
 
-Each setup is a process of its own that adds one lever after the other to the same model and engine; rows are appended to the file as they
-come. ``--layers`` takes fewer layers than the preset has, where the whole model does not fit. ``--profile FOLDER`` also writes where the
-GPU's time goes in each row. ``--tiny`` runs the same code with a model scaled down, on a machine without GPU, to try it out.
+Each setup runs in a process of its own, which adds one lever after the other to the same model and engine; rows are appended to the file.
+``--layers`` uses fewer layers than the preset has, if the whole model does not fit. ``--profile FOLDER`` also writes the GPU's kernel
+times of each row. ``--tiny`` runs the same code with a scaled-down model on a machine without GPU, as a test.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ DENSE = ("gpu", "superoffload, 8 micro-steps", "superoffload")
 
 
 def main() -> int:
+    """Measure what is missing and print the table; return the exit code."""
     arguments = _arguments()
     if arguments.setup:
         _measure(arguments, SETUPS[arguments.setup])
@@ -73,23 +74,23 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="builtin:tiny/rows.jsonl", help="rows to train on")
     parser.add_argument("--out", type=Path, default=Path("speed.jsonl"), help="file to which rows are appended")
-    parser.add_argument("--model", default=MODEL, metavar="PRESET", help="whose shape")
-    parser.add_argument("--layers", type=int, help="how many layers of it, the first ones; otherwise all")
-    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure; otherwise what is for a dense model")
+    parser.add_argument("--model", default=MODEL, metavar="PRESET", help="preset whose shape is used")
+    parser.add_argument("--layers", type=int, help="use only this many layers, the first ones (default: all)")
+    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure (default: the setups of a dense model)")
     parser.add_argument("--tiny", action="store_true", help="scaled down, on the CPU")
     parser.add_argument("--profile", type=Path, help="folder for lists of the GPU's kernels")
-    parser.add_argument("--table", action="store_true", help="print what is in the file and end")
+    parser.add_argument("--table", action="store_true", help="print the results in the file and exit")
     parser.add_argument("--setup", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _identity(arguments: argparse.Namespace, setup: str) -> dict[str, Any]:
-    """What rows that are to be compared have in common."""
+    """Return what rows that are compared have in common."""
     return {"model": arguments.model, "layers": arguments.layers, "setup": setup}
 
 
 def one_rank(*, cpu: bool) -> dict[str, str]:
-    """What a process that is the only rank must find in its environment."""
+    """Return the environment of a process that is the only rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -98,7 +99,7 @@ def one_rank(*, cpu: bool) -> dict[str, str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Those of files from when there was one model say so too."""
+    """Return the rows of a file. Old files have rows of the default model, which they do not name."""
     only: dict[str, Any] = {"model": MODEL, "layers": None}
     return [only | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -135,18 +136,19 @@ class Ready(NamedTuple):
 
 
 def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
-    """Bound, joined, with data, model and engine, as the trainer makes them; in an environment of ``one_rank``."""
+    """Bind the process and prepare data, model and engine as the trainer does. Needs the environment of ``one_rank``."""
     from so_tui.launch import prepare
     from so_tui_trainer import binding
 
     launch = prepare(spec, machine, force=True)
     spec, mine = launch.plan.spec, launch.plan.binding[0]
-    binding.bind(mine)  # before torch makes its threads
+    binding.bind(mine)  # Before torch starts its threads.
 
     import torch
 
     import superoffload
     from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.engine_settings import engine_settings
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
 
@@ -154,12 +156,13 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
-    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, spec, mine)
+    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, engine_settings(spec, mine))
     binding.apply_main_cores(mine)
     return Ready(spec, ranks.device, documents, model, engine)
 
 
 def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
+    """Measure one setup, lever by lever."""
     from so_tui.machine import inspect_machine
 
     spec, device, documents, model, engine = ready(_spec(arguments, setup), inspect_machine(), use_gpu=not arguments.tiny)
@@ -182,7 +185,7 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
             _profile(engine, batches, device, arguments.profile / f"{name}.txt")
     superoffload.close(engine)
     sys.stdout.flush()
-    os._exit(0)  # everything is written; what DeepSpeed leaves to the interpreter's exit is not always survived
+    os._exit(0)  # DeepSpeed's exit handlers may crash.
 
 
 def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
@@ -205,10 +208,10 @@ def _spec(arguments: argparse.Namespace, setup: Setup) -> Any:
 
 
 def _model(arguments: argparse.Namespace) -> Any:
-    """The preset's model with random weights, and perhaps fewer layers."""
+    """Return the preset's model with random weights, and perhaps fewer layers."""
     import msgspec
-    from architectures import scaled_down
 
+    from benchmarks.architecture_models import scaled_down
     from so_tui.spec import find_preset
     from so_tui_trainer.tools.presets import parameter_table
 
@@ -224,7 +227,7 @@ def _model(arguments: argparse.Namespace) -> Any:
 
 
 def _with_lever(model: Any, spec: Any, lever: str) -> Any:
-    """Adds the lever to the model; the spec that holds from now on."""
+    """Add a lever to the model, and return the spec that now applies."""
     from so_tui.spec import with_values
     from so_tui_trainer.model import kernels, recompute
 
@@ -241,7 +244,7 @@ def _with_lever(model: Any, spec: Any, lever: str) -> Any:
 
 
 def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WARMUP, count: int = MEASURED) -> dict[str, Any]:
-    """Medians of the measured steps."""
+    """Return medians of the measured steps."""
     import torch
 
     import superoffload
@@ -258,8 +261,8 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         torch.cuda.empty_cache()
     last = time.perf_counter()
     for number in range(1, warmup + count + 1):
-        work = batches.work(number)
-        weights = 1 / work.trained_tokens, 1 / work.useful_tokens
+        counts = batches.counts(number)
+        weights = 1 / counts.trained_tokens, 1 / counts.useful_tokens
         marks = [clock.mark()]
         total = torch.zeros((), device=device)
         for batch in batches.micro_batches(number):
@@ -275,19 +278,19 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
         for position, (begin, end) in enumerate(pairwise(marks)):
             laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
-        told = superoffload.stats(engine)
-        laps["forward_s"] -= told.exposed_in_forward_s
-        laps["optimizer_s"] += told.exposed_in_forward_s
-        lengths = work.document_lengths.tolist()
+        stats = superoffload.stats(engine)
+        laps["forward_s"] -= stats.exposed_in_forward_s
+        laps["optimizer_s"] += stats.exposed_in_forward_s
+        lengths = counts.document_lengths.tolist()
         steps.append(
             {
                 "step_s": now - last,
                 **laps,
-                "model_tflops": model_flops(flops, work.useful_tokens, lengths) / (now - last) / 1e12,
-                "hw_tflops": executed_flops(spec, flops, shape, work) / (now - last) / 1e12,
-                "useful_tokens": work.useful_tokens,
-                "trained_tokens": work.trained_tokens,
-                "computed_tokens": work.computed_tokens,
+                "model_tflops": model_flops(flops, counts.useful_tokens, lengths) / (now - last) / 1e12,
+                "hw_tflops": executed_flops(spec, flops, shape, counts) / (now - last) / 1e12,
+                "useful_tokens": counts.useful_tokens,
+                "trained_tokens": counts.trained_tokens,
+                "computed_tokens": counts.computed_tokens,
                 "longest_document": max(lengths),
             }
         )
@@ -303,7 +306,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
 
 
 def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
-    """The kernels of one micro-step, most expensive first, and how long the GPU had nothing to do."""
+    """Write the kernels of one micro-batch, the most expensive first, and the GPU's idle time."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

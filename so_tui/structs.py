@@ -1,4 +1,4 @@
-"""What msgspec has to know of our structs before threads decode them."""
+"""Prepare structs for decoding in several threads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:
-    """Have msgspec work out now how these are decoded, with all that they hold.
+    """Make msgspec collect the type information of structs and of the structs they contain.
 
-    Else it does so when the first of a kind is decoded, and two threads that are at it at once crash the process (seen with 0.22.0). To be
-    called where a kind is defined: a module is imported by one thread, and the others wait for it.
+    Otherwise it does so when the first one is decoded, and two threads that do so at the same time crash the process (seen with 0.22.0).
+    Call this where the struct is defined: a module is imported by one thread, and others wait for it.
     """
     for kind in kinds:
         msgspec.json.Decoder(kind)

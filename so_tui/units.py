@@ -51,25 +51,25 @@ def count(value: float, decimals: int = 2) -> str:
     return f"{value:.0f}"
 
 
-def memory_size(size_bytes: int) -> str:
-    """Return a size of memory in binary units: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``."""
+def memory_size(size_bytes: int, decimals: int = 1) -> str:
+    """Return a size of memory in binary units: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100 have decimals."""
     if size_bytes >= 99.5 * GIB:
         return f"{size_bytes / GIB:.0f} GiB"
     if size_bytes >= 0.95 * GIB:
-        return f"{size_bytes / GIB:.1f} GiB"
+        return f"{size_bytes / GIB:.{decimals}f} GiB"
     if size_bytes >= 0.5 * MIB:
         return f"{size_bytes / MIB:.0f} MiB"
     return f"{size_bytes / KIB:.0f} KiB" if size_bytes >= KIB else f"{size_bytes} B"
 
 
-def memory_of(used_bytes: int, total_bytes: int | None) -> str:
+def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> str:
     """Return used and total memory in the unit of the larger: ``78.4 of 95.0 GiB``. Without a total, return the used memory."""
     if total_bytes is None:
         return memory_size(used_bytes)
     larger = max(used_bytes, total_bytes)
     for size, unit in _MEMORY_UNITS:
         if larger >= size:
-            digits = 0 if larger >= 1000 * size else 1
+            digits = 0 if larger >= 1000 * size else decimals
             return f"{used_bytes / size:.{digits}f} of {total_bytes / size:.{digits}f} {unit}"
     return f"{used_bytes} of {total_bytes} B"
 

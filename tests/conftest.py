@@ -1,6 +1,6 @@
-"""Folders of their own for every test: the user's presets, runs and measurements are neither seen nor touched.
+"""Give every test its own folders, so that the user's presets, runs and measurements are neither read nor changed.
 
-What is compiled or prepared once lies in the cache folder, which all tests share with the user.
+Tests share the cache folder, with compiled kernels and prepared data, with the user.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("tests.support.budgets", "tests.support.tiers")
+
 OWN = {"XDG_CONFIG_HOME": "config", "XDG_STATE_HOME": "state", "XDG_DATA_HOME": "data"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _folders_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For fixtures that live longer than a test."""
+    """Set the folders for fixtures of session scope."""
     folder = tmp_path_factory.mktemp("user")
     with pytest.MonkeyPatch.context() as patch:
         for variable, name in OWN.items():
@@ -25,6 +27,7 @@ def _folders_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(autouse=True)
 def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the folders for a single test."""
     for variable, name in OWN.items():
         monkeypatch.setenv(variable, str(tmp_path / name))
     monkeypatch.delenv("SO_TUI_RUNS_DIR", raising=False)

@@ -1,4 +1,4 @@
-"""Structs that several threads may decode first, at the same time."""
+"""Several threads may decode structs for the first time at the same time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ print(len(decoded))
 """
 
 
-def test_threads_may_decode_the_same_kind_for_the_first_time_at_once(tmp_path: Path) -> None:
-    """As the dashboard and the list of runs do when the screen opens: that ended the process with a segmentation fault."""
+def test_threads_may_decode_the_same_struct_at_the_same_time(tmp_path: Path) -> None:
+    """The dashboard and the list of runs do so when the screen opens, which once crashed the process."""
     spec, machine = find_preset("tiny").spec, inspect_machine()
     for value in (spec, machine, make_plan(spec, machine), RunState(name="run", state="created")):
         (tmp_path / type(value).__name__).write_bytes(msgspec.json.encode(value))

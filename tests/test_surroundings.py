@@ -1,4 +1,4 @@
-"""What the tests see of the machine they run on: none of the user's folders, all of the modules."""
+"""Tests use none of the user's folders and all of the installed modules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from so_tui.spec.folders import state_home
 from tests.support.python_path import ROOT, checkout_path
 
 
-def test_no_test_sees_what_the_user_has(tmp_path: Path) -> None:
+def test_tests_have_folders_of_their_own(tmp_path: Path) -> None:
     assert all(folder.is_relative_to(tmp_path) for folder in (default_runs_dir(), user_folder(), state_home()))
     assert tmp_path.is_relative_to(tempfile.gettempdir())
 
 
-def test_a_process_of_a_test_finds_what_lies_on_the_python_path_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_test_finds_modules_on_the_python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lies_only_here.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = "import lies_only_here, so_tui; print(so_tui.__file__)"

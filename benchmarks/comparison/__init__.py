@@ -1,1 +1,1 @@
-"""What ``benchmarks/compare.py`` is made of: the ground all trainers stand on, one module for each trainer, and the figures."""
+"""Parts of ``benchmarks/compare.py``: the common inputs of all trainers, one module for each trainer, and the figures."""

@@ -1,4 +1,4 @@
-"""From steps to tokens per second, and from rows to a table."""
+"""Compute tokens per second from steps, and a table from rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from benchmarks.comparison.parts import BY_NAME, PARTS
 
 
 class Step(TypedDict):
-    """One optimizer step as it was timed."""
+    """A measured optimizer step."""
 
     step_s: float
     useful_tokens: int
-    """Tokens of rows: padding is none, whether it carries loss or not."""
+    """Tokens of rows, without padding, whether they carry loss or not."""
     positions: int
-    """What was computed, padding included."""
+    """Computed tokens, with padding."""
 
 
 def measured(steps: Sequence[Step], warmup: int) -> dict[str, float]:
-    """Figures of the steps after the warm-up: totals over totals, so that each counts by its length.
+    """Return the figures of the steps after the warm-up: totals over totals, so that each step counts by its length.
 
-    Raises ValueError: no step is left.
+    Raises:
+        ValueError: No step is left.
     """
     counted = steps[warmup:]
     if not counted:
@@ -42,18 +43,18 @@ def measured(steps: Sequence[Step], warmup: int) -> dict[str, float]:
 
 
 def at_mean_row(row: dict[str, Any], sequence_length: int) -> float:
-    """Useful tokens per second of a trainer that pads, had its few rows been as long as the data's are on average."""
+    """Return the useful tokens per second of a trainer that pads, if its few rows had the mean length of all rows."""
     return float(row["positions_per_s"] * row["data"]["tokens_per_row"] / sequence_length)
 
 
 def newest(rows: Sequence[dict[str, Any]], shape: str) -> dict[str, dict[str, Any]]:
-    """The last row of each part that was measured at a shape, in the order of the parts."""
+    """Return the last row of each part that was measured at a shape, in the order of the parts."""
     good = {row["part"]: row for row in rows if row["shape"] == shape and "error" not in row}
     return {part.name: good[part.name] for part in PARTS if part.name in good}
 
 
 def table(rows: Sequence[dict[str, Any]], shape: str) -> str:
-    """Markdown: what was measured at a shape, and by how much so-tui's two rows are ahead of each."""
+    """Return a Markdown table: the results at a shape, and the ratio of so-tui's two rows to each."""
     found = newest(rows, shape)
     heads = [name for name in ("ours", "ours-large") if name in found]
     titles = {"ours": "so-tui ×", "ours-large": "so-tui, long steps ×"}

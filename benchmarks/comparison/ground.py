@@ -1,4 +1,4 @@
-"""What all trainers stand on: the same rows, one tokenizer, and for who loads a model, a folder with it."""
+"""Common inputs of all trainers: the same rows, one tokenizer, and a folder with the model for trainers that load one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ _COLUMNS = ("instruction", "input", "output")
 
 @dataclass(frozen=True)
 class Ground:
-    """Paths, and what is known of the data."""
+    """Paths, and facts about the data."""
 
     rows: str
-    """JSONL, alone in its folder: ``datasets.load_dataset`` takes the folder like a name on the hub."""
+    """A JSONL file, by itself in its folder: ``datasets.load_dataset`` takes the folder like a hub id."""
     tokenizer: str
     model: str
-    """A folder for the model; made by who first needs it."""
+    """A folder for the model, written by the first trainer that needs it."""
     stubs: str
+    """Folder of modules that replace missing packages."""
     facts: dict[str, Any]
 
     @property
     def rows_folder(self) -> str:
+        """Folder of the rows."""
         return str(Path(self.rows).parent)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
         return asdict(self)
 
 
 def lay(folder: Path, rows_file: Path, shape: Shape) -> Ground:
-    """Write rows, tokenizer and stubs into ``folder``, unless the same ones are there. Raises ValueError: not rows of instructions."""
+    """Write rows, tokenizer and stubs into ``folder``, unless the same ones are there.
+
+    Raises:
+        ValueError: The file has no rows of instructions.
+    """
     content = rows_file.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     ground = Ground(
@@ -59,7 +66,11 @@ def lay(folder: Path, rows_file: Path, shape: Shape) -> Ground:
 
 
 def read_rows(text: str) -> list[dict[str, str]]:
-    """Rows in Alpaca's layout from JSON or JSONL. Raises ValueError."""
+    """Read rows in the Alpaca layout from JSON or JSONL.
+
+    Raises:
+        ValueError: Rows lack a column.
+    """
     found: Sequence[Mapping[str, Any]]
     found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
     if not found or any("instruction" not in row or "output" not in row for row in found):
@@ -68,7 +79,7 @@ def read_rows(text: str) -> list[dict[str, str]]:
 
 
 def _train_tokenizer(ground: Ground, shape: Shape) -> dict[str, Any]:
-    """A tokenizer from the rows themselves: nothing has to be downloaded, and its size makes its pieces as long as a real one's."""
+    """Train a tokenizer on the rows: nothing is downloaded, and its vocabulary size gives pieces of realistic length."""
     from so_tui_trainer.tools.tokenizer import row_texts, trained, write
 
     texts = list(row_texts(Path(ground.rows)))
@@ -83,7 +94,7 @@ def _train_tokenizer(ground: Ground, shape: Shape) -> dict[str, Any]:
 
 
 def _stub_wandb(folder: Path) -> None:
-    """The original imports wandb at its top and uses it only when told to; where it is missing, an empty module does."""
+    """Write an empty module for wandb if it is missing: the original imports it, but uses it only on request."""
     folder.mkdir(parents=True, exist_ok=True)
     if find_spec("wandb") is None:
         (folder / "wandb.py").write_text('"""Stands in for a package that is imported and not used."""\n')

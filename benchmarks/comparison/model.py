@@ -1,4 +1,4 @@
-"""The model that the others train: random weights, and for packed batches the attention kernel that so-tui takes."""
+"""The model of the other trainers: random weights, and for packed batches so-tui's attention kernel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from so_tui_trainer.model import attention
 
 
 def device_of(shape: Shape) -> torch.device:
+    """Return the device of a shape."""
     return torch.device("cuda", 0) if shape.cuda else torch.device("cpu")
 
 
 def packed_attention(shape: Shape) -> str:
-    """What so-tui chooses where nothing is asked for, in transformers' terms."""
+    """Return the attention implementation that so-tui chooses by default, by transformers' name."""
     return attention.choose(find_preset(shape.preset).spec.model, supports_sdpa=True, has_sinks=False, device=device_of(shape))
 
 
 def random_model(shape: Shape, implementation: str) -> Any:
-    """The shape in bf16, on the GPU where there is one: random numbers for billions of weights take minutes on a CPU."""
+    """Build the model in bf16, on the GPU if there is one: drawing billions of random weights takes minutes on a CPU."""
     keys = dict(find_preset(shape.preset).spec.model.config)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(42)
+    factory: Any = AutoModelForCausalLM
     with device_of(shape):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)
+        return factory.from_config(config, dtype=torch.bfloat16, attn_implementation=implementation)

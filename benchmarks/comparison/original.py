@@ -1,4 +1,4 @@
-"""The original script, untouched, through DeepSpeed's launcher: its arguments, and its steps from the lines it prints."""
+"""Run the original script, unchanged, through DeepSpeed's launcher: its arguments, and its steps from the lines it prints."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _STEP = re.compile(r"Step\s+(\d+) \| Loss: (\S+) \| Time:\s*(\d+)ms(?: \| TFLOPS
 
 
 def measure(part: Part, shape: Shape, ground: Ground, script: Path, folder: Path, environment: dict[str, str], limit_s: float) -> Ended:
-    """Run the script; its row is what ``row`` makes of what it printed."""
+    """Run the script; ``row`` makes the row from its output."""
     config = folder / f"{part.name}_config.json"
     config.write_text(json.dumps(published_ds_config((script.parent / SHELL).read_text(), SEQUENCES, 1, shape)))
     last = re.compile(rf"Step\s+{part.steps} \|")
-    # The stub comes last: a real wandb is taken where there is one.
+    # The stub comes last, so that an installed wandb is used.
     paths = [environment.get("PYTHONPATH", ""), ground.stubs]
     own = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_DATASETS_CACHE": str(folder / "datasets")}
     return processes.run(argv(part, shape, ground, script, config, folder), own, limit_s, lambda text: last.search(text) is not None)
 
 
 def argv(part: Part, shape: Shape, ground: Ground, script: Path, config: Path, folder: Path) -> list[str]:
-    """The published command, with our model folder, our rows (all of them), no flash-attn, and so many steps."""
+    """Return the published command with our model folder, all of our rows, no flash-attn, and the part's number of steps."""
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=1", f"--master_port={processes.free_port()}"),
         str(script.resolve()),
@@ -58,8 +58,16 @@ def argv(part: Part, shape: Shape, ground: Ground, script: Path, config: Path, f
 
 
 def row(ended: Ended, part: Part, shape: Shape, tokens: Sequence[int], limit_s: float) -> dict[str, Any]:
-    """``tokens``: useful ones of each step, in order."""
-    # Each line comes twice, by the script's own handler and the root logger's: the first counts.
+    """Return the row of a part.
+
+    Args:
+        ended: The process.
+        part: The part.
+        shape: The shape.
+        tokens: Useful tokens of each step, in order.
+        limit_s: Time limit, for the error message.
+    """
+    # Each line comes twice, from the script's own handler and the root logger's. The first one counts.
     by_number = {int(match[1]): (line, match) for line in reversed(ended.lines) if (match := _STEP.search(line.text))}
     found = [by_number[number] for number in sorted(by_number)]
     if len(found) < part.steps:
@@ -77,9 +85,10 @@ def row(ended: Ended, part: Part, shape: Shape, tokens: Sequence[int], limit_s: 
 
 
 def steps(lines: Sequence[Line], tokens: Sequence[int], positions: int, first_s: float) -> list[Step]:
-    """A step lasts from one step's line to the next: the script's own clock stops before the GPU is done, and skips the loading of data.
+    """Return the steps, each from one step's line to the next: the script's own clock stops before the GPU is done, and excludes data
+    loading.
 
-    The first has no line before it; the script's own time stands for it.
+    The first step has no line before it, so the script's own time is used.
     """
     times = [first_s, *(after.at_s - before.at_s for before, after in pairwise(lines))]
     return [Step(step_s=time, useful_tokens=useful, positions=positions) for time, useful in zip(times, tokens, strict=True)]

@@ -1,8 +1,8 @@
-"""What the original script needs beside the rows: a folder with the model. And how many tokens of each of its batches are useful.
+"""Prepare the original script's model folder, and count the useful tokens of each of its batches.
 
     python -m benchmarks.comparison.original_ground JOB
 
-A process of its own, because it needs torch, and the GPU for a while.
+A process of its own, since it needs torch, and the GPU for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.comparison.processes import tell
 
 
 def main() -> None:
+    """Prepare and print the row."""
     job = json.loads(sys.argv[1])
     ground = job["ground"]
     shape = SHAPES[job["shape"]]
@@ -31,7 +32,9 @@ def main() -> None:
 
 
 def useful_tokens(script: Path, rows: Path, tokenizer: str, sequence_length: int, steps: int) -> list[int]:
-    """Tokens that are not padding in each step: the script's own preparation, in the order of DeepSpeed's loader (epoch 0, one rank)."""
+    """Return the tokens of each step that are not padding, by the script's own preprocessing, in the order of DeepSpeed's loader (epoch 0,
+    one rank).
+    """
     from torch.utils.data import DistributedSampler
     from transformers import AutoTokenizer
 
@@ -44,7 +47,7 @@ def useful_tokens(script: Path, rows: Path, tokenizer: str, sequence_length: int
 
 
 def write_model(shape: Shape, tokenizer: Path, folder: Path) -> None:
-    """A folder that ``from_pretrained`` loads: random weights in bf16, and the tokenizer."""
+    """Write a folder for ``from_pretrained``: random weights in bf16, and the tokenizer."""
     from benchmarks.comparison.model import random_model
 
     model = random_model(shape, "sdpa")
@@ -57,10 +60,10 @@ def write_model(shape: Shape, tokenizer: Path, folder: Path) -> None:
 
 
 def _module(script: Path) -> ModuleType:
-    """The script as a module: its main part does not run."""
+    """Import the script as a module, without running its main part."""
     spec = importlib.util.spec_from_file_location("original_script", script)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{script} is no Python file")
+        raise ValueError(f"{script} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

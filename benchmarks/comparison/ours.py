@@ -1,4 +1,4 @@
-"""so-tui itself, through the whole program: `plan` chooses the batch, `run` starts it, `watch` waits, the run directory has the figures."""
+"""Measure so-tui through the whole program: `plan` chooses the batch, `run` starts it, `watch` waits, the run directory has the figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
-from so_tui.spec import Refused, find_preset, with_values
+from so_tui.spec import Refusal, Refused, find_preset, with_values
 
 PROGRAM = (sys.executable, "-m", "so_tui")
 _MEDIANS = (
@@ -36,7 +36,7 @@ _MEDIANS = (
 
 @dataclass(frozen=True)
 class Job:
-    """Where and for how long so-tui runs, and what the user changes in its runs."""
+    """Where and for how long so-tui runs, and the user's changes."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -45,11 +45,12 @@ class Job:
 
     @property
     def runs(self) -> tuple[str, str]:
+        """Arguments that select the folder of runs."""
         return "--runs-dir", str(self.folder)
 
 
 def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any]:
-    """The part's row."""
+    """Return the part's row."""
     try:
         plan = recommended(part, shape, ground, job.changes)
         batch = {"train.micro_batch": plan.spec.train.micro_batch, "train.gradient_accumulation": plan.spec.train.gradient_accumulation}
@@ -61,7 +62,7 @@ def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any
     run = RunDirectory(started["path"])
     ended = processes.run([*PROGRAM, "watch", run.name, "--plain", *job.runs], job.environment, job.limit_s, lambda _: False)
     if ended.late or ended.code != 0:
-        # Does nothing to a run that has ended; one that is still there would share the machine with the next part.
+        # A run that is still going would share the machine with the next part. Has no effect on a run that has ended.
         subprocess.run([*PROGRAM, "stop", run.name, "--grace", "5", *job.runs], env=job.environment, check=False)
         return {"error": ended.tail(job.limit_s)}
     chosen = {
@@ -76,15 +77,23 @@ def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any
 
 
 def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, str]) -> Plan:
-    """The plan that fits and is predicted to be fastest, among the ways to cut the part's optimizer step into micro-steps.
+    """Return the plan that fits and is predicted to be the fastest, among all ways to split the part's optimizer step into micro-batches.
 
-    ``changes`` are the user's; a micro-batch among them is taken as it is. Raises Refused: none fits.
+    Args:
+        part: The part.
+        shape: The shape.
+        ground: The inputs.
+        changes: The user's changes; a micro-batch among them is used as it is.
+
+    Raises:
+        Refused: No plan fits.
     """
     machine = inspect_machine()
     sequences = part.sequences_per_step()
     wanted = changes.get("train.micro_batch")
     if wanted and sequences % int(wanted):
-        raise Refused([f"a step of {sequences} sequences cannot be cut into micro-batches of {wanted}"])
+        message = f"a step of {sequences} sequences cannot be split into micro-batches of {wanted}"
+        raise Refused([Refusal("indivisible-batch", message)])
     sizes = [int(wanted)] if wanted else [sequences >> halving for halving in range(sequences.bit_length())]
     plans = []
     for size in sizes:
@@ -93,12 +102,12 @@ def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, 
         plans.append(make_plan(with_values(find_preset(shape.preset).spec, settings), machine))
     fitting = [plan for plan in plans if plan.fits and plan.verdict == "fits"]
     if not fitting:
-        raise Refused(plans[-1].reason_texts)
+        raise Refused([Refusal("does-not-fit", reason) for reason in plans[-1].reason_texts])
     return min(fitting, key=lambda plan: plan.step_s or 0.0)
 
 
 def read(run: RunDirectory) -> list[MetricRecord]:
-    """Every record of a run."""
+    """Return every record of a run."""
     reader = RunReader(run)
     records: list[MetricRecord] = []
     while True:
@@ -109,7 +118,7 @@ def read(run: RunDirectory) -> list[MetricRecord]:
 
 
 def figures(records: list[MetricRecord], part: Part, shape: Shape) -> dict[str, Any]:
-    """Steps and medians of a run. Packed sequences are computed at full length, however full they are."""
+    """Return the steps and medians of a run. Packed sequences are computed at full length, however full they are."""
     found = [record for record in records if isinstance(record, StepRecord)]
     counted = found[part.warmup :]
     begin = records[0].time

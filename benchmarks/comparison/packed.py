@@ -1,4 +1,4 @@
-"""The original's configuration and engine calls, fed so-tui's packed batches: what DeepSpeed's SuperOffload does without padding.
+"""Train with the original's configuration and engine calls on so-tui's packed batches: DeepSpeed's SuperOffload without padding.
 
     python -m benchmarks.comparison.packed JOB
 
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from so_tui_trainer.data.batches import Batch
 
 LEARNING_RATE = 1e-3
-"""The script's constant: its ``--lr`` reaches no optimizer."""
+"""The script's constant; its ``--lr`` has no effect on the optimizer."""
 
 
 def main() -> None:
+    """Measure and print the row."""
     job = json.loads(sys.argv[1])
     tell(measure(BY_NAME[job["part"]], SHAPES[job["shape"]], job))
-    os._exit(0)  # everything is said; what DeepSpeed leaves to the interpreter's exit is not always survived
+    os._exit(0)  # DeepSpeed's exit handlers may crash.
 
 
 def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
-    """The part's row."""
+    """Return the part's row."""
     import deepspeed
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -76,17 +77,21 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
             engine.backward(loss)
             engine.step()
             total += loss.detach() / part.accumulation
-        losses.append(total.item())  # waits for the GPU, as the original does at each step
+        losses.append(total.item())  # Waits for the GPU, as the original does at each step.
         now = time.perf_counter()
-        work = batches.work(number)
-        steps.append({"step_s": now - last, "useful_tokens": work.useful_tokens, "positions": work.computed_tokens})
+        counts = batches.counts(number)
+        steps.append({"step_s": now - last, "useful_tokens": counts.useful_tokens, "positions": counts.computed_tokens})
         last = now
     peak = torch.cuda.max_memory_reserved() / 2**30 if shape.cuda else None
     return {"steps": steps, "losses": losses, "started_s": started_s, "gpu_reserved_gib": peak, "attention": implementation}
 
 
 def labels(batch: Batch) -> Tensor:
-    """As Hugging Face's loss wants them: [rows, width] int64, the token itself where it is trained, -100 elsewhere."""
+    """Return the labels of a batch for Hugging Face's loss.
+
+    Returns:
+        [rows, width] int64; the token itself where it is trained, -100 elsewhere.
+    """
     import torch
 
     flat = torch.full_like(batch.input_ids, -100).flatten()

@@ -1,4 +1,4 @@
-"""What is compared: the shapes, and the parts of a comparison in the order of their importance."""
+"""What is compared: the shapes, and the parts of a comparison by importance."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any, Literal
 Trainer = Literal["so-tui", "original", "original-packed", "trl"]
 
 SEQUENCES = 4
-"""Sequences of a micro-batch of everyone who does not choose for himself: the published scripts' batch size."""
+"""Sequences of a micro-batch of trainers that do not choose it themselves: the batch size of the published scripts."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and how it is fed. Vocabulary: of the tokenizer that is trained on the rows; the model's own is the preset's."""
+    """A model and its sequences."""
 
     preset: str
     sequence_length: int
     vocabulary: int
+    """Size of the tokenizer that is trained on the rows. The model's own vocabulary is the preset's."""
     sub_group_size: int
     cuda: bool
 
 
 SHAPES = {
-    # 16,384 byte-level tokens cut these rows about as finely as the model's own tokenizer cuts English: 1.3 tokens a word.
+    # 16,384 byte-level tokens split these rows about as finely as the model's own tokenizer splits English: 1.3 tokens a word.
     "qwen3-4b": Shape("qwen3-4b-random", 4096, 16_384, 400_000_000, cuda=True),
     "tiny": Shape("tiny", 256, 2048, 400_000, cuda=False),
 }
@@ -31,22 +32,25 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the comparison. ``accumulation``: optimizer steps are as long as so many of the original's."""
+    """One row of the comparison."""
 
     name: str
     trainer: Trainer
     title: str
     mode: str = "superoffload"
     accumulation: int = 1
+    """Gradient accumulation steps: optimizer steps are this many times as long as the original's."""
     warmup: int = 3
     measured: int = 5
     limit_s: float = 150.0
 
     @property
     def steps(self) -> int:
+        """Warm-up and measured steps."""
         return self.warmup + self.measured
 
     def sequences_per_step(self) -> int:
+        """Return the sequences of an optimizer step."""
         return SEQUENCES * self.accumulation
 
 
@@ -61,7 +65,7 @@ PARTS = (
         measured=3,
         limit_s=150,
     ),
-    # DeepSpeed's engine needs two slow steps to fault its memory in.
+    # DeepSpeed's engine has two slow steps, in which its memory is faulted in.
     Part("original-packed", "original-packed", "the original's configuration, fed so-tui's packed batches", measured=3, limit_s=220),
     Part("original", "original", "the original script as it is", measured=4, limit_s=300),
     Part("gpu", "so-tui", "so-tui, nothing offloaded", mode="gpu", limit_s=90),
@@ -79,7 +83,7 @@ PARTS = (
     Part(
         "original-packed-large",
         "original-packed",
-        "the original's configuration, fed so-tui's packed batches, 8 micro-steps",
+        "the original's configuration, fed so-tui's packed batches, 8 gradient accumulation steps",
         accumulation=8,
         warmup=2,
         measured=3,
@@ -88,7 +92,7 @@ PARTS = (
     Part(
         "trl-large",
         "trl",
-        "TRL, packed, 8 micro-steps",
+        "TRL, packed, 8 gradient accumulation steps",
         mode="zerooffload",
         accumulation=8,
         warmup=2,
@@ -101,7 +105,7 @@ BY_NAME = {part.name: part for part in PARTS}
 
 
 def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[str, str]:
-    """What turns the shape's preset into this part's run, as ``--set`` takes it; without the batch."""
+    """Return what turns the shape's preset into this part's run, as ``--set`` takes it, without the batch."""
     return {
         "gpus": "1",
         "model.tokenizer": tokenizer,
@@ -119,10 +123,13 @@ def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[st
 
 
 def published_ds_config(script: str, sequences: int, accumulation: int, shape: Shape) -> dict[str, Any]:
-    """The SuperOffload configuration inside one of the original's shell scripts, the first JSON it writes.
+    """Return the SuperOffload configuration in one of the original's shell scripts: the first JSON that it writes.
 
-    Two things are changed, and only where they must be: the batch when several micro-steps are asked for, and what needs a GPU on a machine
-    without one (SuperOffload asserts CUDA; ZeRO-Offload is what its README falls back to). Raises ValueError: no such JSON.
+    Changed are only the batch, with gradient accumulation, and on a machine without GPU what needs one (SuperOffload asserts CUDA; the
+    README's fallback is ZeRO-Offload).
+
+    Raises:
+        ValueError: The script has no such JSON.
     """
     import json
 
@@ -131,7 +138,7 @@ def published_ds_config(script: str, sequences: int, accumulation: int, shape: S
     if not begun or not ended:
         raise ValueError("the shell script writes no DeepSpeed configuration")
     config: dict[str, Any] = json.loads(text.replace("$BATCH_SIZE", str(sequences * accumulation)))
-    config["accumulation"] = accumulation
+    config["gradient_accumulation_steps"] = accumulation
     if not shape.cuda:
         zero = config["zero_optimization"]
         zero["reduce_bucket_size"] = zero["sub_group_size"] = shape.sub_group_size

@@ -1,4 +1,4 @@
-"""One process at a time, with a limit: what it printed and when, and nothing of it left behind."""
+"""Run one process at a time with a time limit: record what it prints and when, and kill everything that it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ _GRACE_S = 1.0
 
 
 class Line(NamedTuple):
+    """A line of output."""
+
     at_s: float
     """When it arrived, by the monotonic clock."""
     text: str
 
 
 class Ended(NamedTuple):
+    """A process that has ended."""
+
     lines: tuple[Line, ...]
     code: int | None
-    """None: it was ended, because all was said or the limit was reached."""
+    """None if it was killed, at the limit or because its output was complete."""
     late: bool
     wall_s: float
 
     def tail(self, limit_s: float, characters: int = 1500) -> str:
-        """The end of what it printed, for an error."""
+        """Return the end of its output, for an error."""
         why = f"took longer than {limit_s:.0f} s" if self.late else f"exit code {self.code}"
         return f"{why}\n" + "\n".join(line.text for line in self.lines)[-characters:].strip()
 
 
 def run(argv: Sequence[str], environment: Mapping[str, str], limit_s: float, enough: Callable[[str], bool]) -> Ended:
-    """Run a command until it ends, a line is ``enough``, or the limit is reached; then its whole tree is killed.
+    """Run a command until it ends, a line is ``enough``, or the limit is reached; then kill its whole process tree.
 
-    Not every one of these processes ends by itself when its work is done, and memory it holds is missing in the next part.
+    Some of these processes do not end by themselves when their work is done, and the next part needs the memory that they hold.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -60,7 +64,7 @@ def run(argv: Sequence[str], environment: Mapping[str, str], limit_s: float, eno
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    # A child that outlives it keeps the pipe open: the process's own end counts as well.
+    # A child that outlives the process keeps the pipe open, so also check the process itself.
     while not heard.wait(0.2) and process.poll() is None and time.monotonic() - begin < limit_s:
         pass
     late = not heard.is_set() and process.poll() is None
@@ -74,14 +78,14 @@ def run(argv: Sequence[str], environment: Mapping[str, str], limit_s: float, eno
     for member in tree:
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(tree, timeout=30)  # gigabytes of locked memory take a while to go
+    psutil.wait_procs(tree, timeout=30)  # Releasing gigabytes of pinned memory takes a while.
     process.wait()
     reader.join(_GRACE_S)
     return Ended(tuple(lines), code, late, time.monotonic() - begin)
 
 
 def row_of(ended: Ended, limit_s: float) -> dict[str, Any]:
-    """The row that a process printed, or its error."""
+    """Return the row that a process printed, or its error."""
     for line in ended.lines:
         if line.text.startswith(MARK):
             row: dict[str, Any] = json.loads(line.text.removeprefix(MARK))
@@ -90,15 +94,17 @@ def row_of(ended: Ended, limit_s: float) -> dict[str, Any]:
 
 
 def tell(row: Mapping[str, Any]) -> None:
-    """Print the row of this process; everything is said then."""
+    """Print the row of this process, which completes its output."""
     print(MARK + json.dumps(row), flush=True)
 
 
 def says_row(text: str) -> bool:
+    """Return whether a line is a row."""
     return text.startswith(MARK)
 
 
 def free_port() -> int:
+    """Return an unused TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

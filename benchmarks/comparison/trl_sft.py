@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer: packed (best-fit-decreasing, padding-free), DeepSpeed ZeRO-3 with the optimizer on the CPU.
+"""Train with TRL's SFTTrainer: packed (best-fit-decreasing, padding-free), DeepSpeed ZeRO-3 with the optimizer on the CPU.
 
     python -m benchmarks.comparison.trl_sft JOB
 
-Its own packing, collator, loss and loop. Attention is torch's variable-length kernel, the one so-tui uses: TRL's collator already says
-where documents start, and flash-attn, which TRL's documentation asks for, is not always there.
+Packing, collator, loss and loop are TRL's own. Attention is torch's variable-length kernel, the one so-tui uses: TRL's collator passes the
+document boundaries, and flash-attn, which TRL's documentation asks for, is not always installed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from benchmarks.comparison.processes import tell
 
 
 def main() -> None:
+    """Measure and print the row."""
     job = json.loads(sys.argv[1])
     tell(measure(BY_NAME[job["part"]], SHAPES[job["shape"]], job["ground"]))
     os._exit(0)
 
 
 def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
-    """The part's row."""
+    """Return the part's row."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -37,7 +38,7 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
 
     begun = time.perf_counter()
     implementation = packed_attention(shape)
-    model = random_model(shape, implementation)  # before the config exists, which would have it built in pieces, slowly
+    model = random_model(shape, implementation)  # Before the config exists, which would shard it while it is built, slowly.
     rows = [prompt_and_completion(json.loads(line)) for line in Path(ground["rows"]).read_text(encoding="utf-8").splitlines()]
     config = SFTConfig(
         output_dir=f"{ground['model']}-trl",
@@ -67,7 +68,7 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
         callbacks=[timer],
     )
     needed = part.steps * part.accumulation * SEQUENCES
-    if len(trainer.train_dataset) < needed:  # the last step of an epoch has fewer micro-steps, and would be counted wrong
+    if len(trainer.train_dataset) < needed:  # The last step of an epoch has fewer micro-batches, which would be counted wrongly.
         raise ValueError(f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give more rows")
     counts = _count_tokens(trainer)
     trainer.train()
@@ -87,7 +88,7 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
 
 
 def ds_config(shape: Shape) -> dict[str, Any]:
-    """ZeRO-3 with the optimizer on the CPU; everything else as DeepSpeed and the Trainer choose it."""
+    """Return ZeRO-3 with the optimizer on the CPU, and the defaults of DeepSpeed and the Trainer."""
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -99,7 +100,7 @@ def ds_config(shape: Shape) -> dict[str, Any]:
 
 
 def prompt_and_completion(row: dict[str, str]) -> dict[str, str]:
-    """The layout so-tui gives to a tokenizer without a chat template: loss on the response only."""
+    """Return a row in so-tui's layout for a tokenizer without a chat template, with loss on the response only."""
     context = f"\n\n{row['input']}" if row["input"].strip() else ""
     return {"prompt": f"### Instruction:\n{row['instruction']}{context}\n\n### Response:\n", "completion": row["output"]}
 
@@ -129,7 +130,7 @@ def _timer() -> Any:
 
 
 def _count_tokens(trainer: Any) -> list[int]:
-    """Tokens of each micro-batch in order, filled as the collator makes them: padding-free ones hold nothing else."""
+    """Return a list that collects the tokens of each micro-batch as the collator makes them; padding-free batches have no others."""
     counts: list[int] = []
     collate = trainer.data_collator
 

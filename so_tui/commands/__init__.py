@@ -1,1 +1,1 @@
-"""What each command of ``so-tui`` does. Every function takes the parsed arguments and returns an exit code of the contract."""
+"""The commands of ``so-tui``. Every command's function takes the parsed arguments and returns an exit code."""

@@ -1,4 +1,4 @@
-"""``calibrate``: measure what this machine's speed predictions rest on, and keep it."""
+"""``calibrate``: measure and store the rates that predictions of this machine's speed use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from so_tui.machine.types import Machine
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """Measure this machine in helper processes and store the figures, which plans use from now on. Refused while a run has a GPU."""
+    """Measure this machine in helper processes and store the rates, which plans use from then on.
+
+    Raises:
+        Refused: A run uses a GPU (code ``gpu-in-use``).
+    """
     import msgspec
 
     from so_tui.launch import locks
@@ -20,7 +24,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from so_tui.launch.preparation import visible_machine
     from so_tui.machine import inspect_machine
     from so_tui.plan.calibration import Rates, calibration_of, store
-    from so_tui.spec import Refused
+    from so_tui.spec import Refusal, Refused
 
     machine = inspect_machine()
     answer: dict[str, Any] = {}
@@ -28,7 +32,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
         mine = visible_machine(machine, os.environ)
         held = locks.take_gpus(locks.lock_folder(), mine.gpus, locks.Holder(run="calibrate", pid=os.getpid()))
     except locks.LockTakenError as error:
-        raise Refused([f"{error}. What is measured beside a run would be wrong for both; wait for its end"]) from error
+        busy = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
+        raise Refused([Refusal("gpu-in-use", busy)]) from error
     try:
         for answer in stream_tool("calibrate", request_of(mine)):
             if message := answer.get("message"):
@@ -41,16 +46,17 @@ def calibrate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"path": str(path), "calibration": msgspec.to_builtins(known)})
     else:
-        print_rich(f"measured in {answer['rates']['seconds']:.0f} s; plans of this machine use it: {path}")
+        print_rich(f"measured in {answer['rates']['seconds']:.0f} s and stored in {path}; plans of this machine use it")
         if not machine.gpus:
-            print_rich("no GPU here: steps of a machine without GPUs are not predicted, only Adam's rate is known now")
+            print_rich("This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.")
     return 0
 
 
 def request_of(machine: Machine) -> dict[str, Any]:
-    """What the helper is to measure: the cores that may be used, node by node, and every GPU with those beside it and those of its rank.
+    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node's cores and its rank's.
 
-    The threads of a core stand side by side, as in what ranks and their Adam workers get: the first n are what n of a rank are.
+    The hardware threads of a core are adjacent, as in the cores that ranks and their Adam workers get, so that the first n represent n
+    cores of a rank.
     """
     from so_tui.plan.binding import by_core
 
@@ -58,7 +64,7 @@ def request_of(machine: Machine) -> dict[str, Any]:
     nodes = [{"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]} for node in machine.cpu_nodes]
     nodes = [node for node in nodes if node["cpus"]]
     home = machine.gpus[0].numa_node if machine.gpus else None
-    nodes.sort(key=lambda node: node["id"] != home)  # the curve over core counts is taken where the first GPU hangs
+    nodes.sort(key=lambda node: node["id"] != home)  # the curve over core counts is measured on the node of the first GPU
     shares = _cores_of_ranks(machine)
     gpus = []
     for gpu in machine.gpus:
@@ -68,7 +74,7 @@ def request_of(machine: Machine) -> dict[str, Any]:
 
 
 def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
-    """The cores of each GPU's rank where all of them train; none where they cannot, which is no reason not to measure."""
+    """Return the cores of each GPU's rank when all GPUs train; empty if they cannot, which must not prevent the measurement."""
     from so_tui.plan.binding import bind_ranks
     from so_tui.spec import InputError
 

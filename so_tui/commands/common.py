@@ -1,4 +1,4 @@
-"""What several commands need: the spec a user named, the machine it is for, and how to print."""
+"""Shared by the commands: the spec that the user named, the machine it is for, and printing."""
 
 from __future__ import annotations
 
@@ -18,34 +18,44 @@ _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
 def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
-    """The preset or file that was named, with ``--set`` and ``--gpus`` applied. Raises InputError."""
+    """Return the named preset or file with ``--set`` and ``--gpus`` applied. Raises InputError."""
     changes = chosen_changes(arguments)
     spec = find_preset(arguments.preset).spec
     return with_values(spec, changes) if changes else spec
 
 
 def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Dotted keys and values of ``--set`` and ``--gpus``. Raises InputError."""
-    remedy = "Write it as a.b=value, e.g. offload.ratio=0.5"
+    """Return the dotted keys and values of ``--set`` and ``--gpus``.
+
+    Raises:
+        InputError: With the codes ``no-equals-sign``, ``not-gpus``, ``contradicting-options``.
+    """
+    remedy = "Write a.b=value, for example offload.ratio=0.5."
     bad = [change for change in arguments.set if "=" not in change]
     if bad:
-        raise InputError([Problem(field="--set", value=change, message="has no `=`", remedy=remedy) for change in bad])
+        raise InputError(
+            [Problem(code="no-equals-sign", field="--set", value=change, message="has no `=`", remedy=remedy) for change in bad]
+        )
     changes = {key.strip(): value.strip() for key, _, value in (change.partition("=") for change in arguments.set)}
     if arguments.gpus is not None:
         given = given_gpus(arguments.gpus)
         if "gpus" in changes and parse_value(changes["gpus"], field_index()["gpus"]) != given:
-            message, remedy = f"and --set gpus={changes['gpus']} say different things", "Keep one of the two"
-            raise InputError([Problem(field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
+            message, remedy = f"contradicts --set gpus={changes['gpus']}", "Give only one of the two."
+            raise InputError([Problem(code="contradicting-options", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
         changes["gpus"] = str(given)
     return changes
 
 
 def given_gpus(text: str) -> int | list[int]:
-    """What ``--gpus`` says: how many, or which ones. Raises InputError."""
+    """Return the value of ``--gpus``: a count or a list of indices.
+
+    Raises:
+        InputError: It is neither (code ``not-gpus``), or out of range.
+    """
     words = text.replace(" ", "")
     if not _GPUS.fullmatch(words):
-        remedy = "Give a number, or indices with commas between them: --gpus 0,2"
-        raise InputError([Problem(field="--gpus", value=text, message="is neither a number of GPUs nor a list of them", remedy=remedy)])
+        message, remedy = "is neither a number of GPUs nor a list of indices", "Give a number, or indices separated by commas: --gpus 0,2."
+        raise InputError([Problem(code="not-gpus", field="--gpus", value=text, message=message, remedy=remedy)])
     given = [int(index) for index in words.rstrip(",").split(",")] if "," in words else int(words)
     wrong = [problem for problem in problems_in({"gpus": given}) if problem.field == "gpus"]
     if wrong:
@@ -54,7 +64,7 @@ def given_gpus(text: str) -> int | list[int]:
 
 
 def chosen_machine(arguments: argparse.Namespace) -> Machine:
-    """The machine of ``--machine FILE``, or this one."""
+    """Return the machine of ``--machine FILE``, or this one."""
     if arguments.machine:
         from so_tui.machine import load_machine
 
@@ -65,33 +75,34 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
 
 
 def usable_terminal() -> bool:
-    """Whether a screen can be shown: Textual itself would write escape codes into a pipe."""
+    """Return whether a screen can be shown. Textual does not check, and would write escape codes into a pipe."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "")
 
 
 def print_json(value: bytes | dict[str, Any]) -> None:
-    """Print JSON, indented for the eye."""
+    """Print indented JSON."""
     import json
 
     print(json.dumps(json.loads(value) if isinstance(value, bytes) else value, indent=2, ensure_ascii=False))
 
 
 def print_rich(*renderables: Any) -> None:
-    """Print for people, with colour where the terminal has it (NO_COLOR is respected)."""
+    """Print for people, in colour if the terminal has it and NO_COLOR is not set."""
     out = console()
     for renderable in renderables:
         out.print(renderable)
 
 
 def console() -> Console:
-    """Where commands print. What they print often comes from elsewhere (an exception, a path): its brackets are no markup, its colons no
-    emoji.
+    """Return the console that commands print to.
+
+    Markup and emoji codes are off, because printed text often comes from elsewhere, such as exceptions and paths with brackets and colons.
     """
     from rich.console import Console
 
     class OwnConsole(Console):
         def on_broken_pipe(self) -> None:
-            """Rich would exit with 1; a reader that has seen enough is no failure."""
+            """Raise instead of exiting with 1, as rich would: a reader that stops early is not a failure."""
             raise BrokenPipeError
 
     return OwnConsole(highlight=False, markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""``data``, ``fetch`` and ``prepare``: what goes into a run, seen, downloaded and made ready before it starts."""
+"""``data``, ``fetch`` and ``prepare``: show, download and prepare the inputs of a run before it starts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 _BAR = 40
 _SHADES = "█▒"
-"""Documents beside each other in a sequence: they differ without colour as well."""
+"""Neighbouring documents of a sequence, which must differ without colour too."""
 
 
 def data(arguments: argparse.Namespace) -> int:
-    """Counts of the data set and a few rows as the model sees them, trained tokens marked."""
-    from so_tui.launch.data_preview import Progress, look_at
+    """Print the counts of the data set and a few rows as the model sees them, with trained tokens marked."""
+    from so_tui.launch.data_preview import Progress, preview_data
 
     if arguments.rows < 0:
-        remedy = "Give how many rows to show; 0 shows the counts alone"
-        raise InputError([Problem(field="--rows", value=str(arguments.rows), message="is less than none", remedy=remedy)])
+        remedy = "Give the number of rows to show; 0 shows only the counts."
+        raise InputError([Problem(code="negative", field="--rows", value=str(arguments.rows), message="is negative", remedy=remedy)])
     spec = chosen_spec(arguments)
-    tells = sys.stderr.isatty() and not arguments.json
-    for event in look_at(spec, arguments.rows):
+    shows_progress = sys.stderr.isatty() and not arguments.json
+    for event in preview_data(spec, arguments.rows):
         if isinstance(event, Progress):
-            if tells:
+            if shows_progress:
                 print(f"\r\033[K{event.message} …", end="", file=sys.stderr, flush=True)
             continue
-        if tells:
+        if shows_progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         preview, answer = event
         if arguments.json:
@@ -107,7 +107,7 @@ def _histogram(preview: DataPreview) -> RenderableType:
 
 
 def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
-    """One packed sequence as a bar: where one document ends and the next, which does not see it, begins."""
+    """Draw one packed sequence as a bar that shows where its documents, which do not see each other, begin and end."""
     from rich.text import Text
 
     *documents, padding = preview.sequence_cells(min(width, 2 * _BAR))
@@ -124,7 +124,7 @@ def _heading(sample: Sample, named: bool) -> str:
 
 
 def _coloured(sample: Sample, plain: bool) -> RenderableType:
-    """One row; ``plain``: trained text in « », since there is no colour to tell it by."""
+    """Render one row. Without colours (``plain``), trained text is in « »."""
     from rich.text import Text
 
     text = Text()
@@ -134,12 +134,12 @@ def _coloured(sample: Sample, plain: bool) -> RenderableType:
 
 
 def fetch(arguments: argparse.Namespace) -> int:
-    """Download what a preset needs; prints a line for each file."""
+    """Download what a preset needs, and print a line for each file."""
     return _follow("fetch", arguments)
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Do all that needs no GPU and that a first run would spend its time on; prints a line for each part."""
+    """Do the work of a first run that needs no GPU, and print a line for each part."""
     return _follow("prepare", arguments)
 
 

@@ -1,4 +1,4 @@
-"""``inspect`` and ``doctor``."""
+"""``inspect`` and ``doctor``: show this machine, and check it for problems."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def inspect(arguments: argparse.Namespace) -> int:
 
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
     if sysroot is not None and not (sysroot / "sys").is_dir():
-        remedy = "Give a folder that holds copies of /sys and /proc"
-        raise InputError([Problem(field="--sysroot", value=str(sysroot), message="has no folder named sys", remedy=remedy)])
+        remedy = "Give a folder with copies of /sys and /proc."
+        problem = Problem(code="no-sysroot", field="--sysroot", value=str(sysroot), message="has no folder named sys", remedy=remedy)
+        raise InputError([problem])
     if arguments.hostname and sysroot is None:
-        remedy = "This machine has its own name; leave it out"
-        raise InputError([Problem(field="--hostname", value=arguments.hostname, message="names the machine of --sysroot", remedy=remedy)])
+        message, remedy = "has an effect only with --sysroot", "Leave it out: this machine has a name."
+        raise InputError([Problem(code="unused-option", field="--hostname", value=arguments.hostname, message=message, remedy=remedy)])
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if arguments.json:
         print_json(machine_json(machine))
@@ -33,19 +34,19 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _fix(out: TextIO) -> None:
-    """Compile what the first run would otherwise compile while all its ranks wait."""
+    """Compile the kernels that the first run would otherwise compile while all its ranks wait."""
     from so_tui.launch.helpers import call_tool
 
-    print("compiling the CPU Adam kernels, most of a minute where they are not there yet …", file=out, flush=True)
+    print("compiling the CPU Adam kernels; the first time, this takes up to a minute …", file=out, flush=True)
     answer = call_tool("build_ops", {})
     print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=out)
     if answer["deepspeed"]:
-        reason = f"DeepSpeed's own, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
+        reason = f"DeepSpeed's own kernel, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
         print(reason, file=sys.stderr)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print the findings, worst first; 3 when one of them blocks a launch. With a preset also what that run needs."""
+    """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
     import msgspec
 
     from so_tui.machine.doctor import findings
@@ -53,8 +54,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     from so_tui.runs import default_runs_dir
 
     if arguments.fix and arguments.machine:
-        remedy = "Leave --fix out, or run it on that machine"
-        raise InputError([Problem(field="--machine", value=arguments.machine, message="cannot be mended from here", remedy=remedy)])
+        message, remedy = "is another machine and cannot be fixed from here", "Leave --fix out, or run it on that machine."
+        raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
     if arguments.preset:
@@ -63,7 +64,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         plan = make_plan(chosen_spec(arguments), machine)
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
     if arguments.fix:
-        _fix(sys.stderr if arguments.json else sys.stdout)  # with --json, stdout is the findings' alone
+        _fix(sys.stderr if arguments.json else sys.stdout)  # with --json, stdout has only the findings
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(msgspec.json.encode({"findings": found}))

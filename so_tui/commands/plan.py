@@ -1,4 +1,4 @@
-"""``plan``."""
+"""``plan``: what fits on a machine and how fast, as a table or for one preset."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import sys
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.spec import InputError, Problem, Refused, find_preset, load_catalog
+from so_tui.spec import InputError, Problem, find_preset, load_catalog
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """The models x GPU counts table of a machine, or one plan with its arithmetic."""
+    """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
     from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
     from so_tui.plan.render import render_plan, render_table
 
     machine = chosen_machine(arguments)
     if arguments.probe and (arguments.machine or not arguments.preset):
+        code = "not-this-machine" if arguments.machine else "preset-needed"
         message = "a probe trains on this machine" if arguments.machine else "a probe needs a preset"
-        remedy = "Leave --machine out" if arguments.machine else "Name one: so-tui plan PRESET --probe"
-        raise InputError([Problem(field="--probe", value=arguments.probe, message=message, remedy=remedy)])
+        remedy = "Leave --machine out." if arguments.machine else "Name one: so-tui plan PRESET --probe."
+        raise InputError([Problem(code=code, field="--probe", value=arguments.probe, message=message, remedy=remedy)])
     if arguments.preset:
         spec = chosen_spec(arguments)
         changes = chosen_changes(arguments)
@@ -34,13 +35,11 @@ def plan(arguments: argparse.Namespace) -> int:
         else:
             print_rich(render_plan(chosen, machine))
             if chosen.recommended:
-                # In one line, to be copied.
+                # On one line, so that it can be copied.
                 others = "".join(f" --set {shlex.quote(f'{key}={value}')}" for key, value in changes.items() if key != "gpus")
                 print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset, spec.gpus)}{others}")
             elif fixed:
-                print(
-                    "\nThis is the plan as given. Without its --as-given, or --set of what a plan chooses, better settings are looked for."
-                )
+                print("\nThis is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.")
         return 0 if chosen.fits else 3
     counts = _counts(arguments)
     catalog = load_catalog()
@@ -48,30 +47,37 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([cell for row in rows for cell in row.cells.values()]))
     else:
-        untold = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
-        left_out = [f"{name} is left out: {why}" for name, why in untold.items() if why]
+        unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
+        left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
         print_rich(render_table(rows, machine), *left_out, *(str(problem) for problem in catalog.problems))
     return 0
 
 
 def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """GPU counts of the table: those of the machine, where none are asked for. Raises InputError for what needs a preset."""
+    """Return the GPU counts of the table; empty for those of the machine.
+
+    Raises:
+        InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code ``not-a-count``).
+    """
     given = next((name for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given)) if value), "")
     if given:
-        raise InputError([Problem(field=given, value="", message="needs a preset", remedy=f"Name one: so-tui plan PRESET {given} ...")])
+        remedy = f"Name one: so-tui plan PRESET {given} ..."
+        raise InputError([Problem(code="preset-needed", field=given, value="", message="needs a preset", remedy=remedy)])
     if arguments.gpus is None:
         return ()
     count = given_gpus(arguments.gpus)
     if not isinstance(count, int):
-        message, remedy = "is no number of GPUs", "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2"
-        raise InputError([Problem(field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
+        message, remedy = "is a list of GPUs", "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2."
+        raise InputError([Problem(code="not-a-count", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
     return (count,)
 
 
 def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:
-    """Train a few steps of the plan, remember how far it was off, and show it beside the corrected plan."""
+    """Train a few steps of the plan, store the difference from the prediction, and print it with the corrected plan."""
     import msgspec
 
+    from so_tui.launch import prepare
+    from so_tui.launch.preparation import plan_refused
     from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
     from so_tui.plan import make_plan, plans_json
     from so_tui.plan.calibration import store
@@ -80,7 +86,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.runs.records import PhaseRecord, StepRecord
 
     if not chosen.fits:
-        raise Refused(chosen.reason_texts)
+        raise plan_refused(chosen)
 
     def tell(record: object) -> None:
         if isinstance(record, StepRecord):
@@ -88,9 +94,9 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         elif isinstance(record, PhaseRecord):
             print(record.detail or record.phase, file=sys.stderr, flush=True)
 
-    spec = probe_spec(chosen.spec, arguments.probe)
-    run = run_to_end(spec, machine, probes_dir(), tell)
-    probe = probe_of(run, make_plan(spec, machine), machine)
+    launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
+    run = run_to_end(launch, probes_dir(), tell)
+    probe = probe_of(run, launch.plan, machine)
     path = store(machine, probe=probe)
     delete_run(run)
     corrected = make_plan(chosen.spec, machine)

@@ -1,4 +1,4 @@
-"""``presets``: what there is to train, and adding to it."""
+"""``presets``: list, print and add presets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from so_tui.commands.common import chosen_changes, chosen_spec, print_json, prin
 from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.wording import shown
+from so_tui.units import count
 
 
 def presets(arguments: argparse.Namespace) -> int:
-    """The catalog, one preset as TOML, or a new one. A bad user preset is reported and makes the exit code 2."""
+    """Print the catalog or one preset as TOML, or add one. Report invalid user presets, with exit code 2."""
     import tomli_w
 
     if arguments.preset == "add":
@@ -51,9 +52,9 @@ def presets(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused(arguments: argparse.Namespace) -> None:
-    """Raises InputError for what only ``add`` heeds, and for changes of no preset."""
-    of_add = "means something to `add` only", "Write so-tui presets add MODEL"
-    of_one = "needs a preset", "Name one: so-tui presets PRESET"
+    """Refuse options that only ``add`` uses (code ``unused-option``), and changes without a preset (code ``preset-needed``)."""
+    of_add = "unused-option", "has an effect only with `add`", "Write so-tui presets add MODEL."
+    of_one = "preset-needed", "needs a preset", "Name one: so-tui presets PRESET."
     given = [
         ("MODEL", arguments.model, of_add),
         ("--name", arguments.name, of_add),
@@ -63,8 +64,8 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
         ("--gpus", "" if arguments.preset else arguments.gpus, of_one),
     ]
     problems = [
-        Problem(field=field, value="" if value is True else shown(value), message=message, remedy=remedy)
-        for field, value, (message, remedy) in given
+        Problem(code=code, field=field, value="" if value is True else shown(value), message=message, remedy=remedy)
+        for field, value, (code, message, remedy) in given
         if value
     ]
     if problems:
@@ -72,15 +73,15 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
 
 
 def _add(arguments: argparse.Namespace) -> int:
-    """Build a preset from a model and save it; the exit code is 0 when it is there."""
+    """Make a preset from a model and save it."""
     from so_tui.launch.new_preset import add_preset, describe_model
 
     if not arguments.model:
-        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL"
-        raise InputError([Problem(field="MODEL", value="", message="is missing", remedy=remedy)])
+        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL."
+        raise InputError([Problem(code="missing", field="MODEL", value="", message="is missing", remedy=remedy)])
     if fault := path_fault(arguments.model):
-        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder"
-        raise InputError([Problem(field="MODEL", value=shown(arguments.model), message=fault, remedy=remedy)])
+        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder."
+        raise InputError([Problem(code="invalid-path", field="MODEL", value=shown(arguments.model), message=fault, remedy=remedy)])
     if arguments.name:
         check_user_name(arguments.name, load_catalog().presets)
     described = describe_model(
@@ -97,13 +98,11 @@ def _add(arguments: argparse.Namespace) -> int:
         print_json({**values, "gpus": spec.ranks, "sequence_length": spec.data.sequence_length, "notes": described.notes})
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
-    count = model.parameter_count
-    size = f"{count / 1e9:.2f} B" if count >= 10**8 else f"{count / 1e6:.2f} M"
-    print(f"{spec.name}: {spec.label}, {size} parameters{experts}")
+    print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
     print(f"saved as {path}")
     for note in described.notes:
         print(f"note: {note}")
     print(
-        f"next: so-tui plan {spec.name}    what it takes here\n      so-tui run {spec.name} --set data.source=FILE    train it on your data"
+        f"next: so-tui plan {spec.name}    what it needs here\n      so-tui run {spec.name} --set data.source=FILE    train it on your data"
     )
     return 0

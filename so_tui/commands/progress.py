@@ -1,4 +1,4 @@
-"""Following a run without a screen: one line for each thing that happens."""
+"""Follow a run without a screen: one line for each event."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import SoTuiError
+from so_tui.units import count, disk_size, duration, plural, rate, thousands
 
 POLL_S = 0.5
 # Steps come several a second on small models; a terminal or a log file wants no more than this.
@@ -31,16 +32,19 @@ STEP_LINE_S = 2.0
 
 
 def exit_code_of(run: RunDirectory) -> int | None:
-    """The contract's exit code of an ended run; None while it lives."""
+    """Return the exit code of a run that has ended; None while it is live."""
     return EXIT_CODES.get(state_with_truth(run).state)
 
 
 def follow(run: RunDirectory, *, owner: bool) -> int:
-    """Print progress until the run ends and return its exit code.
+    """Print progress until the run ends, and return its exit code.
 
-    Interrupting asks the run to stop when this command started it (``owner``), and only stops watching otherwise. So do USR1, a scheduler's
-    warning, and TERM, with which containers and schedulers end a job: both may reach this process alone. A lost terminal (HUP) ends the
-    watching only. Raises SoTuiError when the run's folder is deleted meanwhile.
+    An interrupt asks the run to stop if this command started it (``owner``), and otherwise only stops watching. SIGUSR1, a scheduler's
+    warning, and SIGTERM, with which containers and schedulers end a job, do the same: both may reach only this process. A lost terminal
+    (SIGHUP) only stops watching.
+
+    Raises:
+        SoTuiError: The run directory was deleted.
     """
     from so_tui.launch import ensure_supervised
 
@@ -59,22 +63,22 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
                 printer.show(record)
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 return printer.finish(run, update.state)
-            # Whoever looks keeps a run supervised: its supervisor may have been killed.
+            # The supervisor may have been killed; every reader replaces it.
             if time.monotonic() - checked > 5:
                 checked = time.monotonic()
                 if not run.spec_path.exists():
-                    raise SoTuiError(f"the folder of {run.name} has been deleted; what of it still runs is ended")
+                    raise SoTuiError(f"the folder of {run.name} has been deleted; its supervisor ends the processes that are left")
                 ensure_supervised(run)
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             if not owner:
                 return 130
             if stopping:
-                print(f"\nleft; {run.name} stops by itself after its step", flush=True)
+                print(f"\nno longer watching; {run.name} stops by itself after its step", flush=True)
                 return 4
             stopping = True
             control.request(run, "stop")
-            print("\nstopping after this step, with a checkpoint (interrupt again to leave it to itself)", flush=True)
+            print("\nstopping after this step, with a checkpoint (interrupt again to stop watching)", flush=True)
 
 
 def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
@@ -82,7 +86,7 @@ def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
 
 
 class _Printer:
-    """Turns records into lines, thinning steps out."""
+    """Prints records as lines, but not every step."""
 
     def __init__(self) -> None:
         self._total_steps = 0
@@ -92,11 +96,11 @@ class _Printer:
 
     def show(self, record: MetricRecord) -> None:
         if not isinstance(record, StepRecord):
-            self._flush()  # the step that is held back came before it
+            self._flush()  # a step that was not printed yet came before it
         match record:
             case StartRecord():
                 self._total_steps = record.total_steps
-                size = f"{record.parameters / 1e9:.3g} B parameters on {_count(record.ranks, 'rank')}"
+                size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
                 self._line(record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps{_step_size(record)}")
             case PhaseRecord():
                 self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
@@ -111,9 +115,8 @@ class _Printer:
             case StepRecord():
                 self._step(record)
             case CheckpointRecord():
-                self._line(
-                    record.time, f"checkpoint of step {record.step}: {record.bytes / 1e9:.3g} GB in {record.seconds:.1f} s, {record.path}"
-                )
+                written = f"{disk_size(record.bytes)} in {duration(record.seconds)}"
+                self._line(record.time, f"checkpoint of step {record.step}: {written}, {record.path}")
             case EvaluationRecord():
                 self._line(record.time, f"evaluation at step {record.step}: {_evaluated(record)}")
             case WarningRecord():
@@ -137,11 +140,11 @@ class _Printer:
         self._pending = None
         self._last_step_line = record.time
         mean_s = sum(self._step_times) / len(self._step_times)
-        left = f"  left {_duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
+        left = f"  left {duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
         self._line(
             record.time,
             f"step {record.step}/{self._total_steps}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {record.step_s:.3g} s"
-            f"  {record.useful_tokens_per_s_total:,.0f} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{left}",
+            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{left}",
         )
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
@@ -163,27 +166,17 @@ class _Printer:
 
 def _evaluated(record: EvaluationRecord) -> str:
     perplexity = "" if record.perplexity is None else f", perplexity {record.perplexity:.4g}"
-    return f"loss {record.loss:.4f}{perplexity} on {record.tokens:,} tokens, {_duration(record.seconds)}"
+    return f"loss {record.loss:.4f}{perplexity} on {thousands(record.tokens)} tokens, {duration(record.seconds)}"
 
 
 def _step_size(record: StartRecord) -> str:
     if not record.tokens_per_step:
         return ""
-    accumulated = f" in {record.gradient_accumulation_steps} micro-steps" if record.gradient_accumulation_steps > 1 else ""
-    return f" of {record.tokens_per_step:,} tokens{accumulated}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    accumulated = f" in {record.gradient_accumulation_steps} micro-batches" if record.gradient_accumulation_steps > 1 else ""
+    return f" of {thousands(record.tokens_per_step)} tokens{accumulated}"
 
 
 def _cores(cpus: tuple[int, ...]) -> str:
     from so_tui.plan.binding import cpu_ranges
 
-    return f"{_count(len(cpus), 'core')} ({cpu_ranges(cpus)})"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} m" if hours else f"{minutes} m {rest:02} s" if minutes else f"{rest} s"
+    return f"{plural(len(cpus), 'core')} ({cpu_ranges(cpus)})"

@@ -1,46 +1,53 @@
-"""``run``, ``resume``, ``watch`` and ``supervise``: starting runs and following them."""
+"""``run``, ``resume``, ``watch`` and ``supervise``: start runs and follow them."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
 from so_tui.commands.progress import exit_code_of, follow
 from so_tui.runs import RunDirectory, find_run, read_state
 from so_tui.spec import InputError, Problem
 
+if TYPE_CHECKING:
+    from so_tui.launch import Launch
+
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start a run and show it; the exit code is the run's."""
-    from so_tui.launch import launch_json, missing_inputs, preflight, prepare, start
+    """Start a run, show it, and return its exit code."""
+    from so_tui.launch import missing_inputs, preflight, prepare, start
 
     spec = chosen_spec(arguments)
     if arguments.machine and not arguments.dry_run:
-        remedy = "Add --dry-run, or start it on that machine"
-        raise InputError([Problem(field="--machine", value=arguments.machine, message="a run starts on this machine", remedy=remedy)])
+        message, remedy = "is not used to start a run, which starts on this machine", "Add --dry-run, or start it on that machine."
+        raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
     machine = chosen_machine(arguments)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
             _report_warnings(tuple(str(problem) for problem in missing_inputs(spec)))
-        launch = prepare(spec, machine, force=arguments.force)
-        if arguments.json:
-            print_json(launch_json(launch))
-        else:
-            from so_tui.launch.show import render_launch
-
-            print_rich(render_launch(launch, machine))
+        _print_launch(prepare(spec, machine, force=arguments.force), as_json=arguments.json)
         return 0
-    _heed_termination(arguments)
+    _interrupt_on_termination(arguments)
+    launch = prepare(spec, machine, force=arguments.force)
     if not arguments.no_preflight:
-        _report_warnings(preflight(spec, machine, force=arguments.force, runs_dir=arguments.runs_dir))
-    started = start(spec, machine, runs_dir=arguments.runs_dir, force=arguments.force)
-    return _show(started, arguments, owner=True)
+        _report_warnings(preflight(launch, runs_dir=arguments.runs_dir))
+    return _show(start(launch, runs_dir=arguments.runs_dir), arguments, owner=True)
 
 
-def _heed_termination(arguments: argparse.Namespace) -> None:
-    """Until there is a run to stop, TERM interrupts: by itself the first process of a container would not hear it."""
+def _print_launch(launch: Launch, *, as_json: bool) -> None:
+    from so_tui.launch.render import launch_json, render_launch
+
+    if as_json:
+        print_json(launch_json(launch))
+    else:
+        print_rich(render_launch(launch))
+
+
+def _interrupt_on_termination(arguments: argparse.Namespace) -> None:
+    """Let SIGTERM interrupt until there is a run to stop. The first process of a container ignores it by default."""
     if _plain(arguments) and not arguments.detach:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -55,18 +62,24 @@ def _report_warnings(warnings: tuple[str, ...]) -> None:
 
 
 def resume(arguments: argparse.Namespace) -> int:
-    """Start another attempt of a run from its last checkpoint, with other settings where some are given."""
+    """Start another attempt of a run from its last checkpoint, with changed settings if some are given."""
+    from so_tui.launch import prepare_resume
     from so_tui.launch import resume as resume_run
     from so_tui.machine import inspect_machine
 
     target = find_run(arguments.run, arguments.runs_dir)
-    _heed_termination(arguments)
-    resume_run(target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force)
+    _interrupt_on_termination(arguments)
+    launch = prepare_resume(target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force)
+    resume_run(target, launch)
     return _show(target, arguments, owner=True)
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Show a run, live or past. Leaving does not touch it. Raises InputError for a damaged one, which would never be seen to end."""
+    """Show a run, live or past. Leaving does not affect it.
+
+    Raises:
+        InputError: The run is damaged, so that its end could not be seen.
+    """
     from so_tui.launch import ensure_supervised
 
     target = find_run(arguments.run, arguments.runs_dir)
@@ -76,7 +89,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -> int:
-    """The dashboard, progress lines, or just the name; the run's exit code where it has one."""
+    """Show the dashboard, progress lines or only the name. Return the run's exit code if it has ended, else 0."""
     if getattr(arguments, "detach", False):
         if getattr(arguments, "json", False):
             print_json({"name": target.name, "path": str(target.path)})
@@ -89,11 +102,11 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 
     show_screen(arguments.runs_dir, target)
     code = exit_code_of(target)
-    return 0 if code is None else code  # left while it trains: the screen has said how to see it again
+    return 0 if code is None else code  # the user left while it trains, and the screen has said how to see it again
 
 
 def supervise(arguments: argparse.Namespace) -> int:
-    """The body of the supervisor's process."""
+    """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch import supervise as supervise_run
 
     return supervise_run(RunDirectory(arguments.run), arguments.attempt)

@@ -1,4 +1,4 @@
-"""``runs``, ``stop``, ``logs`` and ``export``: what can be done with runs that exist."""
+"""``runs``, ``stop``, ``logs`` and ``export``: list, end, read and export existing runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _HEADINGS = ("name", "state", "step", "loss", "started")
 _ROOM_FOR_REASONS = 110
-"""Cells of a terminal in which a reason stands beside its run; in a narrower one it comes below the table, not a word a line."""
+"""Width of a terminal in which reasons are a column of the table. In a narrower one they are printed below it."""
 
 
 def runs(arguments: argparse.Namespace) -> int:
-    """Every known run, newest first."""
+    """Print every known run, newest first."""
     from so_tui.launch import ensure_supervised
 
     listed = []
@@ -43,8 +43,9 @@ def runs(arguments: argparse.Namespace) -> int:
 
 
 def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool) -> Table:
-    """The runs with their reasons ``beside`` them or not. Where room is short the start goes, then a name takes several lines; what must
-    be cut even so ends in an ellipsis.
+    """Lay out the runs, with or without their reasons (``beside``).
+
+    If the width is not enough, the start time is left out first, then names are wrapped, and last the other cells end in an ellipsis.
     """
     from rich.table import Table
 
@@ -71,7 +72,7 @@ def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
 
 
 def _state(run: RunDirectory) -> RunState:
-    """The run's state; a damaged one is listed among the others, with what is wrong."""
+    """Return the run's state; for a damaged run a lost state with the problem as its reason."""
     try:
         return state_with_truth(run)
     except InputError as error:
@@ -91,7 +92,7 @@ def _summary(state: RunState) -> dict[str, object]:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Ask a run to stop, wait for its checkpoint, and say what was saved; 1 when it did not come to that."""
+    """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended otherwise."""
     from so_tui.launch import stop as stop_run
 
     run = find_run(arguments.run, arguments.runs_dir)
@@ -99,7 +100,7 @@ def stop(arguments: argparse.Namespace) -> int:
     if state.state in FINAL_STATES:
         print(f"{run.name} has already ended: {state.state}")
         return 0
-    print(f"{run.name} was asked to stop; waiting until it has saved what it trained", flush=True)
+    print(f"asked {run.name} to stop; waiting for its checkpoint", flush=True)
     state = stop_run(run, grace_s=arguments.grace)
     saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
     print(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}")
@@ -107,12 +108,12 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """Print the end of a run's log, progress bars collapsed; with ``--follow`` until the run ends."""
+    """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines until the run ends."""
     from so_tui.runs import log_readers
 
     if arguments.lines < 0:
-        remedy = "Give how many lines from the end"
-        raise InputError([Problem(field="--lines", value=str(arguments.lines), message="is less than none", remedy=remedy)])
+        remedy = "Give the number of lines from the end."
+        raise InputError([Problem(code="negative", field="--lines", value=str(arguments.lines), message="is negative", remedy=remedy)])
     run = find_run(arguments.run, arguments.runs_dir)
     readers = log_readers(run)
     for reader in readers:
@@ -130,7 +131,7 @@ def logs(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
+    """Write the last checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
     from so_tui.launch import stream_tool, writable
 
     run = find_run(arguments.run, arguments.runs_dir)

@@ -10,15 +10,15 @@ from so_tui.commands.common import usable_terminal
 from so_tui.runs import RunDirectory
 
 NO_TERMINAL = """\
-so-tui: there is no terminal to draw a screen on (stdin or stdout is not one, or TERM is dumb). The plain commands:
+so-tui: the screen needs a terminal (stdin or stdout is not one, or TERM is dumb). These commands need none:
   so-tui inspect              what this machine has        so-tui run PRESET --plain   train, printing progress lines
   so-tui plan [PRESET]        what fits here, how fast     so-tui watch RUN --plain    follow a run
   so-tui presets              what can be trained          so-tui runs                 every run
-`so-tui --help` names them all."""
+`so-tui --help` lists them all."""
 
 
 def open_screen(arguments: argparse.Namespace) -> int:
-    """Open the screen on the presets."""
+    """Open the screen with the presets."""
     if not usable_terminal():
         print(NO_TERMINAL, file=sys.stderr)
         return 2
@@ -27,7 +27,7 @@ def open_screen(arguments: argparse.Namespace) -> int:
 
 
 def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = "") -> None:
-    """Run the Textual application until the user leaves it. ``machine_file``: plan for the machine that it describes."""
+    """Run the Textual application until the user leaves it. ``machine_file`` describes another machine to plan for."""
     from so_tui.machine import load_machine
     from so_tui.ui.app import SoTuiApp
 

@@ -1,4 +1,4 @@
-"""From a plan to running processes, and their supervision. Names are imported when they are used: a command needs few of them."""
+"""From a spec to running processes, and their supervision. Names are imported when they are used, because a command needs few of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ if TYPE_CHECKING:
     from so_tui.launch.checks import missing_inputs, preflight, writable
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
-    from so_tui.launch.preparation import Launch, launch_json, prepare
+    from so_tui.launch.preparation import Launch, draft, launch_of, prepare, prepare_resume
     from so_tui.launch.supervisor import supervise
 
 __all__ = [
     "Launch",
     "ToolError",
     "call_tool",
+    "draft",
     "ensure_supervised",
-    "launch_json",
+    "launch_of",
     "missing_inputs",
     "preflight",
     "prepare",
+    "prepare_resume",
     "resume",
     "start",
     "stop",
@@ -33,7 +35,7 @@ _MODULES = {
     "helpers": ("ToolError", "call_tool", "stream_tool"),
     "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
     "checks": ("missing_inputs", "preflight", "writable"),
-    "preparation": ("Launch", "launch_json", "prepare"),
+    "preparation": ("Launch", "draft", "launch_of", "prepare", "prepare_resume"),
     "supervisor": ("supervise",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

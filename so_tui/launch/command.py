@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.plan.binding import core_list, uses_numactl
 from so_tui.plan.types import Plan
 
 TRAINER_MODULE = "so_tui_trainer"
-DEFAULT_PORT = 29500
-"""DeepSpeed's own default, shown in dry runs; a run takes a free port instead."""
 
 
-def argv(
-    plan: Plan,
-    *,
-    run: str,
-    attempt: int,
-    port: int = DEFAULT_PORT,
-) -> tuple[str, ...]:
-    """DeepSpeed's launcher with the trainer, for this plan."""
+def argv(plan: Plan) -> tuple[str, ...]:
+    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for what only the node knows."""
     return (
         sys.executable,
         "-m",
@@ -29,9 +22,14 @@ def argv(
         *("--hostfile", "/dev/null"),
         *_devices(plan),
         *_binding(plan),
-        *("--master_addr", "127.0.0.1", "--master_port", str(port)),
-        *("--module", TRAINER_MODULE, "--run", run, "--attempt", str(attempt)),
+        *("--master_addr", Placeholder.ADDRESS.value, "--master_port", Placeholder.PORT.value),
+        *("--module", TRAINER_MODULE, "--run", Placeholder.RUN.value, "--attempt", Placeholder.ATTEMPT.value),
     )
+
+
+def resolved(arguments: Sequence[str], values: Mapping[Placeholder, str]) -> tuple[str, ...]:
+    """Return the arguments with the node's values in place of the placeholders."""
+    return tuple(resolve(argument, values) for argument in arguments)
 
 
 def _devices(plan: Plan) -> Sequence[str]:
@@ -42,7 +40,7 @@ def _devices(plan: Plan) -> Sequence[str]:
 
 
 def _binding(plan: Plan) -> Sequence[str]:
-    # Where numactl does not work the launcher would die of it; the trainer binds itself in any case.
+    # Without a working numactl the launcher would fail. The trainer binds itself in any case.
     if not uses_numactl(plan.binding):
         return ()
     return ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))

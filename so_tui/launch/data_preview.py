@@ -1,4 +1,4 @@
-"""What a model will see of its data, asked from a helper process: typed, for whoever shows it."""
+"""A typed preview of the data as the model will see it, made by a helper process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct, field
 
 from so_tui.launch.helpers import Cancel, stream_tool
-from so_tui.launch.sources import with_absolute_paths
+from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.spec import RunSpec, spec_tree
 from so_tui.structs import prepare
 from so_tui.units import thousands
@@ -27,7 +27,7 @@ _PICTURES = (
 
 
 class Progress(Struct, frozen=True):
-    """How far the helper is; ``total_rows`` is 0 before it has counted them."""
+    """The helper's progress. ``total_rows`` is 0 until the rows are counted."""
 
     message: str
     done_rows: int = 0
@@ -35,7 +35,7 @@ class Progress(Struct, frozen=True):
 
 
 class Sample(Struct, frozen=True):
-    """A document as runs of text, each with whether it is trained."""
+    """A document as pieces of text, each with whether it is trained."""
 
     source: str
     row: int
@@ -45,12 +45,12 @@ class Sample(Struct, frozen=True):
 
     @property
     def visible(self) -> Iterator[tuple[str, bool]]:
-        """The pieces with pictures in place of control characters, which a terminal would obey."""
+        """The pieces with symbols in place of control characters, which a terminal would obey."""
         return ((text.translate(_PICTURES), trained) for text, trained in self.pieces)
 
 
 class Bin(Struct, frozen=True):
-    """Documents of ``first`` to ``last`` tokens, and the tokens they hold together."""
+    """The documents of ``first`` to ``last`` tokens, and their tokens in total."""
 
     first: int = field(name="from")
     last: int = field(name="to")
@@ -63,7 +63,7 @@ class Bin(Struct, frozen=True):
 
 
 class Tally(Struct, frozen=True, kw_only=True):
-    """What became of rows: of a source, or of all."""
+    """What became of the rows of a source, or of all sources."""
 
     rows: int
     documents: int
@@ -76,7 +76,7 @@ class Tally(Struct, frozen=True, kw_only=True):
 
 
 class SourceView(Tally, frozen=True, kw_only=True):
-    """A source of the mixture; ``share`` of what an epoch meets, each of its documents ``times_an_epoch``."""
+    """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its documents ``times_an_epoch``."""
 
     source: str
     format: str
@@ -100,7 +100,7 @@ class PackedSequence(Struct, frozen=True):
 
 class DataPreview(Tally, frozen=True, kw_only=True):
     held_out: int
-    """Documents to evaluate on; the counts hold them too."""
+    """Documents for evaluation; the counts include them."""
     longest: int
     mean_length: float
     sequence_length: int
@@ -117,23 +117,23 @@ class DataPreview(Tally, frozen=True, kw_only=True):
 
     @property
     def how(self) -> str:
-        """How rows become text, and what of it is trained."""
+        """How rows become text, and which part of it is trained."""
         return f"{self.layout}; {LOSS_WORDS[self.loss]}"
 
     def facts(self) -> list[tuple[str, str, str]]:
-        """What to know before training: name, figure, and what it means."""
+        """Return name, figure and meaning of each count."""
         share = self.trained_tokens / self.tokens
-        kept = self.rows - self.dropped
+        used = self.rows - self.dropped
         too_long = (
             f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a sequence" if self.dropped_too_long else ""
         )
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
-        told = "have trained tokens" if self.held_out else "are trained on"
+        purpose = "have trained tokens" if self.held_out else "are trained on"
         return [
-            ("rows", thousands(self.rows), f"{thousands(kept)} {told}"),
-            *([("held out", thousands(self.held_out), "documents to evaluate on; the rest is trained on")] if self.held_out else []),
+            ("rows", thousands(self.rows), f"{thousands(used)} {purpose}"),
+            *([("held out", thousands(self.held_out), "documents for evaluation; the others are trained on")] if self.held_out else []),
             ("tokens", thousands(self.tokens), f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
             ("lengths", thousands(round(self.mean_length)), f"tokens on average, {thousands(self.longest)} the longest"),
             (
@@ -141,34 +141,34 @@ class DataPreview(Tally, frozen=True, kw_only=True):
                 thousands(self.sequences),
                 f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
-            ("truncated", thousands(self.truncated), "rows longer than a sequence: their end is lost"),
+            ("truncated", thousands(self.truncated), "rows longer than a sequence, which lose their end"),
             ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
-            *([("cut", thousands(self.cut), "rows of plain text became several documents")] if self.cut else []),
+            *([("cut", thousands(self.cut), "rows of plain text that became several documents")] if self.cut else []),
         ]
 
     @property
     def padding(self) -> int:
-        """Tokens of the shown sequence that are padding."""
+        """Padding tokens of the shown sequence."""
         return self.sequence_length - self.sequence.tokens
 
     def sequence_cells(self, width: int) -> list[int]:
-        """Cells of each document of the shown sequence, and of its padding, in a bar of ``width``."""
+        """Return the cells of each document of the shown sequence, and of its padding, in a bar of ``width`` cells."""
         ends = list(accumulate(document.tokens for document in self.sequence.documents))
         edges = [0, *(round(end * width / self.sequence_length) for end in ends), width]
         return [stop - start for start, stop in pairwise(edges)]
 
     def sequence_words(self) -> str:
-        """``a packed sequence: 3 documents that do not see each other``."""
+        """Return a heading: ``a packed sequence: 3 documents that do not see each other``."""
         count = len(self.sequence.documents)
         return "a packed sequence: 1 document" if count == 1 else f"a packed sequence: {count} documents that do not see each other"
 
     def sequence_sum(self) -> str:
-        """``44 + 36 + 12 padding = 92 tokens``."""
+        """Return a sum: ``44 + 36 + 12 padding = 92 tokens``."""
         parts = [thousands(document.tokens) for document in self.sequence.documents]
         return " + ".join([*parts, *([f"{self.padding} padding"] if self.padding else [])]) + f" = {thousands(self.sequence_length)} tokens"
 
     def histogram_cells(self, width: int) -> list[int]:
-        """Cells of each bin's bar; the fullest has ``width``, and one that is not empty has one at least."""
+        """Return the cells of each bin's bar: ``width`` for the fullest, and at least one for any that is not empty."""
         most = max(entry.documents for entry in self.histogram)
         return [max(1, round(width * entry.documents / most)) if entry.documents else 0 for entry in self.histogram]
 
@@ -176,14 +176,14 @@ class DataPreview(Tally, frozen=True, kw_only=True):
 prepare(Progress, DataPreview)
 
 
-def look_at(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:
-    """Progress, then the preview with ``rows`` sample rows and the answer it was read from; nothing more once it was cancelled.
+def preview_data(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:
+    """Yield progress, then the preview with ``rows`` sample rows and the answer that it was read from.
 
-    Raises InputError, Refused or ToolError (see ``helpers``).
+    A cancelled preview just ends. Raises the errors of ``call_tool``.
     """
     for answer in stream_tool("data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel):
         if answer.get("done"):
-            if "problems" not in answer:  # else the helper's end says what is wrong
+            if "problems" not in answer:  # else the helper's exit raises them
                 yield msgspec.convert(answer, DataPreview), answer
         else:
             yield msgspec.convert(answer, Progress)

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a plan, as plain JSON values. The trainer builds the optimizer itself, so there is no optimizer block."""
+"""The DeepSpeed configuration of a plan, as plain JSON values. There is no optimizer section: the trainer builds the optimizer itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from typing import Any
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import live_parameters
 from so_tui.plan.types import Plan
+from superoffload.ds_config import engine_config
 
 
 def ds_config(plan: Plan) -> dict[str, Any]:
-    """What goes into ``ds_config.json`` for this plan.
+    """Return the content of ``ds_config.json``, exactly as DeepSpeed reads it.
 
-    ``gradient_clipping`` is always there: DeepSpeed takes 1.0 for a missing key (since 0.19.8), which silently
-    costs SuperOffload its overlap.
-    Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction
-    completes one sub-group.
+    For our engine, values that it replaces are listed beside the user's in the section ``superoffload`` (see ``superoffload.ds_config``).
+    """
+    config = published_config(plan)
+    return engine_config(config) if plan.mode == "superoffload" and plan.spec.offload.engine == "so-tui" else config
+
+
+def published_config(plan: Plan) -> dict[str, Any]:
+    """Return the user's own values under DeepSpeed's published keys.
+
+    ``gradient_clipping`` is always present: DeepSpeed assumes 1.0 for a missing key (since 0.19.8), which silently costs SuperOffload its
+    overlap. Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction completes one
+    sub-group.
     """
     spec = plan.spec
     config: dict[str, Any] = {
@@ -27,23 +36,23 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if spec.gradient_accumulation_steps > 1:
-        # bf16 has 8 bits of mantissa: sums over many micro-batches would lose the small gradients.
+        # bf16 has 8 bits of mantissa, so sums over many micro-batches would lose small gradients.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if plan.mode != "gpu":
-        # DeepSpeed otherwise refuses any optimizer that is not exactly its own DeepSpeedCPUAdam.
+        # DeepSpeed otherwise accepts no optimizer other than its own DeepSpeedCPUAdam.
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
 def _zero_section(plan: Plan) -> dict[str, Any]:
     sub_group_size = plan.spec.offload.sub_group_size
-    # As in its published configurations; everything else reduces gradients beside the backward pass.
-    theirs = plan.mode == "superoffload" and plan.spec.offload.engine == "deepspeed"
+    # As in DeepSpeed's published SuperOffload configurations. All other modes reduce gradients while backward runs.
+    deepspeed_superoffload = plan.mode == "superoffload" and plan.spec.offload.engine == "deepspeed"
     section: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": sub_group_size,
         "reduce_bucket_size": sub_group_size,
-        "overlap_comm": not theirs,
+        "overlap_comm": not deepspeed_superoffload,
         "contiguous_gradients": True,
     }
     if plan.gpus > 1:
@@ -61,6 +70,5 @@ def _offload_section(plan: Plan) -> dict[str, Any]:
     section: dict[str, Any] = {"device": "cpu", "pin_memory": True, "ratio": plan.ratio}
     if plan.mode == "superoffload":
         section["super_offload"] = True
-        if plan.spec.offload.engine == "deepspeed":
-            section["cpuadam_cores_perc"] = plan.spec.offload.cpu_adam_cores_fraction
+        section["cpuadam_cores_perc"] = plan.spec.offload.cpu_adam_cores_fraction
     return section

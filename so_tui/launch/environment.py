@@ -1,7 +1,4 @@
-"""What is set in, and removed from, the environment of the training processes, each with its reason.
-
-Everything else passes through untouched.
-"""
+"""Changes to the environment of the training processes, each with its reason. Every other variable is inherited unchanged."""
 
 from __future__ import annotations
 
@@ -10,15 +7,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
+from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.types import Plan
 from so_tui.runs.log import redact
 from so_tui.spec.types import RunSpec
 
 RUN_MARKER = "SO_TUI_RUN"
-"""Names the run directory in the environment of every process of the run: how the supervisor knows them again."""
+"""Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
 
 _INHERITED_OF_INTEREST = re.compile(
     r"^(NCCL|CUDA|OMP|MKL|KMP|GOMP|PYTORCH|TORCH|HF|HUGGING|TRANSFORMERS|DS|SLURM|LD_LIBRARY_PATH|FI|UCX|OFI)(_|$)"
@@ -27,18 +26,18 @@ _PINNED_LIMIT_MB = 64
 
 
 class Variable(Struct, frozen=True, kw_only=True):
-    """One change to the environment; ``value`` None removes the variable."""
+    """One change to the environment. A value of None removes the variable."""
 
     name: str
     value: str | None
     reason: str
 
 
-def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str], *, run: str, attempt: int) -> tuple[Variable, ...]:
-    """The changes for this plan on this machine, given the environment that is inherited."""
+def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
+    """Return the changes for a plan on a machine, given the inherited environment; values may be placeholders."""
     return (
-        Variable(name=RUN_MARKER, value=run, reason="marks the processes of this run"),
-        Variable(name="SO_TUI_ATTEMPT", value=str(attempt), reason="marks the processes of this attempt"),
+        Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
+        Variable(name="SO_TUI_ATTEMPT", value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
         *_python(inherited),
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
@@ -46,8 +45,15 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str], *, run
     )
 
 
+def resolved(changes: tuple[Variable, ...], values: Mapping[Placeholder, str]) -> tuple[Variable, ...]:
+    """Return the changes with the node's values in place of the placeholders."""
+    return tuple(
+        change if change.value is None else msgspec.structs.replace(change, value=resolve(change.value, values)) for change in changes
+    )
+
+
 def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the changes made."""
+    """Return the inherited environment with the changes applied."""
     environment = dict(inherited)
     for change in changes:
         if change.value is None:
@@ -58,41 +64,41 @@ def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[s
 
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
-    """The changes for people and programs: only what is set (value) or removed (None), nothing that looks like a secret."""
+    """Return the changes by name for display and for records, with everything that looks like a secret redacted."""
     values = redact({change.name: change.value for change in changes if change.value is not None})
     return {change.name: values.get(change.name) for change in changes}
 
 
 def inherited_of_interest(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Inherited variables that change how training behaves, for the record of the attempt, secrets redacted."""
+    """Return the inherited variables that affect training, for the attempt's record, with secrets redacted."""
     return redact({name: inherited[name] for name in sorted(inherited) if _INHERITED_OF_INTEREST.match(name)})
 
 
 def rank_threads(plan: Plan) -> int:
-    """OpenMP threads of a rank: as many as the cores that run CPU Adam, the smallest rank's where they differ.
+    """Return the number of OpenMP threads of a rank: its Adam cores, or those of the smallest rank where ranks differ.
 
-    Without an Adam worker that is all of the rank's cores. DeepSpeed's launcher overwrites the variable with all cores of the rank
-    when it binds, and torchrun-style defaults of 1 would make Adam tens of times slower; the trainer sets its own counts from the plan.
+    Without an Adam worker all cores of the rank count. DeepSpeed's launcher overwrites the variable with all of the rank's cores when it
+    binds, and torchrun-style defaults of 1 would make Adam tens of times slower. The trainer sets its own thread counts from the plan.
     """
     return min((len(rank.adam_cpus or rank.cpus) for rank in plan.binding), default=1) or 1
 
 
 def valid_arch_list(value: str) -> str:
-    """TORCH_CUDA_ARCH_LIST without the letters that DeepSpeed cannot read: ``8.0;9.0a+PTX`` becomes ``8.0;9.0+PTX``.
+    """Remove the letters from TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: ``8.0;9.0a+PTX`` becomes ``8.0;9.0+PTX``.
 
-    DeepSpeed's op builder parses each entry as ``major.minor`` and dies of ``invalid literal for int() with base 10: '0a'``.
+    DeepSpeed's op builder parses each entry as ``major.minor`` and fails with ``invalid literal for int() with base 10: '0a'``.
     """
     entries = (re.sub(r"^(\d+\.\d+)[a-z]+", r"\1", entry) for entry in re.split(r"[;\s]+", value.strip()))
     return ";".join(dict.fromkeys(entries))
 
 
 def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variable | None:
-    """The setting of torch's allocators against fragmentation, or None where it would break something.
+    """Return the setting that reduces fragmentation in torch's allocators, or None where it would break something.
 
-    torch aborts on a key that it does not know, so each key is set only from the version that has it: ``PYTORCH_ALLOC_CONF`` since 2.10
-    (the older name still works), limits of the pinned pool since 2.13. Pinned blocks are otherwise rounded up to powers of two and kept
-    for ever: tens of GB of host memory for a 20B model. DeepSpeed's own SuperOffload before 0.18.1 passed GPU tensors by CUDA IPC,
-    which expandable segments break.
+    torch aborts on an unknown key, so each key is set only for versions that have it: ``PYTORCH_ALLOC_CONF`` since 2.10 (the older name
+    still works), limits of the pinned pool since 2.13. Without those limits, pinned blocks are rounded up to powers of two and never
+    freed, which costs tens of GB of host memory for a 20B model. DeepSpeed's own SuperOffload before 0.18.1 passed GPU tensors by CUDA
+    IPC, which does not work with expandable segments.
     """
     torch, deepspeed = version(software.torch), version(software.deepspeed)
     options = [] if deepspeed_engine and deepspeed < (0, 18, 1) else ["expandable_segments:True"]
@@ -101,11 +107,11 @@ def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variabl
     if not options:
         return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
-    return Variable(name=name, value=",".join(options), reason="less fragmented GPU memory, pinned memory that is not rounded up")
+    return Variable(name=name, value=",".join(options), reason="less fragmentation of GPU memory; no rounding up of pinned memory")
 
 
 def version(text: str | None) -> tuple[int, ...]:
-    """The leading numbers of a version (``2.13.0+cpu`` is ``(2, 13, 0)``), to be compared; nothing known is ``()``, below every version."""
+    """Return the leading numbers of a version for comparison: ``2.13.0+cpu`` gives ``(2, 13, 0)``, and None ``()``, below all others."""
     match = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
@@ -114,38 +120,40 @@ def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     folder = str(Path(sys.executable).parent)
     path = inherited.get("PATH", "/usr/bin:/bin")
     if folder not in path.split(":"):
-        yield Variable(name="PATH", value=f"{folder}:{path}", reason="this interpreter's tools (ninja compiles DeepSpeed's kernels)")
-    yield Variable(name="PYTHONSAFEPATH", value="1", reason="modules come from the installation, never from the folder one stands in")
+        yield Variable(name="PATH", value=f"{folder}:{path}", reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)")
+    yield Variable(name="PYTHONSAFEPATH", value="1", reason="imports modules from the installation, never from the current directory")
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
     threads = str(rank_threads(plan))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        yield Variable(name=name, value=threads, reason="one thread a core of CPU Adam; a site default of 1 makes it crawl")
+        yield Variable(name=name, value=threads, reason="one thread for each Adam core; a site default of 1 would be very slow")
     for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
         if name in inherited:
-            yield Variable(name=name, value=None, reason="contradicts the binding; DeepSpeed's launcher refuses to start with KMP_AFFINITY")
-    yield Variable(name="TOKENIZERS_PARALLELISM", value="false", reason="no thread pool of the tokenizer beside the bound cores")
+            yield Variable(
+                name=name, value=None, reason="conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY"
+            )
+    yield Variable(name="TOKENIZERS_PARALLELISM", value="false", reason="keeps the tokenizer's thread pool off the bound cores")
 
 
 def _cpu_only() -> Iterator[Variable]:
-    yield Variable(name="DS_ACCELERATOR", value="cpu", reason="no GPU on this machine")
+    yield Variable(name="DS_ACCELERATOR", value="cpu", reason="this machine has no GPU")
 
 
 def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="numbers GPUs as NVML and the plan do")
+    yield Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="numbers the GPUs as NVML and the plan do")
     if "CUDA_VISIBLE_DEVICES" in inherited:
-        yield Variable(name="CUDA_VISIBLE_DEVICES", value=None, reason="the plan names the GPUs (of the visible ones) on the command line")
+        yield Variable(name="CUDA_VISIBLE_DEVICES", value=None, reason="the command line names the GPUs, chosen among the visible ones")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
         own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
         allocator = allocator_variable(machine.software, deepspeed_engine=not own_engine)
         if allocator:
             yield allocator
     if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (valid := valid_arch_list(given)) != given:
-        yield Variable(name="TORCH_CUDA_ARCH_LIST", value=valid, reason=f"DeepSpeed cannot read {given}")
+        yield Variable(name="TORCH_CUDA_ARCH_LIST", value=valid, reason=f"DeepSpeed cannot parse {given}")
 
 
 def _hub(spec: RunSpec) -> Iterator[Variable]:
     sources = (part.source for part in spec.data.sources)
     if all(source.startswith("builtin:") for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")):
-        yield Variable(name="HF_HUB_OFFLINE", value="1", reason="everything this run needs came with so-tui")
+        yield Variable(name="HF_HUB_OFFLINE", value="1", reason="everything this run needs is part of so-tui")

@@ -1,4 +1,4 @@
-"""What the GPUs do now, by NVML. Every figure may be missing: drivers, containers and parts each refuse some."""
+"""Samples of the GPUs by NVML. Any figure may be missing, because drivers, containers and some GPUs do not support it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIB = 2**20
 
 
 class GpuSampler:
-    """Samples the given GPUs; without GPUs or a driver there is nothing to sample. For one thread."""
+    """Samples the given GPUs; none without a driver. Not thread-safe."""
 
     def __init__(self, gpus: tuple[Gpu, ...]) -> None:
         self._nvml: Any = None
@@ -33,9 +33,11 @@ class GpuSampler:
                 self._devices.append(_Device(pynvml, gpu, handle))
 
     def sample(self) -> tuple[GpuSample, ...]:
+        """Take a sample of each GPU."""
         return tuple(device.sample() for device in self._devices)
 
     def close(self) -> None:
+        """Release the counters and NVML."""
         for device in self._devices:
             device.close()
         self._devices = []
@@ -49,7 +51,7 @@ class _Device:
         self._nvml = nvml
         self._index = gpu.index
         self._handle = handle
-        # A GPU on PCIe answers too, with zeros that would read as an idle link.
+        # A GPU on PCIe would report zeros, which look like an idle link.
         self._link = _LinkCounter(nvml, handle) if gpu.c2c is not False else None
 
     def sample(self) -> GpuSample:
@@ -75,7 +77,7 @@ class _Device:
 
 
 class _LinkCounter:
-    """NVLink-C2C traffic by GPM: the difference of two readings, which the driver turns into MiB a second."""
+    """NVLink-C2C traffic by GPM: the difference of two readings, which the driver converts to MiB/s."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -88,7 +90,7 @@ class _LinkCounter:
         self._started = False
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Bytes a second (to the GPU, to the host) since the previous call; None where not measured."""
+        """Return bytes per second (to the GPU, to the host) since the previous call; None if not measured."""
         if not self._readings:
             return None, None
         self._readings.reverse()
@@ -117,7 +119,7 @@ class _LinkCounter:
 
 
 def _asked(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:
-    """What the NVML call returns; None where this driver, part or nvidia-ml-py does not have it or refuses."""
+    """Return the result of an NVML call; None if the driver, the GPU or nvidia-ml-py does not support or allow it."""
     try:
         return function(*arguments)
     except nvml.NVMLError:

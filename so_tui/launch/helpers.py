@@ -1,6 +1,6 @@
-"""Helper processes: what needs torch, transformers or datasets runs as ``python -m so_tui_trainer.tools.<name>``, JSON in and out.
+"""Helper processes for work that needs torch, transformers or datasets: ``python -m so_tui_trainer.tools.<name>``, with JSON in and out.
 
-They may take seconds to import; this program stays light and cannot be taken down by them.
+Their imports may take seconds and they may crash; this program stays light and is not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError
+from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError
 
 INSTALL_TRAINING = "Install the training extra: pip install 'so-tui[train]'"
 _STDERR_LINES = 5
@@ -24,14 +24,16 @@ _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 class ToolError(SoTuiError):
-    """A helper process failed: it could not be started, said no JSON, ended with an error or took too long."""
+    """A helper process could not be started, answered no JSON, ended with an error or took too long."""
 
 
 def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
-    """The answer of a helper process: the last JSON object that it printed.
+    """Run a helper process and return its answer: the last JSON object that it printed.
 
-    Raises InputError for what the helper says the user can mend (exit code 2), Refused when the training software is not installed, else
-    ToolError with the last lines that it wrote to stderr.
+    Raises:
+        InputError: The helper reports problems that the user can fix (exit code 2).
+        Refused: The training software is not installed (code ``software-missing``).
+        ToolError: Any other failure, with the last lines that the helper wrote to stderr.
     """
     try:
         done = subprocess.run(
@@ -46,7 +48,7 @@ def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -
 
 
 class Cancel:
-    """Ends a helper process from another thread than the one that waits for it; may be called before there is one, and twice."""
+    """Ends a helper process from another thread than the one that waits for it. It may be called before the start, and repeatedly."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -59,7 +61,7 @@ class Cancel:
             self._end()
 
     def started(self, process: subprocess.Popen[str]) -> None:
-        """Told by who starts the process."""
+        """Register the process to end. The code that starts the process calls this."""
         with self._lock:
             self._process = process
             if self.requested:
@@ -71,9 +73,9 @@ class Cancel:
 
 
 def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of a helper process that reports progress, as they come. Closing the iterator ends the process, as ``cancel`` does.
+    """Run a helper process that reports progress, and yield its JSON lines as they come.
 
-    Raises InputError, Refused or ToolError as ``call_tool`` does; what was cancelled just ends.
+    Closing the iterator ends the process, as ``cancel`` does; a cancelled iterator just ends. Raises the errors of ``call_tool``.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -85,7 +87,7 @@ def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None
         assert process.stdout is not None
         line = ""
         try:
-            with contextlib.suppress(BrokenPipeError):  # it ended at once: its exit code and its last words say why
+            with contextlib.suppress(BrokenPipeError):  # it ended immediately: its exit code and its output say why
                 process.stdin.write(json.dumps(request))
                 process.stdin.close()
             for line in process.stdout:
@@ -101,8 +103,8 @@ def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None
 
 
 def problem_of(entry: dict[str, Any]) -> Problem:
-    """A problem as helpers write it."""
-    texts = {key: str(entry.get(key, "")) for key in ("field", "value", "message", "remedy")}
+    """Convert a problem from a helper's answer."""
+    texts = {key: str(entry.get(key, "")) for key in ("code", "field", "value", "message", "remedy", "default", "file")}
     return Problem(**texts)
 
 
@@ -111,7 +113,7 @@ def _argv(name: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    # The answer is the only thing on stdout; progress bars of the libraries would go to stderr and be mistaken for the error.
+    # Progress bars of the libraries would go to stderr and be mistaken for the error.
     return {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -130,5 +132,6 @@ def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
         return InputError([problem_of(entry) for entry in problems])
     lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
     if lines and (missing := _MISSING_MODULE.search(lines[-1])):
-        return Refused([f"the Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"])
-    return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it said nothing"))
+        message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
+        return Refused([Refusal("software-missing", message)])
+    return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it wrote nothing"))

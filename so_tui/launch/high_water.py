@@ -1,10 +1,10 @@
-"""The most host memory that a run has had, with the kernel's own high-water mark of each process, so that no peak is too short to be seen.
+"""The peak host memory of a run, from the kernel's high-water mark of each process, which catches peaks of any length.
 
-``VmHWM`` is the most that was resident at once, private and shared alike. Added up, it would count twice what processes share: the
-optimizer states that a rank and its Adam worker both map, and the libraries that all of them map. So a process counts with its mark less
-what it shares; shared memory counts once for each rank, as the most that one of its processes maps, and files once for all. It would also
-add up what was never there at once: the weights that pass through a rank before its states exist. So a mark counts only when it has risen
-since the last look; else a process counts with what it has now.
+``VmHWM`` is a process's largest resident size, private and shared memory together. A plain sum would count shared memory twice: the
+optimizer states that a rank and its Adam worker both map, and the libraries that all processes map. Therefore the private part of each
+process is summed, shared memory counts once for each rank (the largest mapping of one of its processes), and files count once for all.
+A plain sum would also add peaks of different times, such as weights that pass through a rank before its states exist. Therefore a mark
+counts only if it has risen since the last sample; otherwise the current size counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIELDS = {b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"}
 
 
 class Mark(NamedTuple):
-    """Bytes of one process: the most that was ever resident; resident now, of that pages of files, of that shared memory."""
+    """Bytes of one process: the largest resident size so far, the current one, and its parts that are file pages and shared memory."""
 
     highest: int
     resident: int
@@ -28,14 +28,14 @@ class Mark(NamedTuple):
 
 
 class HighWater:
-    """Follows the processes of one run; for one thread."""
+    """Tracks the processes of one run. Not thread-safe."""
 
     def __init__(self) -> None:
         self._marks: dict[tuple[int, int], Mark] = {}
         self._highest: int | None = None
 
     def read(self, processes: Iterable[Process], root: Path = Path("/")) -> int | None:
-        """The most so far, bytes. None as long as the kernel has told nothing of any process."""
+        """Return the peak so far in bytes. None until the kernel has reported the memory of a process."""
         marks: dict[tuple[int, int], Mark] = {}
         since: list[tuple[Process, Mark]] = []
         for process in processes:
@@ -51,16 +51,16 @@ class HighWater:
 
 
 def since_last(before: Mark | None, now: Mark) -> Mark:
-    """The most that a process had since the last look, as far as the kernel tells."""
+    """Return the largest sizes of a process since the last sample, as far as the kernel reports them."""
     if before is None:
         return now._replace(resident=now.highest)
-    if now.highest <= before.highest:  # the kernel's counters are not exact: a mark may even fall a little
+    if now.highest <= before.highest:  # the kernel's counters are approximate, so a mark may even decrease a little
         return now
     return Mark(now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared))
 
 
 def together(marks: Iterable[tuple[Process, Mark]]) -> int:
-    """What these processes need at most, with nothing counted twice."""
+    """Return the bytes that these processes occupy together, with nothing counted twice."""
     private, files = 0, 0
     shared: dict[int | None, int] = {}
     for process, mark in marks:
@@ -71,7 +71,7 @@ def together(marks: Iterable[tuple[Process, Mark]]) -> int:
 
 
 def read_mark(root: Path, pid: int) -> Mark | None:
-    """From /proc/PID/status; None for a process that has ended, and where the kernel does not tell."""
+    """Read /proc/PID/status. Return None for a process that has ended, or if the kernel does not report its memory."""
     try:
         lines = (root / f"proc/{pid}/status").read_bytes().splitlines()
     except OSError:

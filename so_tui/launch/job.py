@@ -1,4 +1,4 @@
-"""The training processes as the supervisor holds them: what was planned, the locks, the command, and DeepSpeed's runner as a child."""
+"""The training processes as the supervisor holds them: their launch, the locks, and DeepSpeed's runner as a child process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from typing import Any
 
 import msgspec
 
-from so_tui.launch import command, environment, locks
-from so_tui.machine.types import Gpu, Machine
-from so_tui.plan.types import Plan
+from so_tui.launch import environment, locks
+from so_tui.launch.attempt_files import indented, read_launch
+from so_tui.launch.node_check import refuse_different_node
+from so_tui.launch.preparation import LOCAL_ADDRESS, Launch
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
+from so_tui.spec import SoTuiError
 from so_tui.spec.files import write_atomic
 
 
+class NoCommandError(SoTuiError):
+    """The attempt was written by an older version, which left no command to start."""
+
+
 class Job:
-    """One attempt's processes on this host. Reads ``plan.json`` and ``machine.<host>.json``; writes ``command.json``."""
+    """One attempt's processes on this host. Starts what ``launch.json`` holds and writes ``command.json``."""
 
     def __init__(self, run: RunDirectory, attempt: int, host: str) -> None:
-        """Raises OSError or msgspec.DecodeError when the attempt was not prepared for this host."""
+        """Read the launch. Raises OSError or msgspec.DecodeError if the attempt was not prepared for this host."""
         self._run = run
         self._attempt = attempt
         self._host = host
-        self.plan = msgspec.json.decode(run.plan_path(attempt).read_bytes(), type=Plan)
-        self.machine = msgspec.json.decode(run.machine_path(attempt, host).read_bytes(), type=Machine)
+        self.launch = read_launch(run, attempt, host)
         self.port: int | None = None
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
@@ -39,24 +46,32 @@ class Job:
         return f"{environment.RUN_MARKER}={self._run.path}"
 
     def start(self) -> None:
-        """Take the GPUs and a port, and start DeepSpeed's launcher. Raises LockTakenError or OSError.
+        """Take the GPUs and a port, fill in the placeholders, and start DeepSpeed's launcher.
 
-        The log's descriptor is given to the processes themselves, and so are the GPU locks: both outlive the supervisor as long as they do.
+        The processes get the log's descriptor and the GPU locks themselves, so both outlive the supervisor for as long as they run.
+
+        Raises:
+            LockTakenError: Another run uses a GPU.
+            NodeDiffersError: This is not the node that was planned for.
+            NoCommandError: There is no ``launch.json``.
+            OSError: The process or a file could not be made.
         """
+        if not self.launch.argv:
+            raise NoCommandError("the attempt has no launch.json, because an older version of so-tui wrote it")
         folder = locks.lock_folder()
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
-        gpu_locks = locks.take_gpus(folder, self._gpus(), holder)
+        self._locks = locks.take_gpus(folder, self._gpus(), holder)
+        refuse_different_node(self.launch, inspect_machine())
         self.port, port_lock = locks.take_port(folder, holder)
-        self._locks = (*gpu_locks, port_lock)
-        argv = command.argv(self.plan, run=str(self._run.path), attempt=self._attempt, port=self.port)
-        changes = environment.variables(self.plan, self.machine, os.environ, run=str(self._run.path), attempt=self._attempt)
-        self._write_command(argv, changes)
+        self._locks = (*self._locks, port_lock)
+        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, port=self.port)
+        self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            with _unheard_by_children(signal.SIGUSR1):
+            with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
-                    argv,
-                    env=environment.apply(changes, os.environ),
+                    launch.argv,
+                    env=environment.apply(launch.environment, os.environ),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -68,7 +83,7 @@ class Job:
             os.close(log)
 
     def take_over(self) -> None:
-        """Take the locks of a supervisor that died, as far as its processes do not hold them still. Raises LockTakenError or OSError."""
+        """Take the locks of a supervisor that died, except those that its processes still hold. Raises LockTakenError or OSError."""
         with contextlib.suppress(FileNotFoundError):  # it died before it started anything
             self.port = msgspec.json.decode(self._run.command_path(self._attempt).read_bytes())["port"]
         folder = locks.lock_folder()
@@ -81,41 +96,42 @@ class Job:
                     raise
 
     def running(self) -> bool:
-        """Whether DeepSpeed's runner lives, as far as it is our child."""
+        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
         return self._runner is not None and self._runner.poll() is None
 
     def status(self) -> int | None:
-        """The runner's exit status (below 0: a signal); None when it still runs or was not our child."""
+        """Return the runner's exit status (below 0 for a signal); None while it runs or if it was not our child."""
         return self._runner.poll() if self._runner else None
 
     def release(self) -> None:
+        """Release the locks."""
         for lock in self._locks:
             lock.release()
         self._locks = ()
 
     def _gpus(self) -> list[Gpu]:
-        chosen = {rank.gpu for rank in self.plan.binding}
-        return [gpu for gpu in self.machine.gpus if gpu.index in chosen]
+        chosen = {rank.gpu for rank in self.launch.plan.binding}
+        return [gpu for gpu in self.launch.machine.gpus if gpu.index in chosen]
 
-    def _write_command(self, argv: tuple[str, ...], changes: tuple[environment.Variable, ...]) -> None:
+    def _write_command(self, launch: Launch) -> None:
+        shown = environment.shown(launch.environment)
         record: dict[str, Any] = {
-            "argv": argv,
+            "argv": launch.argv,
+            "address": LOCAL_ADDRESS,
             "port": self.port,
             "host": self._host,
             "started": time.time(),
-            "environment": [
-                {"name": change.name, "value": environment.shown((change,))[change.name], "reason": change.reason} for change in changes
-            ],
+            "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],
             "inherited": environment.inherited_of_interest(os.environ),
         }
-        write_atomic(self._run.command_path(self._attempt), msgspec.json.format(msgspec.json.encode(record), indent=1))
+        write_atomic(self._run.command_path(self._attempt), indented(record))
 
 
 @contextlib.contextmanager
-def _unheard_by_children(signum: signal.Signals) -> Iterator[None]:
-    """What is started meanwhile ignores the signal until it says otherwise, and so do its children.
+def _ignored_by_children(signum: signal.Signals) -> Iterator[None]:
+    """Let processes started in this block, and their children, ignore a signal until they install a handler of their own.
 
-    A scheduler's warning reaches every process of a job, and would end DeepSpeed's runner and launcher, which do not know it.
+    A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and launcher, which do not handle it.
     """
     handler = signal.signal(signum, signal.SIG_IGN)
     try:

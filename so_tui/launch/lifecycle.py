@@ -1,4 +1,4 @@
-"""Starting, resuming, stopping a run, and making sure that someone watches it. What the commands and the screen call."""
+"""Start, resume and stop runs, and make sure that each live run has a supervisor. Commands and screens call these functions."""
 
 from __future__ import annotations
 
@@ -8,95 +8,84 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
+from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import quick_checks
-from so_tui.launch.executors.local import Place, Started, ThisMachine
-from so_tui.launch.preparation import Launch, prepare, visible_machine
-from so_tui.launch.sources import with_absolute_paths
-from so_tui.launch.stopping import DEFAULT_GRACE_S, request_stop
+from so_tui.launch.executors import Executor, SupervisorHandle
+from so_tui.launch.executors.local import LocalExecutor
+from so_tui.launch.preparation import Launch, ended_state
+from so_tui.launch.shutdown import DEFAULT_GRACE_S, request_stop
 from so_tui.machine.types import Machine
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import state_with_truth, supervised
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.runs.state import read_spec, read_state, write_spec
-from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, with_values
-from so_tui.spec.files import write_atomic
+from so_tui.runs.state import read_state, write_spec
+from so_tui.spec import InputError, Problem, SoTuiError
 
-_KEPT_FOR_LIFE = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 _READY_S = 30.0
 _POLL_S = 0.05
 _AFTER_KILL_S = 60.0
-"""How long after the grace time a stop still waits for the last word: the kill itself, and giving back much memory."""
+"""How long a stop waits for the final state after its grace time: for the kill, and until the kernel has freed much memory."""
 
 
-def start(
-    spec: RunSpec, machine: Machine, *, runs_dir: Path | str | None = None, force: bool = False, place: Place | None = None
-) -> RunDirectory:
-    """Start a run on this machine and return when its supervisor has taken it over. Training goes on by itself from there.
+def start(launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None) -> RunDirectory:
+    """Start a new run and return once its supervisor has taken over. Training continues by itself from there.
 
-    Raises InputError or Refused before anything is written, SoTuiError when the supervisor did not start; then nothing is left behind.
+    Args:
+        launch: From ``prepare``.
+        runs_dir: Where to make the run directory; by default the user's folder of runs.
+        executor: Where to start the supervisor; by default on this machine.
+
+    Raises:
+        InputError, Refused: A check failed; nothing was written.
+        SoTuiError: The supervisor did not start; nothing is left behind.
     """
-    spec = with_absolute_paths(spec)
-    machine = visible_machine(machine, os.environ)
-    _refuse_other_host(machine)
-    launch = prepare(spec, machine, force=force)
-    quick_checks(launch.plan, machine, force=force, runs_dir=runs_dir)
-    run = create_run(launch.plan.spec, Path(runs_dir) if runs_dir else None)
+    _refuse_other_host(launch.machine)
+    quick_checks(launch, runs_dir=runs_dir)
+    run = create_run(launch.spec, Path(runs_dir) if runs_dir else None)
     try:
-        _launch_attempt(run, new_attempt(run), launch, machine, place or ThisMachine())
+        _start_attempt(run, new_attempt(run), launch, executor or LocalExecutor())
     except BaseException:
-        if _untouched(run):
+        if _never_supervised(run):
             shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
 
 
-def resume(
-    run: RunDirectory, machine: Machine, *, values: Mapping[str, str] | None = None, force: bool = False, place: Place | None = None
-) -> int:
-    """Start another attempt, which goes on from the last checkpoint. Returns its number.
+def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = None) -> int:
+    """Start another attempt of a run, which continues from the last checkpoint, and return the attempt's number.
 
-    ``values``: dotted keys to change from now on (``gpus``, ``offload.mode``, ...); the states are shared out anew to what they ask for.
-    Raises InputError when the run still lives, has nothing left to train, or a key is one that a run keeps for life; else as ``start``.
+    Args:
+        run: A run that has ended.
+        launch: From ``prepare_resume``.
+        executor: Where to start the supervisor; by default on this machine.
+
+    Raises:
+        InputError: The run is live again; otherwise as for ``start``.
     """
-    before = state_with_truth(run)
-    if before.state not in FINAL_STATES:
-        remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first"
-        raise InputError([Problem(field="run", value=run.name, message=f"still runs ({before.state})", remedy=remedy)])
-    spec = _changed(read_spec(run), values or {})
-    if before.state == "finished" and not _lengthens(values or {}, before.total_steps):
-        remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or use what it trained: `so-tui export {run.name}`"
-        raise InputError(
-            [Problem(field="run", value=run.name, message=f"has finished all of its {before.total_steps} steps", remedy=remedy)]
-        )
-    _refuse_passed_length(values or {}, before)
-    machine = visible_machine(machine, os.environ)
-    _refuse_other_host(machine)
-    launch = prepare(spec, machine, force=force or before.forced)
-    quick_checks(launch.plan, machine, force=force or before.forced, resuming=True, runs_dir=run.path)
+    ended_state(run)
+    _refuse_other_host(launch.machine)
+    quick_checks(launch, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
     attempt = new_attempt(run)
     try:
-        _launch_attempt(run, attempt, launch, machine, place or ThisMachine())
+        _start_attempt(run, attempt, launch, executor or LocalExecutor())
     finally:
         if read_state(run).attempt != attempt:
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
-        elif values:  # not before: of two resumes at once, the settings of the one that trains count
-            write_spec(run, launch.plan.spec)
+        elif launch.changes:  # only now: if two resumes compete, the settings of the one that trains count
+            write_spec(run, launch.spec)
     return attempt
 
 
 def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
     """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the supervisor kills it.
 
-    Returns the state at the end, or as it is when even that has not come about in time. Interrupting the wait leaves the request standing.
+    Returns the final state, or the current one if the run has not ended in time. The request remains if the wait is interrupted.
     """
     state = state_with_truth(run)
     if state.state in FINAL_STATES:
@@ -110,81 +99,52 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
 
 
 def ensure_supervised(run: RunDirectory) -> bool:
-    """Start a replacement when the run's supervisor has died on this host before the run ended. Returns whether it did.
+    """Start a new supervisor if the run's has died on this host before the run ended. Return whether one was started.
 
-    Several callers may do so at once: the replacements settle it by a lock, and one stays.
+    Concurrent callers are safe: of several new supervisors, the one that gets the lock stays.
     """
-    with contextlib.suppress(InputError):  # no readable state: nothing to take over
+    with contextlib.suppress(InputError):  # no readable state, so there is nothing to take over
         state = read_state(run)
         if state.state in FINAL_STATES or state.host != socket.gethostname() or supervised(state):
             return False
-        with contextlib.suppress(OSError):  # a run of someone else: looking at it is all we may do
-            ThisMachine().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))
+        with contextlib.suppress(OSError):  # another user's run can only be read
+            LocalExecutor().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))
             return True
     return False
 
 
-def _lengthens(values: Mapping[str, str], steps: int) -> bool:
-    """Whether these settings may leave something to train after ``steps``; how many steps epochs or tokens are only the data says."""
-    given = values.get("train.steps", "")
-    return (given.isdecimal() and int(given) > steps) or "train.epochs" in values or "train.tokens" in values
-
-
-def _refuse_passed_length(values: Mapping[str, str], before: RunState) -> None:
-    given = values.get("train.steps", "")
-    if before.saved_step and given.isdecimal() and 0 < int(given) <= before.saved_step:
-        message = f"it goes on from step {before.saved_step}, and would have nothing to train"
-        remedy = f"Give more steps, or use what it trained: `so-tui export {before.name}`"
-        raise InputError([Problem(field="train.steps", value=given, message=message, remedy=remedy)])
-
-
-def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
-    """The spec of the next attempt. Raises InputError for a key that would make it another run, or lose sight of its checkpoints."""
-    fixed = [key for key in values if key in _KEPT_FOR_LIFE or key.startswith("model.config")]
-    if fixed:
-        remedy = "Start a new run with it, or resume without"
-        raise InputError(
-            [Problem(field=key, value=values[key], message="cannot change when a run is resumed", remedy=remedy) for key in fixed]
-        )
-    return with_absolute_paths(with_values(spec, values)) if values else spec
-
-
-def _launch_attempt(run: RunDirectory, attempt: int, launch: Launch, machine: Machine, place: Place) -> None:
-    host = socket.gethostname()
+def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Executor) -> None:
+    log = _supervisor_log(run, attempt)
     try:
-        write_atomic(run.machine_path(attempt, host), _pretty(machine))
-        write_atomic(run.plan_path(attempt), _pretty(launch.plan))
-        write_atomic(run.ds_config_path(attempt), _pretty(launch.ds_config))
-        log = _supervisor_log(run, attempt)
-        started = place.start(_supervisor_argv(run, attempt), os.environ, log)
+        write_launch(run, attempt, launch)
+        handle = executor.start(_supervisor_argv(run, attempt), os.environ, log)
     except OSError as error:
-        remedy = "Free some space there, or choose another folder with --runs-dir"
-        raise InputError(
-            [Problem(field="--runs-dir", value=str(run.path.parent), message=f"cannot be written: {error.strerror}", remedy=remedy)]
-        ) from error
+        message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir."
+        problem = Problem(code="not-writable", field="--runs-dir", value=str(run.path.parent), message=message, remedy=remedy)
+        raise InputError([problem]) from error
     try:
-        _wait_until_taken(run, attempt, started, log)
-    except KeyboardInterrupt:  # the supervisor may live by now, and would train what nobody wants any more
+        _wait_for_supervisor(run, attempt, handle, log)
+    except KeyboardInterrupt:  # the supervisor may be alive by now and would train a run that the user has cancelled
         control.request(run, "stop", reason="interrupted while it was started")
         raise
 
 
-def _wait_until_taken(run: RunDirectory, attempt: int, started: Started, log: Path) -> None:
-    """Return when the supervisor has written its first state. Raises SoTuiError when it ended without, or takes too long."""
+def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: SupervisorHandle, log: Path) -> None:
+    """Return when the supervisor has written its first state. Raise SoTuiError if it ends first or takes too long."""
     deadline = time.monotonic() + _READY_S
     while read_state(run).attempt != attempt:
-        code = started.ended()
-        if code == 0 and read_state(run).attempt != attempt:  # it found another one at work
+        code = handle.exit_code()
+        if code == 0 and read_state(run).attempt != attempt:  # another supervisor holds the run's lock
             raise SoTuiError(f"another start of {run.name} came first: `so-tui watch {run.name}` shows it")
         if code is not None and read_state(run).attempt != attempt:
-            raise SoTuiError(f"the supervisor ended at once (exit code {code}): {_last_lines(log)}")
+            raise SoTuiError(f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}")
         if time.monotonic() > deadline:
-            raise SoTuiError(f"the supervisor did not take the run over within {_READY_S:.0f} s: {_last_lines(log)}")
+            raise SoTuiError(f"the supervisor did not take over within {_READY_S:.0f} s: {_last_lines(log)}")
         time.sleep(_POLL_S)
 
 
-def _untouched(run: RunDirectory) -> bool:
-    """Whether no supervisor has written anything about the run: then nothing runs and nothing is worth keeping."""
+def _never_supervised(run: RunDirectory) -> bool:
+    """Return whether no supervisor has written a state, so that nothing runs and nothing is worth keeping."""
     with contextlib.suppress(InputError):
         return read_state(run).supervisor is None
     return True
@@ -200,8 +160,9 @@ def _supervisor_log(run: RunDirectory, attempt: int) -> Path:
 
 def _refuse_other_host(machine: Machine) -> None:
     if machine.hostname != socket.gethostname():
-        remedy = "Start it on that machine, or look at it with --dry-run"
-        raise InputError([Problem(field="--machine", value=machine.hostname, message="is another machine than this one", remedy=remedy)])
+        message, remedy = "is not this machine, and runs start here", "Start it on that machine, or only show it with --dry-run."
+        problem = Problem(code="not-this-machine", field="--machine", value=machine.hostname, message=message, remedy=remedy)
+        raise InputError([problem])
 
 
 def _last_lines(log: Path) -> str:
@@ -209,8 +170,4 @@ def _last_lines(log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         lines = []
-    return " / ".join(lines[-3:]) or "it said nothing"
-
-
-def _pretty(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1)
+    return " / ".join(lines[-3:]) or "it wrote nothing"

@@ -1,4 +1,4 @@
-"""What a run owns on its host while it lives: GPUs and a rendezvous port. Locks are flock(2) on small files, gone with their holder."""
+"""Locks on what a run owns on its host: GPUs, a rendezvous port, and being supervised once. They are flock(2), released with the holder."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import os
 import random
 import socket
 import stat
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import Struct, json
 
 from so_tui.machine.types import Gpu
+from so_tui.runs.directory import RunDirectory
 
 PORTS = range(20_000, 30_000)
-"""Below every usual ephemeral range, so that no outgoing connection takes the port between our look and the rendezvous."""
+"""Below the usual ephemeral ranges, so that no outgoing connection takes the port between our check and the rendezvous."""
 
 
 class Holder(Struct, frozen=True):
-    """Who holds a lock, as written in its file."""
+    """The holder of a lock, as written in its file."""
 
     run: str
     pid: int
@@ -29,17 +31,18 @@ class Holder(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Lock:
-    """A held lock: it lives as long as a process has this descriptor (or a copy of it) open."""
+    """A lock that is held as long as any process has this descriptor, or a copy of it, open."""
 
     name: str
     descriptor: int
 
     def release(self) -> None:
+        """Close this process's descriptor."""
         os.close(self.descriptor)
 
 
 class LockTakenError(Exception):
-    """Someone else holds the lock."""
+    """Another process holds the lock."""
 
     def __init__(self, name: str, holder: Holder | None) -> None:
         self.name = name
@@ -49,9 +52,10 @@ class LockTakenError(Exception):
 
 
 def lock_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """This user's folder for locks, on this host: made when missing.
+    """Return this user's folder for locks on this host, and make it if necessary.
 
-    Raises PermissionError when the folder under /tmp belongs to someone else, who could then block or trick us.
+    Raises:
+        PermissionError: The folder under /tmp belongs to another user, who could block or deceive us.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     folder = (
@@ -67,7 +71,7 @@ def lock_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def take(folder: Path, name: str, holder: Holder) -> Lock:
-    """Take a lock without waiting. Raises LockTakenError."""
+    """Take a lock without waiting, or raise LockTakenError."""
     path = folder / f"{name}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -82,7 +86,7 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
 
 
 def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
-    """Take the locks of all of the GPUs or none. Raises LockTakenError for the first that is held."""
+    """Take the locks of all the GPUs, or none and raise LockTakenError for the first that is held."""
     with contextlib.ExitStack() as undo:
         locks = []
         for gpu in gpus:
@@ -97,22 +101,39 @@ def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, 
 
 
 def gpu_lock_name(gpu: Gpu) -> str:
-    """A name that means the same device however it is numbered: by UUID, else by PCI address."""
+    """Return a name that does not depend on how devices are numbered: the UUID, else the PCI address."""
     return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
 
 
 def take_port(folder: Path, holder: Holder) -> tuple[int, Lock]:
-    """A rendezvous port that is free now and that no other run of this user will choose. Raises OSError when none of a thousand is free."""
+    """Return a free rendezvous port with the lock that keeps this user's other runs from it. Raises OSError if none is free."""
     for port in random.sample(PORTS, 1000):
         if not _is_free(port):
             continue
         with contextlib.suppress(LockTakenError):
             return port, take(folder, f"port-{port}", holder)
-    raise OSError("no free port for the rendezvous of the ranks between 20000 and 29999")
+    raise OSError("no port between 20000 and 29999 is free for the rendezvous of the ranks")
+
+
+@contextlib.contextmanager
+def supervisor_lock(run: RunDirectory) -> Iterator[bool]:
+    """Yield whether this process is now the run's only supervisor.
+
+    On a file system without locks it yields True, and only the recorded supervisor's liveness protects the run.
+    """
+    with run.supervisor_lock_path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            print(f"no lock on {run.supervisor_lock_path}: {error}", file=sys.stderr)
+        yield True
 
 
 def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
-    """Pids of the processes that already use each of these GPUs, by GPU index, where NVML tells. Empty without NVML."""
+    """Return the pids of processes that already use these GPUs, by GPU index, as far as NVML reports them. Empty without NVML."""
     import pynvml
 
     try:
@@ -126,7 +147,7 @@ def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
                 handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
                 pids = tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
             except pynvml.NVMLError:
-                continue  # not permitted or not supported here: nothing is known about this GPU
+                continue  # not permitted or not supported here, so nothing is known about this GPU
             if pids:
                 users[gpu.index] = pids
     finally:
@@ -147,4 +168,4 @@ def _read_holder(descriptor: int) -> Holder | None:
     try:
         return json.decode(os.pread(descriptor, 4096, 0), type=Holder)
     except ValueError:
-        return None  # the holder has locked the file and not written its name yet
+        return None  # the holder has locked the file and not yet written its name

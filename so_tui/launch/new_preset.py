@@ -1,4 +1,4 @@
-"""A preset for any model: its shape from a helper process, sensible settings around it."""
+"""Presets for any model: a helper process reads the model's shape, and the other settings get sensible values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from so_tui.spec.catalog import BUILTIN
 
 _LONGEST_SEQUENCE = 4096
 _PARAMETERS_PER_GPU = 25_000_000_000
-"""What one GH200 with 480 GB trains at most, by the SuperOffload paper (arXiv 2509.21271)."""
+"""The largest model that one GH200 with 480 GB can train, by the SuperOffload paper (arXiv 2509.21271)."""
 _TIMEOUT_S = 300.0
 
 
 class Described(NamedTuple):
-    """A spec that is not saved yet, and what is worth knowing about the model."""
+    """A spec that is not saved yet, and notes about the model."""
 
     spec: RunSpec
     notes: tuple[str, ...]
@@ -31,10 +31,19 @@ def describe_model(
     trust_remote_code: bool = False,
     changes: dict[str, str] | None = None,
 ) -> Described:
-    """The spec of a hub id or folder; seconds, in a helper process; downloads the config.json at most.
+    """Make the spec of a model. Takes seconds, in a helper process that downloads at most config.json.
 
-    ``name`` is by default made from the model's, ``changes`` are dotted keys as in ``--set``. Raises InputError (no such model, gated, no
-    network, not a causal language model, code of its own, name taken, ...), Refused without the training software.
+    Args:
+        model: A hub id or a local folder.
+        name: The preset's name; by default made from the model's.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the Python code that comes with the model.
+        changes: Dotted keys and values, as for ``--set``.
+
+    Raises:
+        InputError: There is no such model, it is gated, it is not a causal language model, there is no network ... Codes of this module
+            are ``name-taken`` and ``read-from-the-model``.
+        Refused: The training software is not installed.
     """
     chosen = name or preset_name(model)
     _refuse_taken(chosen)
@@ -48,12 +57,12 @@ def describe_model(
 
 
 def add_preset(described: Described) -> Path:
-    """Save it as a preset of the user. Raises InputError where the name is taken meanwhile or the folder cannot be written."""
+    """Save it as a user preset. Raises InputError if the name has been taken since, or the folder cannot be written."""
     return create_preset(described.spec)
 
 
 def preset_name(model: str) -> str:
-    """``Qwen/Qwen3-14B`` is ``qwen3-14b``; a folder gives its own name, also as ``.``."""
+    """Return a preset name for a model: ``qwen3-14b`` for ``Qwen/Qwen3-14B``, and a folder's own name, even for ``.``."""
     folder = Path(model.strip()).expanduser()
     name = folder.resolve().name if folder.is_dir() else _last_part(model)
     words = re.sub(r"[^a-z0-9._-]+", "-", name.lower())
@@ -61,7 +70,7 @@ def preset_name(model: str) -> str:
 
 
 def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a preset of this model says; all else is the default."""
+    """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
     return {
         "name": name,
@@ -75,7 +84,7 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _gpus(parameters: int) -> int:
-    """The fewest of 1, 2, 4, 8 or 16 that this many parameters take on superchips with 480 GB."""
+    """Return the smallest number of superchips with 480 GB (1, 2, 4, 8 or 16) that can train this many parameters."""
     return next((count for count in (1, 2, 4, 8) if parameters <= count * _PARAMETERS_PER_GPU), 16)
 
 
@@ -84,17 +93,17 @@ def _last_part(model: str) -> str:
 
 
 def _refuse_other_shape(changes: dict[str, str]) -> None:
-    """Raises InputError for a change of the shape: the parameter table would be another model's."""
+    """Refuse changes of the shape, after which the parameter table would belong to another model."""
     for key, value in changes.items():
         if key.startswith(("model.config", "model.parameters")):
-            remedy = "Copy the folder, change its config.json, and add that one; or use model.weights=random with it."
-            raise InputError([Problem(field=key, value=value, message="is read from the model", remedy=remedy)])
+            remedy = "Copy the folder, change its config.json, and add the copy; or use it with model.weights=random."
+            raise InputError([Problem(code="read-from-the-model", field=key, value=value, message="is read from the model", remedy=remedy)])
 
 
 def _refuse_taken(name: str) -> None:
-    """Raises InputError before the model is looked at: that takes seconds."""
+    """Refuse a name that is taken before the model is read, which takes seconds."""
     older = load_catalog().presets.get(name)
     taken = older.path if older else str(user_folder() / f"{name}.toml")
     if older or Path(taken).exists():
-        remedy = "Use that one, or give another name (--name)."
-        raise InputError([Problem(field="name", value=name, message=f"is taken by {taken}", remedy=remedy)])
+        remedy = "Use that preset, or give another name (--name)."
+        raise InputError([Problem(code="name-taken", field="name", value=name, message=f"is taken by {taken}", remedy=remedy)])

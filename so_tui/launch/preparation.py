@@ -1,9 +1,11 @@
-"""From a spec and a machine to everything that starting needs, without touching anything."""
+"""From a spec and a machine to a launch: everything that a start needs, made once and without side effects."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,79 +14,215 @@ from msgspec import Struct
 from so_tui.launch import command, environment
 from so_tui.launch.ds_config import ds_config
 from so_tui.launch.environment import Variable
+from so_tui.launch.local_paths import with_absolute_paths
+from so_tui.launch.placeholders import Placeholder
 from so_tui.machine.types import Gpu, Machine
-from so_tui.plan import make_plan, plan_tree
+from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
-from so_tui.spec import Refused, RunSpec
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.state import read_spec
+from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
 
-RUN_PLACEHOLDER = "RUN"
+LOCAL_ADDRESS = "127.0.0.1"
+"""Where ranks of one host meet."""
+_FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """A plan with what its start would be: the configuration, the command and the changes to the environment."""
+    """Everything that a start needs. What is shown and confirmed is this value, and the supervisor starts from it.
+
+    ``argv`` and ``environment`` contain placeholders for what only the node knows (see ``placeholders``).
+    """
 
     plan: Plan
+    machine: Machine
+    """The machine that was planned for, with the GPUs that this program may use."""
     ds_config: dict[str, Any]
+    """The content of ``ds_config.json``, which DeepSpeed reads."""
     argv: tuple[str, ...]
-    env: tuple[Variable, ...]
+    environment: tuple[Variable, ...]
+    """Changes to the inherited environment."""
+    forced: bool = False
+    """The user insisted: neither a plan that does not fit nor a forceable check stops the start."""
+    changes: dict[str, str] = {}
+    """For a resume: dotted keys and values that differ from the run's spec so far."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec that is trained, with nothing left to choose."""
+        return self.plan.spec
+
+    def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS) -> Launch:
+        """Return the launch with the node's values in place of the placeholders."""
+        values = {
+            Placeholder.RUN: str(run),
+            Placeholder.ATTEMPT: str(attempt),
+            Placeholder.ADDRESS: address,
+            Placeholder.PORT: str(port),
+        }
+        argv, changes = command.resolved(self.argv, values), environment.resolved(self.environment, values)
+        return msgspec.structs.replace(self, argv=argv, environment=changes)
 
 
 def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
-    """Plan the spec on the machine and derive the start.
+    """Plan a spec on a machine and derive the launch.
 
-    Raises InputError for a model that is not described well enough to plan, Refused when the run does not fit (``force`` goes on) or
-    cannot run here at all. ``inherited`` is the environment to start from, by default this process's.
+    Args:
+        spec: What to train. Relative paths are made absolute.
+        machine: Where to train it.
+        force: Accept a plan that does not fit.
+        inherited: The environment to start from; by default this process's.
+
+    Raises:
+        InputError: The model is not described well enough to plan.
+        Refused: The run does not fit, or cannot run here at all (which ``force`` does not change).
     """
     inherited = os.environ if inherited is None else inherited
-    plan = make_plan(spec, machine)
+    usable = usable_machine(machine, inherited)
+    return launch_of(make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited)
+
+
+def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
+    """Derive the launch from a plan that was made for this machine; arguments and errors as for ``prepare``.
+
+    Refusal codes: those of the plan's reasons (see ``plan_refused``), and ``gpu-not-visible``.
+    """
+    inherited = os.environ if inherited is None else inherited
     if not plan.possible or (not plan.fits and not force):
-        raise Refused(plan.reason_texts, forceable=plan.possible)
+        raise plan_refused(plan)
+    usable = usable_machine(machine, inherited)
+    visible = {gpu.index for gpu in usable.gpus}
+    hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
+    if hidden:
+        message = f"CUDA_VISIBLE_DEVICES hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones with gpus = [...]"
+        raise Refused([Refusal("gpu-not-visible", message)])
+    plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
         plan=plan,
+        machine=usable,
         ds_config=ds_config(plan),
-        argv=command.argv(plan, run=RUN_PLACEHOLDER, attempt=1),
-        env=environment.variables(plan, machine, inherited, run=RUN_PLACEHOLDER, attempt=1),
+        argv=command.argv(plan),
+        environment=environment.variables(plan, usable, inherited),
+        forced=force,
     )
 
 
-def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
-    """The machine with only the GPUs that CUDA_VISIBLE_DEVICES lets a program use (indices or UUIDs, as CUDA reads them).
+def plan_refused(plan: Plan) -> Refused:
+    """Return the error for a plan that does not fit or cannot run. Its codes are those of the plan's reasons (``shortage`` ...)."""
+    refusals = [
+        Refusal("does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text)
+        for reason, text in zip(plan.reasons, plan.reason_texts, strict=True)
+    ]
+    return Refused(refusals, forceable=plan.possible)
 
-    Raises Refused for MIG instances, which ZeRO-3 cannot be spread over.
+
+def draft(spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None) -> tuple[Plan, Launch | None]:
+    """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does not fit has a forced launch.
+
+    Raises:
+        InputError: As for ``prepare``.
+        Refused: CUDA_VISIBLE_DEVICES names MIG instances.
+    """
+    inherited = os.environ if inherited is None else inherited
+    usable = usable_machine(machine, inherited)
+    plan = make_plan(with_absolute_paths(spec), usable)
+    return plan, launch_of(plan, usable, force=not plan.fits, inherited=inherited) if plan.possible else None
+
+
+def prepare_resume(
+    run: RunDirectory,
+    machine: Machine,
+    *,
+    values: Mapping[str, str] | None = None,
+    force: bool = False,
+    inherited: Mapping[str, str] | None = None,
+) -> Launch:
+    """Plan the next attempt of a run that has ended.
+
+    Args:
+        run: The run to resume.
+        machine: Where to resume it.
+        values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are resharded as they require.
+        force: Accept a plan that does not fit. A run that was forced once stays forced.
+        inherited: The environment to start from; by default this process's.
+
+    Raises:
+        InputError: The run is live (code ``run-is-live``), has nothing left to train (``run-has-finished``, ``length-already-trained``),
+            or a key cannot change during a run (``fixed-for-a-run``); otherwise as for ``prepare``.
+        Refused: As for ``prepare``.
+    """
+    values = values or {}
+    before = ended_state(run)
+    spec = _changed(read_spec(run), values)
+    if before.state == "finished" and not _lengthens(values, before.total_steps):
+        remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or export the model with `so-tui export {run.name}`."
+        message = f"has finished all of its {before.total_steps} steps"
+        raise InputError([Problem(code="run-has-finished", field="run", value=run.name, message=message, remedy=remedy)])
+    _refuse_trained_length(values, before)
+    launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
+    return msgspec.structs.replace(launch, changes=dict(values))
+
+
+def ended_state(run: RunDirectory) -> RunState:
+    """Return the state of a run that has ended.
+
+    Raises:
+        InputError: It is live (code ``run-is-live``).
+    """
+    state = state_with_truth(run)
+    if state.state not in FINAL_STATES:
+        remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first with `so-tui stop {run.name}`."
+        message = f"is still running ({state.state})"
+        raise InputError([Problem(code="run-is-live", field="run", value=run.name, message=message, remedy=remedy)])
+    return state
+
+
+def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
+    """Return the machine with the GPUs that this program may use: on this host those of CUDA_VISIBLE_DEVICES, elsewhere all."""
+    return visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
+
+
+def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
+    """Return the machine with only the GPUs that CUDA_VISIBLE_DEVICES names (indices or UUIDs, as CUDA reads them).
+
+    Raises:
+        Refused: It names MIG instances, which ZeRO-3 cannot use together (code ``mig-instance``).
     """
     given = inherited.get("CUDA_VISIBLE_DEVICES")
     if given is None or not machine.gpus:
         return machine
     entries = [entry.strip() for entry in given.split(",") if entry.strip()]
     if any(entry.startswith("MIG-") for entry in entries):
-        raise Refused(["CUDA_VISIBLE_DEVICES names a MIG instance; so-tui trains on whole GPUs. Ask for a whole GPU"])
+        message = "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a whole GPU"
+        raise Refused([Refusal("mig-instance", message)])
     visible = tuple(gpu for gpu in machine.gpus if any(_names(entry, gpu) for entry in entries))
     return msgspec.structs.replace(machine, gpus=visible)
 
 
-def launch_json(launch: Launch) -> bytes:
-    """What ``run --dry-run --json`` prints."""
-    return msgspec.json.encode(
-        {
-            "argv": launch.argv,
-            "env": environment.shown(launch.env),
-            "ds_config": launch.ds_config,
-            "binding": [
-                {
-                    "rank": rank.rank,
-                    "gpu": rank.gpu,
-                    "numa_node": rank.numa_node,
-                    "cpus": rank.cpus,
-                    "memory_policy": rank.memory_policy,
-                    "deepspeed": rank.deepspeed,
-                    "deepspeed_alone": rank.deepspeed_unlisted,
-                }
-                for rank in launch.plan.binding
-            ],
-            "plan": plan_tree(launch.plan),
-        }
-    )
-
-
 def _names(entry: str, gpu: Gpu) -> bool:
     return entry == str(gpu.index) if entry.isdigit() else bool(gpu.uuid and gpu.uuid.startswith(entry))
+
+
+def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
+    """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its checkpoints."""
+    fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
+    if fixed:
+        message, remedy = "cannot change when a run is resumed", "Start a new run with it, or resume without it."
+        raise InputError([Problem(code="fixed-for-a-run", field=key, value=values[key], message=message, remedy=remedy) for key in fixed])
+    return with_values(spec, values) if values else spec
+
+
+def _lengthens(values: Mapping[str, str], steps: int) -> bool:
+    """Return whether the changes may leave something to train after ``steps``. Only the data decides how many steps an epoch has."""
+    given = values.get("train.steps", "")
+    return (given.isdecimal() and int(given) > steps) or "train.epochs" in values or "train.tokens" in values
+
+
+def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
+    given = values.get("train.steps", "")
+    if before.saved_step and given.isdecimal() and 0 < int(given) <= before.saved_step:
+        message = f"the run would continue from step {before.saved_step} and have nothing to train"
+        remedy = f"Give more steps, or export the model with `so-tui export {before.name}`."
+        raise InputError([Problem(code="length-already-trained", field="train.steps", value=given, message=message, remedy=remedy)])

@@ -1,4 +1,4 @@
-"""A few real steps of a plan's settings, and what they were beside what was predicted."""
+"""Probes: a few real steps with a plan's settings, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.lifecycle import ensure_supervised, start
+from so_tui.launch.preparation import Launch
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
 from so_tui.plan import make_plan
@@ -29,11 +30,11 @@ MEASURED_STEPS = 4
 _POLL_S = 0.5
 
 Data = Literal["random", "spec"]
-"""What a probe trains on: random weights and the embedded rows, so that nothing is downloaded; or what the spec says."""
+"""What a probe trains on: random weights and the embedded rows, so that nothing is downloaded, or the spec's own."""
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What a short run was."""
+    """What was measured of a short run."""
 
     figures: Figures
     workload: Workload
@@ -41,7 +42,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEPS) -> RunSpec:
-    """The same settings as a short run that keeps nothing and reports nowhere: no checkpoints, no evaluation, a record of every step."""
+    """Return the spec of a short run with the same settings, without checkpoints, evaluation and trackers, that records every step."""
     model, source = spec.model, replace(spec.data, held_out=0.0, evaluation="", evaluation_split="")
     if data == "random":
         model = replace(model, weights="random", tokenizer="builtin:tiny")
@@ -58,15 +59,22 @@ def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEP
     )
 
 
-def run_to_end(
-    spec: RunSpec, machine: Machine, runs_dir: Path, tell: Callable[[MetricRecord], None], *, limit_s: float = 1800.0
-) -> RunDirectory:
-    """Train a spec through the whole program and wait for its end. Raises Refused as ``start``, SoTuiError when the run fails or takes
-    longer than ``limit_s``; it is asked to stop then.
+def run_to_end(launch: Launch, runs_dir: Path, tell: Callable[[MetricRecord], None], *, limit_s: float = 1800.0) -> RunDirectory:
+    """Start a run and wait for its end.
+
+    Args:
+        launch: From ``prepare``.
+        runs_dir: Where to make the run directory.
+        tell: Receives every record.
+        limit_s: How long the run may take, in seconds.
+
+    Raises:
+        InputError, Refused: As for ``start``.
+        SoTuiError: The run failed, or took too long and was asked to stop.
     """
     from so_tui.runs import control
 
-    run = start(spec, machine, runs_dir=runs_dir)
+    run = start(launch, runs_dir=runs_dir)
     reader, begun = RunReader(run), time.monotonic()
     try:
         while True:
@@ -89,16 +97,16 @@ def run_to_end(
 
 
 def measured_of(run: RunDirectory, plan: Plan) -> Measured:
-    """What a finished run measured of its steps after the warm-up. Raises SoTuiError when it logged none."""
+    """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it recorded no step."""
     records, samples = _everything(run)
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
     if not counted:
-        raise SoTuiError(f"{run.name} logged no step")
+        raise SoTuiError(f"{run.name} recorded no step")
     used = {rank.gpu for rank in plan.binding}
     device = [gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
-    # The first step's own record is no measure: it is written late, after the memory of all processes was looked through.
+    # The first step's own record does not mark its start: it is written late, after the memory of all processes was measured.
     began = (record.time for record in records if isinstance(record, PhaseRecord) and record.phase == "training")
     training = next(began, steps[0].time - steps[0].step_s)
     before = [sample for sample in samples if sample.time < training]
@@ -119,7 +127,7 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
 
 
 def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
-    """What the data of these steps was, from their counts and from the attention in their FLOPs."""
+    """Return the workload of these steps, from their counts and from the attention FLOPs that they executed."""
     positions = len(steps) * plan.tokens_per_step
     useful = sum(step.useful_tokens for step in steps)
     executed = sum(step.model_tflops_per_gpu * 1e12 * step.step_s for step in steps) * plan.gpus
@@ -141,7 +149,7 @@ def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
 
 
 def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[Plan, Figures]:
-    """The plan of a spec for such data, as it is without any probe, and its figures in a probe's terms."""
+    """Return the plan of a spec for this workload without any probe's correction, and its figures as a probe measures them."""
     plan = make_plan(spec, machine, workload=workload, probed=False)
     step = plan.step
     return plan, Figures(
@@ -174,16 +182,16 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
 
 
 def settings_of(plan: Plan) -> str:
-    """``superoffload 0.90, micro-batch 4 x 4096, full``."""
+    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4096, full``."""
     spec = plan.spec
-    place = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
+    mode = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
     steps = "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
     policy = spec.model.activation_checkpointing
-    return f"{place}, micro-batch {spec.train.micro_batch} x {spec.data.sequence_length}{steps}, {policy}"
+    return f"{mode}, micro-batch {spec.train.micro_batch} x {spec.data.sequence_length}{steps}, {policy}"
 
 
 def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
-    """(name, predicted, measured, error) of every figure that was both; the error is predicted over measured, less 1."""
+    """Yield name, predicted, measured and relative error (predicted / measured - 1) of each figure that was measured."""
     names: dict[str, Any] = {
         "step_s": 1.0,
         "forward_s": 1.0,

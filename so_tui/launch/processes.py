@@ -1,4 +1,4 @@
-"""The processes of a run, found in /proc and identified by (pid, start time), so that a reused pid is never mistaken for one of ours."""
+"""The processes of a run, found in /proc and identified by pid and start time, so that a reused pid is never mistaken for one of ours."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from so_tui.machine.memory import pss_bytes
 from so_tui.runs.records import Process
 
 Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _YOUNG_TICKS = 5 * _TICKS_PER_S
-"""A process younger than this may still change its command line (fork, numactl, exec): its role is looked at again."""
+"""A younger process may still change its command line (fork, numactl, exec), so its role is determined again."""
+
+
+_WORKER_SCRIPT = "/superoffload/worker.py"
 
 
 @dataclass(frozen=True)
 class Stat:
-    """What /proc/PID/stat says."""
+    """The fields of /proc/PID/stat that are used here."""
 
     state: str
     parent: int
     cpu_ticks: int
     start_time: int
     wait_status: int
-    """Of a zombie, as wait(2) encodes it; 0 where the kernel does not show it to us."""
+    """Of a zombie, as wait(2) encodes it; 0 if the kernel does not show it to us."""
 
     @property
     def alive(self) -> bool:
@@ -37,12 +42,12 @@ class Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """The process's stat; None when there is no such process."""
+    """Return the stat of a process, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The command name stands in parentheses and may contain anything; the numbers begin after the last one.
+    # The command name is in parentheses and may contain anything, so the numbers begin after the last parenthesis.
     fields = text[text.rindex(b")") + 2 :].split()
     return Stat(
         state=fields[0].decode(),
@@ -54,7 +59,7 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def send(process: Process, signum: signal.Signals) -> None:
-    """Signal the process if it is still the recorded one."""
+    """Send a signal to the process if it is still the recorded one."""
     stat = read_stat(process.pid)
     if stat is not None and stat.start_time == process.start_time and stat.alive:
         with contextlib.suppress(ProcessLookupError):
@@ -62,10 +67,10 @@ def send(process: Process, signum: signal.Signals) -> None:
 
 
 class ProcessTree:
-    """Every process of a run, while it lives and after.
+    """Every process of a run, alive or ended.
 
-    Ours is a process whose parent is ours, whose parent is the supervisor (a child subreaper: orphans of the run come to it), or whose
-    environment carries the run's marker. Only pids that are new since the last look are examined, so a look costs one listing of /proc.
+    A process belongs to the run if its parent does, if its parent is the supervisor (a child subreaper, which inherits the run's orphans),
+    or if its environment has the run's marker. A scan examines only pids that are new since the last one, so it costs one listing of /proc.
     """
 
     def __init__(self, marker: str, supervisor_pid: int, known: tuple[Process, ...] = ()) -> None:
@@ -76,25 +81,25 @@ class ProcessTree:
         self._exit_codes: dict[int, int] = {}
         self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
-        self._settled: set[int] = set(self._living)
+        self._described: set[int] = set(self._living)
         self._counted_ticks: dict[int, int] = {}
 
     @property
     def alive(self) -> tuple[Process, ...]:
-        """Those that lived at the last look, oldest first."""
+        """The processes that were alive at the last scan, oldest first."""
         return tuple(sorted(self._living.values(), key=lambda process: (process.start_time, process.pid)))
 
     @property
     def gone(self) -> tuple[Process, ...]:
-        """Those that have ended, in the order in which that was noticed."""
+        """The processes that have ended, in the order in which that was observed."""
         return tuple(self._gone)
 
     def exit_code(self, process: Process) -> int | None:
-        """How an ended process ended (below 0: by that signal). None where its parent was faster than we to collect it."""
+        """Return the exit code of an ended process (below 0 for a signal). None if its parent collected it before we could read it."""
         return self._exit_codes.get(process.pid)
 
-    def look(self, *, thorough: bool = False) -> None:
-        """Find new processes, notice those that ended, reap orphans. ``thorough`` examines every process of the host again."""
+    def scan(self, *, thorough: bool = False) -> None:
+        """Find new and ended processes, and reap orphans. ``thorough`` examines every process of the host again."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
         self._refresh()
         for pid in sorted(present if thorough else present - self._seen):
@@ -102,7 +107,7 @@ class ProcessTree:
         self._seen = present
 
     def wait_for_loss(self, timeout_s: float) -> None:
-        """Return when a runner, launcher or rank ends, or after the time: who died first is seen before it takes the others along."""
+        """Return when a runner, launcher or rank ends, or after the timeout, to see which died first before the others follow."""
         poll = select.poll()
         with contextlib.ExitStack() as descriptors:
             for process in self._living.values():
@@ -116,42 +121,42 @@ class ProcessTree:
             poll.poll(timeout_s * 1000)
 
     def cpu_s(self) -> float:
-        """CPU seconds that the run's processes have used between the last two calls (as of the last look)."""
+        """Return the CPU seconds that the run's processes used between the last two calls (as of the last scan)."""
         ticks = {pid: stat.cpu_ticks for pid, stat in self._stats.items()}
         spent = sum(max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items())
         self._counted_ticks = ticks
         return spent / _TICKS_PER_S
 
     def memory_bytes(self) -> int | None:
-        """Proportional set size of all living processes: shared memory counted once. None when the kernel does not tell."""
-        sizes = [size for pid in self._living if (size := _pss_bytes(pid)) is not None]
+        """Return the proportional set size in bytes of all living processes, which counts shared memory once. None if unknown."""
+        sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
         return sum(sizes) if sizes else None
 
     def signal(self, signum: signal.Signals) -> None:
-        """Signal every living process of the run."""
+        """Send a signal to every living process of the run."""
         for process in self.alive:
             send(process, signum)
 
     def _refresh(self) -> None:
-        """Read the known processes again; what has ended moves to ``gone``."""
+        """Read the known processes again and move those that have ended to ``gone``."""
         for pid, process in list(self._living.items()):
             stat = read_stat(pid)
             if stat is not None and stat.start_time == process.start_time and stat.alive:
                 self._stats[pid] = stat
-                if pid not in self._settled or _age_ticks(stat) < _YOUNG_TICKS:
+                if pid not in self._described or _age_ticks(stat) < _YOUNG_TICKS:
                     self._describe(pid, stat)
                 continue
             if stat is not None and stat.start_time == process.start_time:
                 self._note_zombie(process, stat)
             self._gone.append(self._living.pop(pid))
             self._stats.pop(pid, None)
-            self._settled.discard(pid)
+            self._described.discard(pid)
 
     def _note_zombie(self, process: Process, stat: Stat) -> None:
         if stat.wait_status:
             self._exit_codes[process.pid] = os.waitstatus_to_exitcode(stat.wait_status)
         if stat.parent == self._supervisor_pid and process.role != "runner":
-            # An orphan that came to us as its subreaper. The runner is left to whoever started it and wants its exit code.
+            # We are the subreaper of this orphan. The runner is left to the code that started it and reads its exit code.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
 
@@ -164,18 +169,66 @@ class ProcessTree:
             self._stats[pid] = stat
 
     def _describe(self, pid: int, stat: Stat) -> None:
-        """Once more after it stopped being young, however long ago the look before was: on a busy host that may be many seconds."""
+        """Record the role. Repeated once after the process is no longer young, which a busy host may notice many seconds later."""
         if _age_ticks(stat) >= _YOUNG_TICKS:
-            self._settled.add(pid)
+            self._described.add(pid)
         parent = self._living.get(stat.parent)
         role = role_of(_command(pid), parent.role if parent else None)
         self._living[pid] = Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(_environ(pid)))
 
 
-def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
-    """What a process of the run is, by its command line and its parent's role (None where the parent is not of the run).
+class FirstLoss:
+    """Remembers the first of runner, launcher and ranks that ended: the cause of what follows."""
 
-    Between fork and exec a child has its parent's command line: a child of the launcher is never the launcher.
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self.process: Process | None = None
+        self.unprompted = False
+        """It ended before any process of the run had been told to end."""
+
+    def update(self, before: set[int], *, ending: bool) -> list[Process]:
+        """Return the runner, launcher and ranks that the last scan found gone.
+
+        Args:
+            before: Pids that were alive before that scan.
+            ending: The run's processes have been told to end.
+        """
+        present = {process.role for process in self._tree.alive} - {"rank"}
+        leading = {"runner", "launcher", "rank"} - present
+        lost = [process for process in self._tree.gone if process.pid in before and process.role in leading]
+        if self.process is None and lost:
+            self.process = min(lost, key=self._rank_of_cause)
+            self.unprompted = not ending
+        return lost
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the first loss (below 0 for a signal), if it could be observed."""
+        return self._tree.exit_code(self.process) if self.process else None
+
+    def _rank_of_cause(self, process: Process) -> tuple[int, bool]:
+        """Sort what one scan found gone, the cause before its consequences.
+
+        The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that was killed ends the ranks that waited for
+        it, which leave by themselves.
+        """
+        code = self._tree.exit_code(process)
+        return ("launcher", "runner", "rank").index(process.role), code is None or code >= 0
+
+
+def become_subreaper() -> None:
+    """Inherit the run's orphans instead of init (prctl(2), PR_SET_CHILD_SUBREAPER), so that none is lost."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(36, 1, 0, 0, 0) != 0:
+        print(f"not a subreaper: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+
+
+def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
+    """Return the role of a process by its command line and its parent's role (None if the parent is not part of the run).
+
+    Between fork and exec a child has its parent's command line, so a child of the launcher is never the launcher.
     """
     if "deepspeed.launcher.runner" in command and parent is None:
         return "runner"
@@ -183,8 +236,8 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
         return "launcher"
     if parent in (None, "launcher") and any(argument.startswith("--local_rank") for argument in command):
         return "rank"
-    # Our engine's worker is a script of its own; DeepSpeed's is a spawned Python.
-    if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith("/offload/worker.py") for argument in command):
+    # Our engine's worker is a script; DeepSpeed's is a spawned Python process.
+    if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPT) for argument in command):
         return "adam"
     return "other"
 
@@ -210,14 +263,3 @@ def _rank(environ: frozenset[bytes]) -> int | None:
 
 def _age_ticks(stat: Stat) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time
-
-
-def _pss_bytes(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_bytes()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return None

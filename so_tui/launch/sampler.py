@@ -1,6 +1,6 @@
-"""One look a second at the host that trains: how busy each core of each NUMA node is, where memory goes, what the GPUs do.
+"""Samples of the host that trains, once a second: the load of each core, the memory of each NUMA node, and the GPUs.
 
-Everything comes from a few small files and NVML calls: it must cost far below one percent of a core on 288 of them.
+Everything comes from a few small files and NVML calls, because sampling 288 cores must cost far less than one percent of one core.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from so_tui.runs.records import NodeSample, Sample
 
 MEMORY_INTERVAL_S = 10.0
 _MEMORY_COST_SHARE = 1 / 500
-"""Reading PSS walks every page table of the run, long work with hundreds of GB: it is done so seldom that it stays below this share."""
+"""Reading PSS walks the run's page tables, which is slow for hundreds of GB. Its interval grows so that it stays below this share."""
 _MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
 
 
 class Sampler:
-    """Takes samples; each covers the time since the one before. For one thread."""
+    """Takes samples, each of which covers the time since the one before. Not thread-safe."""
 
     def __init__(self, machine: Machine, tree: ProcessTree, attempt: int, root: Path = Path("/")) -> None:
         self._nodes = tuple(node for node in machine.numa_nodes if node.kind != "empty")
@@ -40,13 +40,14 @@ class Sampler:
         self._memory_due = 0.0
 
     def sample(self) -> Sample:
+        """Take a sample."""
         now, cpu, own_cpu_s = time.monotonic(), read_cpu_times(self._root), time.process_time()
         before, self._cpu = self._cpu, cpu
         interval_s, self._clock = now - self._clock, now
         spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
         if now >= self._memory_due:
             self._read_memory(now)
-        peak = self._high_water.read(self._tree.alive)  # before the GPUs are asked, who may take long while they start
+        peak = self._high_water.read(self._tree.alive)  # before the GPUs, which may answer late while they start
         return Sample(
             attempt=self._attempt,
             time=time.time(),
@@ -60,6 +61,7 @@ class Sampler:
         )
 
     def close(self) -> None:
+        """Close NVML."""
         self._gpus.close()
 
     def _read_memory(self, now: float) -> None:
@@ -80,7 +82,7 @@ class Sampler:
 
 
 def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
-    """Per CPU: (idle, all) clock ticks since boot, from /proc/stat. Waiting for I/O counts as idle; guest time is part of user time."""
+    """Return (idle, total) clock ticks since boot of each CPU, from /proc/stat. Waiting for I/O counts as idle."""
     times = {}
     for line in (root / "proc/stat").read_bytes().splitlines():
         if not line.startswith(b"cpu"):
@@ -93,7 +95,7 @@ def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
 
 
 def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
-    """Busy share of a CPU between two readings, percent; 0 for a CPU that is offline or has not ticked."""
+    """Return the busy percentage of a CPU between two readings; 0 for a CPU that is offline or has not ticked."""
     if before is None or after is None or after[1] <= before[1]:
         return 0
     idle = (after[0] - before[0]) / (after[1] - before[1])
@@ -101,9 +103,9 @@ def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) 
 
 
 def read_node_memory(root: Path, node: int, *, sole: bool) -> dict[str, int]:
-    """MemTotal, MemFree and FilePages of a node in bytes; the host's own figures where the kernel has no NUMA.
+    """Return MemTotal, MemFree and FilePages of a node in bytes; those of the host if the kernel has no NUMA.
 
-    ``sole``: no other node has memory, so that the host's figures correct a node's that lag behind.
+    ``sole`` means that no other node has memory, so that the host's figures correct those of the node, which may lag behind.
     """
     try:
         own = _memory_sizes(root / f"sys/devices/system/node/node{node}/meminfo")
@@ -121,7 +123,7 @@ def _memory_sizes(path: Path) -> dict[str, int]:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for want of memory: in this process's cgroup where it is counted, else on the host."""
+    """Return how many processes the kernel has killed for lack of memory, in this process's cgroup if counted there, else on the host."""
     for name in _cgroup_event_files(root):
         if (count := _counter(name, b"oom_kill")) is not None:
             return count
@@ -129,7 +131,7 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def shm_leftovers(pids: set[int], folder: Path = Path("/dev/shm")) -> tuple[Path, ...]:
-    """Shared memory that ended processes of a run have left: torch names it by pid."""
+    """Return the shared memory that ended processes have left behind, which is named by pid."""
     try:
         entries = sorted(folder.iterdir())
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from so_tui.machine import cgroup
 from so_tui.machine.system_files import SystemFiles, meminfo
 from so_tui.machine.types import NumaNode
-from so_tui.units import memory_size
+from so_tui.units import KIB, memory_size
 
 _DIFFERENCE = 0.05
 """Share by which MemTotal may exceed the CPU nodes without a note."""
@@ -60,6 +61,18 @@ def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> HostMemory:
     if limit is not None and limit < total:
         notes.append(f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}.")
     return HostMemory(nodes, total, limit if limit is not None and limit < total else None, grows, tuple(notes))
+
+
+def pss_bytes(pid: int) -> int | None:
+    """Return the proportional set size (PSS) of a process: pages it shares count in part. None if it has ended or is not readable.
+
+    Reading it walks the page tables of the process, which takes long for hundreds of gigabytes.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith(b"Pss:")), None)
 
 
 def available_bytes(files: SystemFiles) -> int | None:

@@ -95,8 +95,8 @@ def product_bytes(shape: Architecture, *, fused: bool) -> int:
 def block_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return what recomputation and backward of one block hold per token beside its input, at the end of the feed-forward's backward.
 
-    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up and their product, which itself is freed by
-    then, and two of width h. That is what torch's memory history shows on an H200. Without, norms store fp32 copies:
+    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up and their product (itself freed by
+    then), and two of width h. That is what torch's memory history shows on an H200. Without, norms store fp32 copies:
     24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width

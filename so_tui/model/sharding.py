@@ -25,7 +25,7 @@ def partition_numel(numel: int, ranks: int) -> int:
 
 
 def live_parameters(largest_layer: int) -> int:
-    """Return how many gathered parameters ZeRO-3 may hold before it stops all-gathering: this layer and the next, more where they are small."""
+    """Return how many gathered parameters ZeRO-3 may hold before it stops: this layer and the next, more where they are small."""
     return max(2 * largest_layer, GATHERED_AHEAD)
 
 

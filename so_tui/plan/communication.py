@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 from so_tui.model.sharding import PERSISTENCE_THRESHOLD, live_parameters, partition_numel, run_ahead_parameters
 from so_tui.plan.constants import constants
-from so_tui.plan.formats import count
 from so_tui.plan.placement import Placement, own_engine
-from so_tui.plan.terms import MemoryTerm, TermKind
+from so_tui.plan.terms import Formula, MemoryTerm, TermKind
 
 BUCKETS_AHEAD = 3
 """Buckets of gradients by which the host may run ahead of the GPU: ZeRO-3 waits for all but two reductions before it begins another."""
@@ -31,26 +30,28 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
     layout, profile, gpu, bucket = placement.layout, placement.profile, placement.gpu, placement.reduce_bucket
     ranks, layer = layout.ranks, profile.largest_layer
-    yield MemoryTerm(TermKind.REDUCE_BUCKET, gpu, 2 * bucket, "exact", f"2 B x {count(bucket)} (reduce_bucket_size)")
+    yield MemoryTerm(TermKind.REDUCE_BUCKET, gpu, 2 * bucket, "exact", Formula("2 B x {} (reduce_bucket_size)", (bucket,)))
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if own_engine(placement.spec) else profile.small_parameters
-        formula = f"2 B x {count(small)} (below {count(PERSISTENCE_THRESHOLD)})"
+        formula = Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD))
         yield MemoryTerm(TermKind.SMALL_PARAMETERS, gpu, 2 * small, "exact", formula)
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and the head included.
         in_use = max(live_parameters(layer) + layer, 2 * layout.largest_parameter)
         live = min(layout.parameters, run_ahead_parameters(layer) + in_use)
-        yield MemoryTerm(TermKind.GATHERED_PARAMETERS, gpu, 2 * live, "estimate", f"2 B x {count(live)} (ahead, in use, and being copied)")
+        yield MemoryTerm(
+            TermKind.GATHERED_PARAMETERS, gpu, 2 * live, "estimate", Formula("2 B x {} (ahead, in use, and being copied)", (live,))
+        )
         pools = constants().memory.stream_pool_share
-        formula = f"{pools:.1f} x the all-gathered parameters, on streams whose memory others cannot use"
+        formula = Formula("{:.1f} x the all-gathered parameters, on streams whose memory others cannot use", (pools,))
         yield MemoryTerm(TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula)
     # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward is over.
-    yield MemoryTerm(TermKind.GRADIENTS_IN_FLIGHT, gpu, 2 * layer, "estimate", f"2 B x {count(layer)} (a layer)", phase="backward")
+    yield MemoryTerm(TermKind.GRADIENTS_IN_FLIGHT, gpu, 2 * layer, "estimate", Formula("2 B x {} (a layer)", (layer,)), phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
     # The norm of the largest gradient is computed before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if placement.spec.offload.mode == "gpu" else 0
     temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
-    formula = f"2 B x {count(layout.largest_parameter)} + (2 + 4) B x {count(share)}, beyond what comes after"
+    formula = Formula("2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share))
     yield MemoryTerm(TermKind.LARGEST_PARAMETER, gpu, temporaries, "estimate", formula, phase="optimizer")
 
 
@@ -60,17 +61,20 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
     bucket = min(placement.reduce_bucket, layout.parameters)
     in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
     copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
-    cast = 4 * partition_numel(bucket, layout.ranks) if spec.gradient_accumulation_steps > 1 and not own_engine(spec) else 0
-    formula = f"{copies} x 2 B x {count(bucket)}" + (f" + 4 B x {count(partition_numel(bucket, layout.ranks))}" if cast else "")
-    norm = 0
+    text, values, size = "{} x 2 B x {}", [copies, bucket], copies * 2 * bucket
+    if spec.gradient_accumulation_steps > 1 and not own_engine(spec):
+        cast = partition_numel(bucket, layout.ranks)
+        text, values, size = text + " + 4 B x {}", [*values, cast], size + 4 * cast
     if spec.offload.mode == "zerooffload" and layout.cpu_numel:
         share = partition_numel(layout.largest_parameter, layout.ranks)
         chunk = min(NORM_CHUNK, share)
         # The norm comes first, then a cast to fp32, which reuses its memory.
-        norm = max(8 * chunk, 4 * share)
-        formula += f" + 8 B x {count(chunk)} for a norm" if norm == 8 * chunk else f" + 4 B x {count(share)} for a cast"
-    whole = copies * 2 * bucket + cast + norm
-    return MemoryTerm(TermKind.BUCKETS_IN_REDUCTION, placement.gpu, whole, "estimate", f"{formula}, on a stream that shares no memory")
+        if 8 * chunk >= 4 * share:
+            text, values, size = text + " + 8 B x {} for a norm", [*values, chunk], size + 8 * chunk
+        else:
+            text, values, size = text + " + 4 B x {} for a cast", [*values, share], size + 4 * share
+    formula = Formula(text + ", on a stream that shares no memory", tuple(values))
+    return MemoryTerm(TermKind.BUCKETS_IN_REDUCTION, placement.gpu, size, "estimate", formula)
 
 
 def gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_bytes: int) -> int:

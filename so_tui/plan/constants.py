@@ -162,7 +162,7 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory; ascending."""
     layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
-    """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once in a layer), ascending: all take as long as the slowest."""
+    """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once a layer), ascending: all wait for the slowest."""
     source: str = ""
     """Where the published figures come from, for people; empty where none is used."""
     calibrated: Calibrated | None = None

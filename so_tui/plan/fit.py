@@ -17,7 +17,6 @@ from so_tui.model.profile import ModelProfile, profile_of
 from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
-from so_tui.plan.formats import gib
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
@@ -26,6 +25,7 @@ from so_tui.plan.timing import StepModel
 from so_tui.plan.types import StepTime, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.spec.types import RunSpec
+from so_tui.units import memory_size
 
 GPU_MARGIN = 0.08
 """Share of a GPU's memory that stays free in a plan that ``fits``."""
@@ -33,6 +33,7 @@ HOST_MARGIN = 0.06
 """The same for host memory, beyond what the operating system needs."""
 TIGHT_MARGIN = 0.015
 """Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
+_ANY_DATA = Workload()
 RATIOS = tuple(step / 20 for step in range(21))
 """The offload ratios that are tried, ascending."""
 
@@ -55,7 +56,7 @@ class Target:
     """All ranks; more than ``resources.ranks`` where other hosts like this one take part."""
     probes: tuple[Probe, ...] = ()
     """Probes of this model on this machine, which correct predictions."""
-    workload: Workload = Workload()
+    workload: Workload = _ANY_DATA
     """What is known of the data."""
 
     def on(self, gpus: Gpus, cpu_adam_cores_fraction: float) -> Target:
@@ -136,26 +137,50 @@ def mode_without_gpu(spec: RunSpec) -> Mode:
     return "zerooffload" if spec.offload.engine == "deepspeed" else "superoffload"
 
 
-def best(spec: RunSpec, target: Target) -> Assessment:
-    """Return the fastest location for the states of ``spec``, batch and recomputation as given: the more stays on the GPU, the faster.
+@dataclass(frozen=True)
+class Candidates:
+    """One batch and one recomputation, with the states in different locations. Each is assessed once, on demand."""
 
-    Without offload where that fits with a margin, else SuperOffload at the smallest ratio that does; else what at least may fit; else what
-    is least short. Where the GPU's memory is not known, what takes the least of it.
-    """
-    if not target.resources.has_gpu:
-        return assess(in_mode(spec, mode_without_gpu(spec)), target)
-    if target.resources.gpu_memory_unknown:
-        return assess(in_mode(spec, "superoffload", 1.0), target)
-    on_gpu = assess(in_mode(spec, "gpu"), target) if states_fit(spec, target) else None
-    if on_gpu is not None and on_gpu.verdict == "fits":
-        return on_gpu
-    whole = assess(in_mode(spec, "superoffload", 1.0), target)
-    comfortable = _at_smallest_ratio(whole, GPU_MARGIN)
-    if comfortable.verdict == "fits":
-        return comfortable
-    if on_gpu is not None and on_gpu.verdict == "tight":
-        return on_gpu
-    return _at_smallest_ratio(whole, TIGHT_MARGIN)
+    spec: RunSpec
+    target: Target
+
+    @cached_property
+    def on_gpu(self) -> Assessment | None:
+        """Without offload; None where the bare states are larger than the GPUs."""
+        return assess(in_mode(self.spec, "gpu"), self.target) if states_fit(self.spec, self.target) else None
+
+    @cached_property
+    def offloaded(self) -> Assessment:
+        """SuperOffload at the smallest ratio that leaves the margin of each GPU free; at ratio 1 when none does."""
+        return _at_smallest_ratio(self._whole, GPU_MARGIN)
+
+    @cached_property
+    def best(self) -> Assessment:
+        """The fastest location: the more stays on the GPU, the faster.
+
+        Without offload where that fits with a margin, else SuperOffload at the smallest ratio that does; else what at least may fit; else
+        what is least short. Where the GPU's memory is not known, what takes the least of it.
+        """
+        if not self.target.resources.has_gpu:
+            return assess(in_mode(self.spec, mode_without_gpu(self.spec)), self.target)
+        if self.target.resources.gpu_memory_unknown:
+            return self._whole
+        if self.on_gpu is not None and self.on_gpu.verdict == "fits":
+            return self.on_gpu
+        if self.offloaded.verdict == "fits":
+            return self.offloaded
+        if self.on_gpu is not None and self.on_gpu.verdict == "tight":
+            return self.on_gpu
+        return _at_smallest_ratio(self._whole, TIGHT_MARGIN)
+
+    @cached_property
+    def _whole(self) -> Assessment:
+        return assess(in_mode(self.spec, "superoffload", 1.0), self.target)
+
+
+def best(spec: RunSpec, target: Target) -> Assessment:
+    """Return the fastest location for the states of ``spec``, batch and recomputation as given."""
+    return Candidates(spec, target).best
 
 
 def states_fit(spec: RunSpec, target: Target) -> bool:
@@ -164,13 +189,8 @@ def states_fit(spec: RunSpec, target: Target) -> bool:
     return capacity is None or 16 * spec.model.parameter_count <= capacity * target.ranks
 
 
-def smallest_ratio(spec: RunSpec, target: Target, *, margin: float) -> Assessment:
-    """Return SuperOffload at the smallest ratio that leaves ``margin`` of each GPU free; at ratio 1 when none does."""
-    return _at_smallest_ratio(assess(in_mode(spec, "superoffload", 1.0), target), margin)
-
-
 def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
-    """Return ``smallest_ratio`` of a spec that was assessed at ratio 1."""
+    """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of each GPU free, else as it is."""
     target, offload = whole.target, whole.spec.offload
     capacity = target.resources.supply.gpu_bytes
     if capacity is None:
@@ -256,7 +276,7 @@ def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
     groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for node, needs in sorted(demand.node_bytes.items()):
         has = supply.node_bytes.get(node, 0)
-        groups.setdefault((gib(needs), gib(has)), []).append((node, needs, has))
+        groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
     return tuple(_node_need(group) for group in groups.values())
 
 

@@ -9,9 +9,8 @@ from msgspec import Struct
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import profile_of
 from so_tui.plan.constants import constants
-from so_tui.plan.formats import count
 from so_tui.plan.placement import Placement, own_engine, power_of_two
-from so_tui.plan.terms import NOT_STEADY, MemoryTerm, TermKind
+from so_tui.plan.terms import NOT_STEADY, Formula, MemoryTerm, TermKind
 from so_tui.spec.types import RunSpec
 
 STATE_BYTES = 12
@@ -94,7 +93,7 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
     yield from _worker_terms(placement)
     if placement.spec.checkpoint.saves:
         largest = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
-        formula = f"4 B x {count(largest)}, the largest sub-group on the GPU on its way to the disk"
+        formula = Formula("4 B x {}, the largest sub-group on the GPU on its way to the disk", (largest,))
         yield MemoryTerm(TermKind.SAVING, "node", 4 * largest, "estimate", formula)
     later = {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
     allocating = 0
@@ -102,8 +101,8 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
         blocks = gradient_blocks(layout, later[TermKind.GRADIENT_PARTITION], placement.pinned_rounded)
         allocating, later[TermKind.UNUSED_PINNED_BLOCKS] = blocks.allocating, blocks.unused
         if blocks.unused:
-            formula = "gradients of sub-groups that moved on to the GPU"
-            yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", blocks.unused, "exact", formula)
+            moved = "gradients of sub-groups that moved on to the GPU"
+            yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", blocks.unused, "exact", moved)
     yield from _loading(layout, later, allocating, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
 
 
@@ -113,7 +112,7 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
         yield MemoryTerm(TermKind.ADAM_WORKER, "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
     elif placement.spec.offload.mode == "superoffload":
         yield MemoryTerm(TermKind.ADAM_WORKER, "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
-        yield MemoryTerm(TermKind.WORKER_GRADIENT_COPY, "node", 4 * largest, "exact", f"4 B x {count(largest)}, pinned")
+        yield MemoryTerm(TermKind.WORKER_GRADIENT_COPY, "node", 4 * largest, "exact", Formula("4 B x {}, pinned", (largest,)))
         if placement.pinned_rounded:
             lost = power_of_two(4 * largest) - 4 * largest
             yield MemoryTerm(TermKind.WORKER_ROUNDING, "node", lost, "exact", "to the next power of two by torch before 2.13")
@@ -132,7 +131,7 @@ def _loading(layout: StateLayout, later: Mapping[TermKind, int], allocating: int
     gradients = allocating - later.get(TermKind.MOMENTS, 0)
     if max(weights, gradients) > 0:
         less = ", less what its process allocates only later" if process_later else ""
-        formula = f"2 B x {count(layout.numel)}, the weights of a rank on their way to the GPU{less}"
+        formula: Formula | str = Formula("2 B x {}, the weights of a rank on their way to the GPU{}", (layout.numel, less))
         if gradients > weights:
             formula = "gradients on their way into pinned memory, less the moments that come after them"
         yield MemoryTerm(TermKind.LOADING, "node", max(weights, gradients), "estimate", formula)
@@ -142,7 +141,9 @@ def shared_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield what lies in /dev/shm."""
     offload, layout, local_ranks = placement.spec.offload, placement.layout, placement.local_ranks
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        formula = f"8 B x {count(layout.cpu_numel)} x {local_ranks} ranks (fp32 weights and gradients; part of the host memory above)"
+        formula = Formula(
+            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)", (layout.cpu_numel, local_ranks)
+        )
         yield MemoryTerm(TermKind.SHARED_STATES, "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
     if local_ranks > 1:
         yield MemoryTerm(TermKind.RANK_MESSAGES, "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
@@ -152,7 +153,7 @@ def disk_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield what one checkpoint takes on disk, and its export where one is asked for."""
     layout = placement.layout
     states = STATE_BYTES * layout.numel * layout.ranks
-    formula = f"{STATE_BYTES} B x {count(layout.numel)} x {layout.ranks} ranks (fp32 weights, two moments)"
+    formula = Formula("{} B x {} x {} ranks (fp32 weights, two moments)", (STATE_BYTES, layout.numel, layout.ranks))
     yield MemoryTerm(TermKind.CHECKPOINT, "disk", states, "exact", formula)
     if placement.spec.checkpoint.export:
-        yield MemoryTerm(TermKind.EXPORT, "disk", 2 * layout.parameters, "exact", f"2 B x {count(layout.parameters)} (bf16)")
+        yield MemoryTerm(TermKind.EXPORT, "disk", 2 * layout.parameters, "exact", Formula("2 B x {} (bf16)", (layout.parameters,)))

@@ -15,10 +15,9 @@ from so_tui.model.activations import policy_of
 from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
 from so_tui.plan.constants import constants
-from so_tui.plan.formats import count
 from so_tui.plan.host_memory import disk_terms, host_terms, shared_terms
 from so_tui.plan.placement import Placement, own_engine, power_of_two
-from so_tui.plan.terms import ACTIVATION_STACK, Location, MemoryTerm, Phase, TermKind
+from so_tui.plan.terms import ACTIVATION_STACK, Formula, Location, MemoryTerm, Phase, TermKind
 
 LOST_EXPERT_TENSORS = 3
 """GPU memory lost between activations as large as the gradients of a layer's experts, in multiples of the largest of these tensors.
@@ -62,36 +61,40 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
     spec, layout, gpu = placement.spec, placement.layout, placement.gpu
     on_gpu, whole = layout.gpu_numel, layout.numel
     buffer = placement.gradient_bytes
-    yield MemoryTerm(TermKind.WEIGHTS, gpu, layout.weights_bytes, "exact", f"2 B x {count(whole)} parameters (bf16)")
+    yield MemoryTerm(TermKind.WEIGHTS, gpu, layout.weights_bytes, "exact", Formula("2 B x {} parameters (bf16)", (whole,)))
     if spec.offload.mode == "gpu":
-        weights = f"4 B x {count(on_gpu)} (fp32 weights)"
+        weights = Formula("4 B x {} (fp32 weights)", (on_gpu,))
         yield MemoryTerm(TermKind.MASTER_WEIGHTS, gpu, layout.master_weights_bytes("gpu"), "exact", weights)
-        yield MemoryTerm(TermKind.MOMENTS, gpu, layout.moments_bytes("gpu"), "exact", f"8 B x {count(on_gpu)} (two fp32 moments)")
-        yield MemoryTerm(TermKind.GRADIENTS, gpu, buffer * whole, "exact", f"{buffer} B x {count(whole)}")
+        yield MemoryTerm(TermKind.MOMENTS, gpu, layout.moments_bytes("gpu"), "exact", Formula("8 B x {} (two fp32 moments)", (on_gpu,)))
+        yield MemoryTerm(TermKind.GRADIENTS, gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole)))
         largest = layout.largest_sub_group
-        yield MemoryTerm(TermKind.SUB_GROUP_GRADIENTS, gpu, 4 * largest, "exact", f"4 B x {count(largest)}", phase="optimizer")
+        yield MemoryTerm(TermKind.SUB_GROUP_GRADIENTS, gpu, 4 * largest, "exact", Formula("4 B x {}", (largest,)), phase="optimizer")
         return
     if on_gpu:
-        formula = f"16 B x {count(on_gpu)} (fp32 weights, gradients, two moments)"
+        formula = Formula("16 B x {} (fp32 weights, gradients, two moments)", (on_gpu,))
         yield MemoryTerm(TermKind.STATES_ON_GPU, gpu, 16 * on_gpu, "exact", formula)
     yield from _offloaded_states(placement)
 
 
 def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     layout, moved, buffer = placement.layout, placement.layout.cpu_numel, placement.gradient_bytes
-    weights = f"4 B x {count(moved)} (fp32 weights)"
+    weights = Formula("4 B x {} (fp32 weights)", (moved,))
     yield MemoryTerm(TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights)
-    moments = MemoryTerm(TermKind.MOMENTS, "node", layout.moments_bytes("cpu"), "exact", f"8 B x {count(moved)} (two fp32 moments)")
+    moments = MemoryTerm(TermKind.MOMENTS, "node", layout.moments_bytes("cpu"), "exact", Formula("8 B x {} (two fp32 moments)", (moved,)))
     if own_engine(placement.spec):
-        yield MemoryTerm(TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", f"2 B x {count(moved)} (bf16 gradients, then weights)")
+        yield MemoryTerm(TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula("2 B x {} (bf16 gradients, then weights)", (moved,)))
         if placement.spec.gradient_accumulation_steps > 1:
-            yield MemoryTerm(TermKind.ACCUMULATED_GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32)")
+            yield MemoryTerm(
+                TermKind.ACCUMULATED_GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32)", (moved,))
+            )
         yield moments
         return
-    yield MemoryTerm(TermKind.GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", f"4 B x {count(moved)} (fp32), pinned")
+    yield MemoryTerm(TermKind.GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32), pinned", (moved,)))
     yield moments
     partition = buffer * layout.numel
-    yield MemoryTerm(TermKind.GRADIENT_PARTITION, "node", partition, "exact", f"{buffer} B x {count(layout.numel)}, pinned, of any ratio")
+    yield MemoryTerm(
+        TermKind.GRADIENT_PARTITION, "node", partition, "exact", Formula("{} B x {}, pinned, of any ratio", (buffer, layout.numel))
+    )
     if placement.pinned_rounded:
         pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [partition]
         lost = sum(power_of_two(piece) - piece for piece in pieces)
@@ -103,7 +106,7 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     shape, policy = profile.architecture, policy_of(spec.model)
     sizes = profile.activations[policy]
     scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
-    formula = f"{count(tokens)} tokens x {count(sizes.stored)} B x {shape.layers} layers (activation checkpointing: {policy})"
+    formula = Formula("{} tokens x {} B x {} layers (activation checkpointing: {})", (tokens, sizes.stored, shape.layers, policy))
     whole = tokens * sizes.stored * shape.layers + (scores * shape.layers if policy == "none" else 0)
     for phase in _STORED_PHASES:
         if policy == "full":
@@ -112,15 +115,17 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
             yield MemoryTerm(TermKind.ACTIVATIONS, gpu, whole, "estimate", formula, phase=phase)
     stored = sizes.stored if policy != "full" else 0
     working = int(constants().memory.block_share * tokens * max(0, sizes.block - stored))
-    formula = f"{count(tokens)} tokens x {count(sizes.block)} B"
+    formula = Formula("{} tokens x {} B", (tokens, sizes.block))
     yield MemoryTerm(TermKind.BLOCK_WORKING_SET, gpu, working, "calibrated", formula, phase="backward")
     if scores:
-        formula = f"6 B x {shape.heads} heads x {spec.data.sequence_length}^2 tokens x {spec.train.micro_batch} (eager attention)"
+        formula = Formula(
+            "6 B x {} heads x {}^2 tokens x {} (eager attention)", (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch)
+        )
         yield MemoryTerm(TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward")
     waiting = gradients_waiting_bytes(placement, tokens * sizes.stored, working)
     if waiting:
-        formula = "full buckets, less the activations of layers that are done"
-        yield MemoryTerm(TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", formula, phase="backward")
+        text = "full buckets, less the activations of layers that are done"
+        yield MemoryTerm(TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward")
     if shape.experts:
         yield from _expert_terms(placement)
     yield from _loss_terms(placement)
@@ -129,29 +134,30 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
 def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
     shape, gpu = placement.profile.architecture, placement.gpu
     largest = placement.profile.largest_layer_tensor
-    formula = f"{LOST_EXPERT_TENSORS} x 2 B x {count(largest)}: freed blocks are too small for the gradient of a layer's experts"
+    formula = Formula("{} x 2 B x {}: freed blocks are too small for the gradient of a layer's experts", (LOST_EXPERT_TENSORS, largest))
     lost = LOST_EXPERT_TENSORS * 2 * largest
     yield MemoryTerm(TermKind.EXPERT_FRAGMENTATION, gpu, lost, "calibrated", formula, phase="backward")
     if placement.spec.train.router_loss_coefficient:
         size = 2 * placement.tokens * shape.experts * shape.layers
-        formula = f"2 B x {count(placement.tokens)} tokens x {shape.experts} experts x {shape.layers} layers"
+        formula = Formula("2 B x {} tokens x {} experts x {} layers", (placement.tokens, shape.experts, shape.layers))
         for phase in _STORED_PHASES:
             yield MemoryTerm(TermKind.ROUTER_LOGITS, gpu, size, "exact", formula, phase=phase)
 
 
 def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
     shape, gpu, tokens = placement.profile.architecture, placement.gpu, placement.tokens
-    stored = f"2 B x {count(LOSS_KEPT_LOGITS)} stored logits"
-    formula = f"{stored} + 6 B x {count(LOSS_BLOCK_LOGITS)} at a time + 6 B x tokens x {shape.hidden}"
+    formula = Formula(
+        "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}", (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden))
+    )
     yield MemoryTerm(TermKind.LOSS, gpu, placement.profile.loss_bytes(tokens), "estimate", formula, phase="loss")
     head = shape.vocabulary * shape.hidden
     # On one GPU the head's gradient is one of the buckets that wait; on several there are fewer of these, and it comes beside them.
     beside_buckets = placement.spec.offload.mode != "gpu" or placement.layout.ranks > 1 or placement.profile.tied_head
     for phase in _STORED_PHASES:
         if phase == "loss" or beside_buckets:
-            formula = f"2 B x {count(head)}, from the loss until it is reduced"
+            formula = Formula("2 B x {}, from the loss until it is reduced", (head,))
             yield MemoryTerm(TermKind.HEAD_GRADIENT, gpu, 2 * head, "exact", formula, phase=phase)
-        formula = f"2 x 2 B x {count(tokens)} x {shape.hidden}"
+        formula = Formula("2 x 2 B x {} x {}", (tokens, str(shape.hidden)))
         yield MemoryTerm(TermKind.HIDDEN_STATES, gpu, 4 * tokens * shape.hidden, "exact", formula, phase=phase)
 
 
@@ -165,10 +171,10 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
     if layout.ranks > 1:
         yield MemoryTerm(TermKind.NCCL_BUFFERS, "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        formula = "pinned memory of each rank's worker opens a context on the first GPU"
-        yield MemoryTerm(TermKind.WORKER_CONTEXT, "gpu", memory.second_context_bytes * layout.ranks, "calibrated", formula)
+        text = "pinned memory of each rank's worker opens a context on the first GPU"
+        yield MemoryTerm(TermKind.WORKER_CONTEXT, "gpu", memory.second_context_bytes * layout.ranks, "calibrated", text)
     changing = max(phase_bytes([found for found in moving if found.kind not in ACTIVATION_STACK], "gpu").values(), default=0)
-    formula = f"{memory.slack_share:.1%} of what is allocated and freed within a layer"
+    formula = Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,))
     yield MemoryTerm(TermKind.ALLOCATOR_SLACK, "gpu", int(memory.slack_share * changing), "calibrated", formula)
 
 

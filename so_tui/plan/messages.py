@@ -9,7 +9,7 @@ from so_tui.machine.cpulist import cpu_ranges
 from so_tui.model.activations import Policy
 from so_tui.plan import facts
 from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvice, NodeNeed, Remedy, Shortage
-from so_tui.plan.formats import gib
+from so_tui.units import memory_size
 
 if TYPE_CHECKING:
     from so_tui.plan.constants import SpeedSource
@@ -73,8 +73,10 @@ def _has(machine: str, gpus: int) -> str:
 def shortage_text(short: Shortage) -> str:
     """Return ``host node 0 needs 226 GiB, has 105 GiB``."""
     if short.fatal:
-        return f"{pool_name(short)} needs {gib(short.needs)}, has {gib(short.has)}"
-    return f"{pool_name(short)} needs {gib(short.needs)} of {gib(short.has)}: little is left for what is not predicted exactly"
+        return f"{pool_name(short)} needs {memory_size(short.needs)}, has {memory_size(short.has)}"
+    return (
+        f"{pool_name(short)} needs {memory_size(short.needs)} of {memory_size(short.has)}: little is left for what is not predicted exactly"
+    )
 
 
 def pool_name(short: Shortage) -> str:
@@ -100,15 +102,15 @@ def _nodes(nodes: Sequence[int]) -> str:
 def _memory_needed(fact: facts.MemoryNeeded) -> str:
     parts = []
     if fact.gpu_bytes:
-        of = f" of {gib(fact.gpu_capacity_bytes)}" if fact.gpu_capacity_bytes else ""
-        parts.append(f"{gib(fact.gpu_bytes)}{of} on each GPU")
+        of = f" of {memory_size(fact.gpu_capacity_bytes)}" if fact.gpu_capacity_bytes else ""
+        parts.append(f"{memory_size(fact.gpu_bytes)}{of} on each GPU")
     # The number of a node comes last: before an amount it would read as a part of it.
     parts += [_host_needed(host) for host in fact.hosts]
     return "needs " + "; ".join(parts)
 
 
 def _host_needed(host: NodeNeed) -> str:
-    return f"{gib(host.needs)} of {gib(host.has)} on {_nodes(host.nodes)}"
+    return f"{memory_size(host.needs)} of {memory_size(host.has)} on {_nodes(host.nodes)}"
 
 
 def _remedy(fact: Remedy) -> str:
@@ -119,7 +121,7 @@ def _remedy(fact: Remedy) -> str:
             return f"{fact.gpus} GPUs of this machine hold it{_with_micro_batch(fact.micro_batch)}"
         case facts.LargerHostFits():
             parts = f"{fact.gpus} x GH200 with {fact.host_bytes / 1e9:.0f} GB of host memory each"
-            return f"{parts} would hold it{_with_micro_batch(fact.micro_batch)} ({gib(fact.needs_bytes)} needed per node)"
+            return f"{parts} would hold it{_with_micro_batch(fact.micro_batch)} ({memory_size(fact.needs_bytes)} needed per node)"
         case facts.MoreMachinesFit():
             machines = f"{fact.machines} machines like this one ({fact.gpus} GPUs)"
             return f"{machines} would hold it{_with_micro_batch(fact.micro_batch)}; so-tui itself trains on one machine so far"
@@ -140,7 +142,7 @@ def _memory_advice(fact: MemoryAdvice) -> str:
     if not fact.savings:
         return "Use more GPUs, or a machine with more memory; `so-tui plan` shows what is needed"
     where = "on each GPU" if fact.pool == "gpu" else "of host memory a rank"
-    parts = [f"{_changed(saving.changes)} needs {gib(saving.saves_bytes)} less {where}" for saving in fact.savings]
+    parts = [f"{_changed(saving.changes)} needs {memory_size(saving.saves_bytes)} less {where}" for saving in fact.savings]
     return f"{'; or '.join(parts)} (predicted). `so-tui plan` shows the rest"
 
 
@@ -177,9 +179,7 @@ def _choice(fact: Choice) -> str:
         case facts.AllOnGpu():
             return "gpu: everything fits on the GPU, and offloading would only add time"
         case facts.NothingOffloaded():
-            return (
-                "ratio 0.00: everything stays on the GPU; SuperOffload's optimizer needs less of it than mode gpu with its bf16 gradients"
-            )
+            return "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu with its bf16 gradients"
         case facts.LeastGpuMemory():
             return f"ratio {fact.ratio:.2f} takes the least of the GPU, whose memory is not known"
         case facts.SmallestRatio():

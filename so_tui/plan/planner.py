@@ -132,7 +132,7 @@ def unplannable(spec: RunSpec) -> str:
 
 
 def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
-    """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses (presets and run directories have the rest)."""
+    """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses."""
     rows = []
     for plan in plans:
         row = plan_tree(plan)
@@ -283,7 +283,7 @@ def _accumulation(spec: RunSpec) -> Iterator[TokensReached]:
 
 
 def _named(term: MemoryTerm) -> MemoryTerm:
-    return replace(term, name=TERM_NAMES[term.kind])
+    return replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
 
 
 def _speed_source(target: Target) -> SpeedSource:

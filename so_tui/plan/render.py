@@ -14,10 +14,10 @@ from so_tui.machine.types import Machine
 from so_tui.plan.binding import cpu_ranges
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.facts import MemoryPool
-from so_tui.plan.formats import gib
 from so_tui.plan.messages import deepspeed_text, message, rates_text, speed_source_text, workload_text
 from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
+from so_tui.units import memory_size
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
@@ -133,8 +133,8 @@ def _heading(title: str, total: int, capacity: int | None) -> Text:
     if capacity:
         filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
         text.append("▇" * filled, "red" if total > capacity else "cyan").append("░" * (_BAR_WIDTH - filled), "dim").append("  ")
-        return text.append(f"{gib(total)} of {gib(capacity)}")
-    return text.append(gib(total))
+        return text.append(f"{memory_size(total)} of {memory_size(capacity)}")
+    return text.append(memory_size(total))
 
 
 def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
@@ -145,7 +145,7 @@ def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
     table.add_column(style="dim", ratio=2)
     for term in terms:
         name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
-        table.add_row(gib(term.bytes), _MARKS[term.confidence], name, term.formula)
+        table.add_row(memory_size(term.bytes), _MARKS[term.confidence], name, str(term.formula))
     return Padding(table, (0, 0, 0, 2))
 
 
@@ -186,9 +186,9 @@ def _binding(plan: Plan) -> RenderableType:
 def _machine_line(machine: Machine) -> Text:
     nodes = machine.cpu_nodes
     gpus = f"{len(machine.gpus)}x {machine.gpus[0].name}" if machine.gpus else "no GPU"
-    each = f", {gib(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
+    each = f", {memory_size(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
     plural = "s" if len(nodes) > 1 else ""
-    host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {gib(machine.host_memory_bytes)}{each}"
+    host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {memory_size(machine.host_memory_bytes)}{each}"
     return Text.assemble((machine.label, "bold"), f"   {gpus} · {host}")
 
 

@@ -92,7 +92,7 @@ def rank_counts(machine: Machine) -> tuple[int, ...]:
 def resources_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Resources:
     """Return what a run on these GPUs may use (a count or indices; ranks where the machine has none).
 
-    Rates are those calibrated on the machine or one of its kind, else published ones. Where the ranks cannot run here, ``problem`` says why.
+    Rates are those calibrated on the machine or one of its kind, else published ones. ``problem`` says why ranks cannot run.
     """
     return _resources(machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None)
 

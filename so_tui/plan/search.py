@@ -29,7 +29,7 @@ from so_tui.plan.facts import (
     SmallestRatio,
     SpeedUnknown,
 )
-from so_tui.plan.fit import GPU_MARGIN, Assessment, Target, assess, best, in_mode, smallest_ratio, states_fit, step_with
+from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mode, step_with
 from so_tui.plan.types import Verdict
 from so_tui.spec.types import RunSpec
 
@@ -50,16 +50,31 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
-    frugal = _frugal(spec, target)
+    variants = _Variants(spec, target)
+    frugal = _frugal(variants)
     lost = all(found.verdict == "does not fit" for found in frugal)
     if lost or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *frugal], key=lambda found: _ORDER[found.verdict])
         return tried[0], tuple(tried)
-    tried = [*_tried(spec, target)]
+    tried = [*_tried(variants)]
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += frugal
     tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
     return _simplest(spec, tried), tuple(tried)
+
+
+class _Variants:
+    """A spec with other micro-batches and other recomputation. Each variant is assessed once."""
+
+    def __init__(self, spec: RunSpec, target: Target) -> None:
+        self.spec, self.target = spec, target
+        self._known: dict[tuple[Policy, int], Candidates] = {}
+
+    def of(self, policy: Policy, micro_batch: int) -> Candidates:
+        key = (policy, micro_batch)
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = Candidates(with_policy(with_micro_batch(self.spec, micro_batch), policy), self.target)
+        return found
 
 
 def rate(found: Assessment) -> float:
@@ -96,26 +111,22 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
     return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
 
 
-def _frugal(spec: RunSpec, target: Target) -> list[Assessment]:
-    """Assess what takes the least memory: on the GPU the smallest micro-batch, on the host the largest, with the fewest gradients to sum."""
-    sizes = batch_splits(spec)
-    recomputing = with_policy(spec, "full")
-    return [best(with_micro_batch(recomputing, size), target) for size in dict.fromkeys((sizes[0], spec.train.micro_batch, sizes[-1]))]
+def _frugal(variants: _Variants) -> list[Assessment]:
+    """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the largest, with fewest gradients to sum."""
+    sizes = batch_splits(variants.spec)
+    return [variants.of("full", size).best for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))]
 
 
-def _tried(spec: RunSpec, target: Target) -> Iterator[Assessment]:
-    without_offload = states_fit(spec, target)
-    for policy in policies(spec, target):
-        for micro_batch in batch_splits(spec):
-            varied = with_policy(with_micro_batch(spec, micro_batch), policy)
-            if without_offload:
-                on_gpu = assess(in_mode(varied, "gpu"), target)
-                yield on_gpu
-                if on_gpu.verdict == "fits":
+def _tried(variants: _Variants) -> Iterator[Assessment]:
+    for policy in policies(variants.spec, variants.target):
+        for micro_batch in batch_splits(variants.spec):
+            variant = variants.of(policy, micro_batch)
+            if variant.on_gpu is not None:
+                yield variant.on_gpu
+                if variant.on_gpu.verdict == "fits":
                     continue
-            offloaded = smallest_ratio(varied, target, margin=GPU_MARGIN)
-            yield offloaded
-            if any(shortage.fatal and shortage.pool == "gpu" for shortage in offloaded.shortages):
+            yield variant.offloaded
+            if any(shortage.fatal and shortage.pool == "gpu" for shortage in variant.offloaded.shortages):
                 break  # nor would a larger micro-batch
 
 
@@ -183,7 +194,7 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
 
 def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
     policy = policy_of(chosen.spec.model)
-    full = assess(with_policy(chosen.spec, "full"), chosen.target)
+    full = chosen if policy == "full" else assess(with_policy(chosen.spec, "full"), chosen.target)
     if policy == "full" or not full.step or not chosen.step:
         return CheckpointingChosen(policy=policy)
     return CheckpointingChosen(policy=policy, step_s=chosen.step.total_s, full_step_s=full.step.total_s)

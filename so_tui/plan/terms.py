@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.units import count
+
 Location = Literal["gpu", "node", "shm", "disk"]
 """Where memory lies: on each GPU, on a rank's CPU node, in /dev/shm, on disk."""
 Confidence = Literal["exact", "calibrated", "estimate"]
@@ -126,6 +128,16 @@ NOT_STEADY = frozenset({TermKind.LOADING, TermKind.SAVING})
 """Host terms outside of training steps."""
 
 
+class Formula(Struct, frozen=True):
+    """The arithmetic behind a term: a text with ``{}`` for each value. Formatted for shown plans only, not for all that are tried."""
+
+    template: str
+    values: tuple[int | float | str, ...]
+
+    def __str__(self) -> str:
+        return self.template.format(*(count(value) if isinstance(value, int) else value for value in self.values))
+
+
 class MemoryTerm(Struct, frozen=True, rename={"location": "place"}):
     """One summand. ``gpu`` and ``node`` terms count for each rank, ``shm`` and ``disk`` terms for the whole host."""
 
@@ -133,8 +145,8 @@ class MemoryTerm(Struct, frozen=True, rename={"location": "place"}):
     location: Location = "gpu"
     bytes: int = 0
     confidence: Confidence = "estimate"
-    formula: str = ""
-    """The arithmetic in words and numbers, for people."""
+    formula: Formula | str = ""
+    """The arithmetic in words and numbers; a text once the plan is complete."""
     rank: int | None = None
     """The only rank that has this term; None when every rank does."""
     phase: Phase | None = None

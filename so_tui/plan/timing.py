@@ -59,7 +59,7 @@ class StepModel:
     """Cores that run CPU Adam for one rank."""
     ranks_per_node: int
     """Ranks that share their node's memory."""
-    workload: Workload = Workload()
+    workload: Workload = field(default_factory=Workload)
     use: StepConstants = field(default_factory=lambda: constants().step)
 
     def step_time(self) -> StepTime:
@@ -137,8 +137,8 @@ class StepModel:
         """Return what gradients on their way to the host add to backward, over all micro-batches.
 
         Our engine's copies overlap with backward, and its worker sums gradients beside the next micro-batch. DeepSpeed's optimizers pass
-        over gradients on the host while backward waits; in further micro-batches they fetch them, add, and write them back, and none of that
-        is assumed to be hidden (accumulation with ZeRO-Offload was not measured).
+        over gradients on the host while backward waits; in further micro-batches they fetch them, add, and write them back; none of that
+        is assumed hidden (accumulation with ZeRO-Offload was not measured).
         """
         placement, speed, once = self.placement, self.speed, self.one_pass
         spec, layout = placement.spec, placement.layout

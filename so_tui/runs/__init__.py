@@ -1,6 +1,6 @@
-"""The run directory: the one channel between the trainer, the supervisor and the screen.
+"""The run directory: the only channel between the trainer, the supervisor and the screen.
 
-Rank 0 alone writes metrics, the supervisor alone writes state, samples and the cut of the log; everyone else reads, by polling.
+Only rank 0 writes metrics, and only the supervisor writes state and samples and trims the log. All others read by polling.
 """
 
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt

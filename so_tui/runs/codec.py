@@ -1,7 +1,7 @@
-"""Records to lines and back.
+"""Encode records as lines and decode them.
 
-JSON has no NaN or infinity, and a loss that diverged must survive: non-finite floats are written as the strings ``"nan"``, ``"inf"``
-and ``"-inf"`` and read back as floats (``null`` means: not measured).
+JSON has no NaN or infinity, but a diverged loss must be recorded: non-finite floats are written as the strings ``"nan"``, ``"inf"`` and
+``"-inf"`` and read back as floats. ``null`` means that a value was not measured.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _rollups = msgspec.json.Decoder(Rollup)
 
 
 def encode_line(record: msgspec.Struct) -> bytes:
-    """One JSON object and its newline."""
+    """Return a record as one JSON object with a newline."""
     line = _encoder.encode(record)
-    if b"null" in line:  # msgspec writes non-finite floats as null, like None: only then look closer
+    if b"null" in line:  # msgspec writes non-finite floats as null, like None
         line = _encoder.encode(_spelled(msgspec.to_builtins(record)))
     return line + b"\n"
 
 
 def decode_metric(line: bytes) -> MetricRecord | None:
-    """The record of a line; None for a torn line or a kind this version does not know."""
+    """Return the record of a line; None for an incomplete line or an unknown kind."""
     try:
         return _metrics.decode(line)
     except msgspec.DecodeError:
@@ -36,7 +36,7 @@ def decode_metric(line: bytes) -> MetricRecord | None:
 
 
 def decode_sample(line: bytes) -> Sample | None:
-    """The sample of a line; None for a torn line."""
+    """Return the sample of a line; None for an incomplete line."""
     try:
         return _samples.decode(line)
     except msgspec.DecodeError:
@@ -44,7 +44,7 @@ def decode_sample(line: bytes) -> Sample | None:
 
 
 def decode_rollup(line: bytes) -> Rollup | None:
-    """The roll-up of a line; None for a torn line."""
+    """Return the roll-up of a line; None for an incomplete line."""
     try:
         return _rollups.decode(line)
     except msgspec.DecodeError:
@@ -52,7 +52,7 @@ def decode_rollup(line: bytes) -> Rollup | None:
 
 
 def _spelled(value: Any) -> Any:
-    """The same tree with every non-finite float as a string."""
+    """Return the same value with every non-finite float as a string."""
     if isinstance(value, dict):
         return {key: _spelled(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What users ask of a run: small files in ``control/`` that rank 0 looks for between steps."""
+"""Requests of users to a run: small files in ``control/`` that rank 0 checks between steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asked, when and why."""
+    """Author, time and reason of a request."""
 
     by: str
     time: float
@@ -30,19 +30,19 @@ prepare(Request)
 
 
 def request(run: RunDirectory, action: Action, *, reason: str = "") -> None:
-    """Asks the run to stop (with a checkpoint) or to save a checkpoint. Raises OSError when the folder cannot be written."""
+    """Ask the run to stop (with a checkpoint) or to save a checkpoint. Raises OSError if the folder cannot be written."""
     run.control_dir.mkdir(exist_ok=True)
     asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason)
     write_atomic(run.control_dir / action, msgspec.json.encode(asked))
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:
-    """What is asked and not yet cleared. Cheap: rank 0 calls it after every step."""
+    """Return the requests that are not cleared yet. Cheap, because rank 0 calls it after every step."""
     return frozenset(action for action in ACTIONS if (run.control_dir / action).exists())
 
 
 def details(run: RunDirectory, action: Action) -> Request | None:
-    """Who asked for it; None when no one did or the file cannot be read."""
+    """Return who asked for an action; None if nobody did or the file cannot be read."""
     try:
         return msgspec.json.decode((run.control_dir / action).read_bytes(), type=Request)
     except (OSError, msgspec.DecodeError):
@@ -50,7 +50,7 @@ def details(run: RunDirectory, action: Action) -> Request | None:
 
 
 def clear(run: RunDirectory, action: Action) -> None:
-    """Takes the request back: it was carried out, or a new attempt starts. Raises OSError when the folder cannot be written."""
+    """Remove a request that was carried out or belongs to an earlier attempt. Raises OSError if the folder cannot be written."""
     (run.control_dir / action).unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
-"""Where everything of a run lies. A RunDirectory knows paths and nothing else; it may be made for a folder that does not exist yet.
+"""Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
 RUN/ spec.json  state.json
-     attempts/001/ machine.<host>.json plan.json ds_config.json command.json output.<host>.log
+     attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
      metrics/  samples.<host>/  control/  checkpoints/
 """
 
@@ -17,6 +17,8 @@ _LOG = ".log"
 
 @dataclass(frozen=True)
 class RunDirectory:
+    """Paths of a run; reads nothing but folder listings."""
+
     path: Path
 
     def __init__(self, path: Path | str) -> None:
@@ -36,7 +38,7 @@ class RunDirectory:
 
     @property
     def supervisor_lock_path(self) -> Path:
-        """Held (flock) by the supervisor, so that there is one."""
+        """Locked (flock) by the supervisor, so that there is only one."""
         return self.path / "supervisor.lock"
 
     @property
@@ -49,7 +51,7 @@ class RunDirectory:
 
     @property
     def checkpoints_dir(self) -> Path:
-        """The default place of checkpoints; ``spec.checkpoint.folder`` overrides it."""
+        """Default folder of checkpoints; ``spec.checkpoint.folder`` overrides it."""
         return self.path / "checkpoints"
 
     @property
@@ -68,6 +70,9 @@ class RunDirectory:
     def ds_config_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "ds_config.json"
 
+    def launch_path(self, attempt: int) -> Path:
+        return self.attempt_dir(attempt) / "launch.json"
+
     def command_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "command.json"
 
@@ -78,21 +83,21 @@ class RunDirectory:
         return self.attempt_dir(attempt) / f"{_OUTPUT}{host}{_LOG}"
 
     def attempts(self) -> tuple[int, ...]:
-        """Numbers of the attempts there are, ascending."""
+        """Return the numbers of all attempts, ascending."""
         return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
-        """The attempt's logs by host."""
+        """Return the logs of an attempt by host."""
         names = (name for name in _names(self.attempt_dir(attempt)) if name.startswith(_OUTPUT) and name.endswith(_LOG))
         return {name.removeprefix(_OUTPUT).removesuffix(_LOG): self.attempt_dir(attempt) / name for name in names}
 
     def sample_hosts(self) -> tuple[str, ...]:
-        """Hosts that wrote samples."""
+        """Return the hosts that wrote samples."""
         return tuple(name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES))
 
 
 def new_attempt(run: RunDirectory) -> int:
-    """Makes the folder of the next attempt, which no one else gets. Raises OSError when it cannot be made."""
+    """Create the folder of the next attempt and return its number. No other process gets the same. Raises OSError."""
     attempt = max(run.attempts(), default=0) + 1
     run.attempts_dir.mkdir(exist_ok=True)
     while True:
@@ -104,7 +109,7 @@ def new_attempt(run: RunDirectory) -> int:
 
 
 def deleted(run: RunDirectory) -> bool:
-    """Whether there is no run in the folder any more. One that is only out of reach is not deleted."""
+    """Return whether the folder contains no run any more. A folder that is only unreachable is not deleted."""
     try:
         run.spec_path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,10 +1,10 @@
-"""The first floor of the min/max pyramid: beside a closed metrics segment ``000007.jsonl`` lies ``000007.index``.
+"""Summaries of closed metrics segments: ``000007.index`` belongs to ``000007.jsonl``.
 
-One line of JSON (IndexHeader), then columns of little-endian doubles, one row for every BUCKET step records: first and last step,
-count, byte offset in the segment, and for every metric the lowest and highest finite value and the last value. A reader of a metric
-reads three columns, whatever the length of the run. (The floors above are built in memory, see ``pyramid``.)
+An index has one line of JSON (IndexHeader), then columns of little-endian doubles with one row per BUCKET step records: first and last
+step, count, byte offset in the segment, and for every metric the minimum and maximum finite value and the last value. Reading a metric
+takes three columns, whatever the length of the run. Coarser levels are built in memory (see ``pyramid``).
 
-An index is derived: without it (the writer was killed, the segment is still open) the reader reads the segment itself.
+Indexes are optional: without one (the writer was killed, or the segment is still open) the reader reads the segment itself.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare
 
 BUCKET = 64
-"""Step records in a row. At a million records the index is 0.3 MB per metric."""
+"""Step records per row. At a million records, an index takes 0.3 MB per metric."""
 
-KEPT_WARNINGS = 200
-"""Warnings of one segment that its index repeats; a warning at every step must not make the index as big as the segment."""
+MOST_WARNINGS = 200
+"""Largest number of warnings in an index, so that a warning at every step does not make it as large as the segment."""
 
 METRICS: tuple[str, ...] = tuple(
     field.name
     for field in msgspec.structs.fields(StepRecord)
     if field.name not in ("v", "attempt", "step") and field.type in (int, float, int | None, float | None)
 )
-"""The numeric fields of a step record that can be charted."""
+"""Numeric fields of a step record that can be charted."""
 
 _ROW = ("first", "last", "count", "offset")
 _MISSING = {"min": NO_EXTREMES[0], "max": NO_EXTREMES[1], "last": math.nan}
@@ -45,26 +45,28 @@ _DOUBLE = 8
 
 
 class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """First line of an index."""
+
     v: int = SCHEMA
     attempt: int
-    """The attempt that wrote the segment (0 when it holds no record)."""
+    """Attempt that wrote the segment; 0 if it has no record."""
     segment_bytes: int
     rows: int
     columns: tuple[str, ...]
     events: tuple[msgspec.Raw, ...]
-    """Every record of the segment that is not a step, in order."""
+    """All records of the segment that are not steps, in order."""
     latest: msgspec.Raw
-    """The last step record, or null."""
+    """Last step record, or null."""
 
 
 prepare(IndexHeader)
 
 
 class SegmentIndex:
-    """An index file, read column by column when asked."""
+    """An index file, of which columns are read on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when there is none, msgspec.DecodeError when it is damaged."""
+        """Read the header. Raises OSError if there is no index, msgspec.DecodeError if it is damaged."""
         self._path = path
         with path.open("rb") as file:
             line = file.readline()
@@ -85,7 +87,7 @@ class SegmentIndex:
         return self.column("last")
 
     def steps_between(self, first: int, stop: int) -> list[StepRecord]:
-        """The step records of the rows ``first`` to ``stop`` (excluded), read from the segment. Raises OSError."""
+        """Return the step records of the rows ``[first, stop)``, read from the segment. Raises OSError."""
         offsets = self.column("offset")
         start = int(offsets[first]) if first < stop else 0
         end = int(offsets[stop]) if stop < len(offsets) else self.header.segment_bytes
@@ -95,7 +97,7 @@ class SegmentIndex:
         return [record for line in lines if isinstance(record := decode_metric(line), StepRecord)]
 
     def column(self, name: str) -> array[float]:
-        """One column; without values when the writer did not know the metric. Raises OSError."""
+        """Return one column; filled with missing values if the writer did not have the metric. Raises OSError."""
         rows = self.header.rows
         if name not in self.header.columns:
             return array("d", [_MISSING[name.rpartition(".")[2]]]) * rows
@@ -112,16 +114,17 @@ class SegmentIndex:
 
 
 def index_path(segment: Path) -> Path:
+    """Return the path of the index of a segment."""
     return segment.with_suffix(".index")
 
 
 def write_index(segment: Path) -> None:
-    """Reads a closed segment once and writes its index. Raises OSError."""
+    """Read a closed segment and write its index. Raises OSError."""
     write_atomic(index_path(segment), _build(segment.read_bytes()))
 
 
 def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
-    """A metric's values; NaN where it was not measured or this version of the record lacks it."""
+    """Return the values of a metric; NaN where it was not measured or the record does not have it."""
     values = (getattr(record, metric, None) for record in records)
     return [math.nan if value is None else float(value) for value in values]
 
@@ -152,7 +155,7 @@ def _build(content: bytes) -> bytes:
         segment_bytes=len(content),
         rows=len(columns["first"]),
         columns=tuple(columns),
-        events=tuple(msgspec.Raw(encode_line(record)) for record in _without_flood(events)),
+        events=tuple(msgspec.Raw(encode_line(record)) for record in _with_few_warnings(events)),
         latest=msgspec.Raw(encode_line(steps[-1]) if steps else b"null"),
     )
     line = msgspec.json.encode(header).replace(b"\n", b"") + b"\n"
@@ -170,9 +173,9 @@ def _metric_columns(metric: str, values: list[float]) -> dict[str, array[float]]
     return {f"{metric}.min": low, f"{metric}.max": high, f"{metric}.last": last}
 
 
-def _without_flood(events: list[MetricRecord]) -> list[MetricRecord]:
+def _with_few_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
     warnings = [event for event in events if isinstance(event, WarningRecord)]
-    dropped = {id(event) for event in warnings[:-KEPT_WARNINGS]}
+    dropped = {id(event) for event in warnings[:-MOST_WARNINGS]}
     return [event for event in events if id(event) not in dropped]
 
 

@@ -1,8 +1,8 @@
-"""The trainer's log: raw bytes as the processes wrote them, kept bounded by the supervisor, made readable by the reader.
+"""The trainer's log: raw bytes of its processes, trimmed by the supervisor and made readable by the reader.
 
-The log's descriptor belongs to the trainer's processes (opened for appending, inherited), so the file cannot be exchanged under them:
-it is trimmed in place. Its first HEAD_BYTES stay; behind them stands a mark of fixed size that counts the bytes that were dropped; then
-come the newest bytes. By the mark a reader finds the place again where it was.
+The processes inherit the log as an open descriptor, so the file cannot be replaced; it is trimmed in place. The first HEAD_BYTES stay.
+They are followed by a marker of fixed size with the number of dropped bytes, from which readers find their position again, and then by
+the newest bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ _SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS(?:WORD|WD|PHRASE)?(?:_|$)|C
 
 
 def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> int:
-    """Cuts the middle out of a log that has grown past ``head + 2 x tail``; returns the bytes dropped (0: nothing to do).
+    """Remove the middle of a log that is longer than ``head + 2 x tail``. Only the supervisor may call this.
 
-    For the supervisor alone. Those who write need O_APPEND. Lines written in the instant between the last copy and the cut are lost
-    (microseconds, once in some 16 MiB); nothing else is. A missing log is left alone. Raises OSError.
+    Writers must use O_APPEND. Lines written between the last copy and the truncation (microseconds, once in about 16 MiB) are lost.
+
+    Returns:
+        Number of bytes dropped; 0 if the log is short or missing.
+
+    Raises:
+        OSError: If the log cannot be read or written.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # not O_APPEND: Linux would then append whatever the offset says
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # without O_APPEND, with which pwrite ignores its offset on Linux
     except FileNotFoundError:
         return 0
     try:
@@ -53,7 +58,7 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
         start = size - tail_bytes
         start += os.pread(fd, _LONGEST_LINE_BYTES, start).find(b"\n") + 1
         source, target = start, head_bytes + _MARK_BYTES
-        while block := os.pread(fd, _BLOCK_BYTES, source):  # until the end, also of what is written meanwhile
+        while block := os.pread(fd, _BLOCK_BYTES, source):  # until the end, including what is written meanwhile
             source += len(block)
             target += os.pwrite(fd, block, target)
         os.ftruncate(fd, target)
@@ -64,24 +69,25 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
 
 
 class LogReader:
-    """Follows a log by position: complete lines, without escape sequences, and of a line rewritten by ``\\r`` (progress bars) the last
-    state. Tolerates a log that is not there yet, that ends in mid-line, that is trimmed or replaced. For one thread.
+    """Follows a log: complete lines without escape sequences, and only the last state of a line rewritten with ``\\r`` (progress bars).
+
+    The log may be missing, end within a line, or be trimmed or replaced at any time. For one thread.
     """
 
     def __init__(self, path: Path, *, head_bytes: int = HEAD_BYTES) -> None:
         self._path = path
         self._head_bytes = head_bytes
-        self._position = 0  # in the log as it would be without any trim
+        self._position = 0  # in the log as it would be if never trimmed
         self._rest = b""
         self._was_shrunk = False
 
     @property
     def partial(self) -> str:
-        """The current state of the unfinished last line: a progress bar that is still running."""
+        """Current state of the unfinished last line, such as a running progress bar."""
         return readable(self._rest)
 
     def poll(self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05) -> tuple[str, ...]:
-        """The lines that were completed since the last poll; at most about so many bytes, in about so much time."""
+        """Return the lines completed since the last poll, within about ``limit_bytes`` and ``limit_s``."""
         deadline = time.monotonic() + limit_s
         lines: list[str] = []
         try:
@@ -101,7 +107,7 @@ class LogReader:
         return tuple(lines)
 
     def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
-        """Goes to the end and returns the last lines (of the last so many bytes); later polls go on from there."""
+        """Return the last lines within ``limit_bytes`` of the end; later polls continue from there."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -122,9 +128,9 @@ class LogReader:
         if not dropped:
             if self._shrunk(os.fstat(fd).st_size):
                 return b""
-            place = self._position
+            offset = self._position
         elif self._position < head:
-            place, count = self._position, min(count, head - self._position)
+            offset, count = self._position, min(count, head - self._position)
         else:
             missed = dropped - (self._position - head)
             if missed > 0:
@@ -132,13 +138,13 @@ class LogReader:
                     lines.append(readable(self._rest))
                 lines.append(f"[so-tui: {missed} bytes of the log were dropped here to bound its size]")
                 self._position, self._rest = head + dropped, b""
-            place = head + _MARK_BYTES + self._position - head - dropped
-        block = os.pread(fd, count, place)
+            offset = head + _MARK_BYTES + self._position - head - dropped
+        block = os.pread(fd, count, offset)
         self._position += len(block)
         return block
 
     def _shrunk(self, size: int) -> bool:
-        """Whether the file is shorter than what was read: for an instant in the middle of a trim; if it stays so, it is another log."""
+        """Return whether the file is shorter than what was read. If it stays so, it is another log; during a trim it is so briefly."""
         if size >= self._position:
             self._was_shrunk = False
         elif self._was_shrunk:
@@ -152,7 +158,7 @@ class LogReader:
         yield from map(readable, complete)
         if len(self._rest) > _LONGEST_LINE_BYTES:
             last_state = self._rest.rpartition(b"\r")[2]
-            if len(last_state) < len(self._rest):  # a progress bar redrawn for hours: its last state is enough
+            if len(last_state) < len(self._rest):  # a progress bar redrawn for hours: keep only its last state
                 self._rest = last_state
             else:
                 yield readable(self._rest)
@@ -160,24 +166,24 @@ class LogReader:
 
 
 def log_readers(run: RunDirectory) -> tuple[LogReader, ...]:
-    """A reader for each log of the newest attempt, one a host; none before an attempt."""
+    """Return a reader for each host's log of the newest attempt; none before the first attempt."""
     attempts = run.attempts()
     return tuple(LogReader(path) for path in run.logs(attempts[-1]).values()) if attempts else ()
 
 
 def readable(line: bytes) -> str:
-    """One line as a terminal would leave it: the last state of what ``\\r`` rewrote, no escape sequences, no control characters."""
+    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters."""
     states = line.split(b"\r")
     shown = next((state for state in reversed(states) if state.strip()), b"")
     return _ESCAPES.sub("", shown.decode("utf-8", errors="replace"))
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables, with the values of those that look like secrets replaced."""
+    """Return the same variables with values replaced whose names look like secrets."""
     return {key: "<redacted>" if value and _SECRET.search(key) else value for key, value in environment.items()}
 
 
 def _dropped(fd: int, head_bytes: int) -> int:
-    """Bytes that trims have dropped behind the head so far; 0 for a log that was never trimmed."""
+    """Return the bytes that trims have dropped so far; 0 if the log was never trimmed."""
     mark = _MARKED.fullmatch(os.pread(fd, _MARK_BYTES, head_bytes))
     return int(mark[1]) if mark else 0

@@ -1,4 +1,4 @@
-"""The reading side of the metrics: what was recorded, followed as it grows, and charts of the whole run at the price of a few columns."""
+"""Read the metrics of a run: follow new records, and draw charts of the whole run from the indexes of its segments."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from so_tui.runs.records import (
 from so_tui.runs.segments import read_lines, segments
 
 _CHUNK_BYTES = 1 << 18
-_KEPT_EVENTS = 5_000
+_MOST_EVENTS = 5_000
 _WINDOW_ROWS = 256
-"""Rows of the history (of BUCKET records each) that are read back record by record for a narrow range: 16,384 records, some 50 ms."""
+"""Rows of the history (BUCKET records each) up to which a narrow range is read record by record: 16,384 records, about 50 ms."""
 
 R = TypeVar("R", StartRecord, BindingRecord, PhaseRecord, CheckpointRecord, EvaluationRecord, WarningRecord, EndRecord)
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What one poll brought."""
+    """Result of one poll."""
 
     records: tuple[MetricRecord, ...]
     more: bool
-    """The poll stopped at its bound: poll again soon."""
+    """The poll stopped at its limit: poll again soon."""
     superseded: bool
-    """A resume took steps back: what was drawn must be drawn again."""
+    """A resume superseded earlier steps: charts must be drawn again."""
 
 
 class _Segment:
-    """A segment as far as it was read: raw up to ``offset``, or by its index alone."""
+    """A segment that is read record by record, up to ``offset``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class _Segment:
         self.steps: list[StepRecord] = []
 
     def index(self) -> SegmentIndex | None:
-        """Its index, once the writer made one."""
+        """Return its index; None as long as there is none."""
         try:
             return SegmentIndex(index_path(self.path))
         except (OSError, msgspec.DecodeError):
@@ -63,7 +63,7 @@ class _Segment:
 
 
 class _Window:
-    """Raw records of a narrow part of the history, kept while the same part is drawn."""
+    """Step records of a narrow range of the history, cached while the same range is drawn."""
 
     def __init__(self, key: tuple[tuple[int, int], ...], steps: list[StepRecord]) -> None:
         self.key = key
@@ -72,8 +72,10 @@ class _Window:
 
 
 class MetricsReader:
-    """Follows ``metrics/`` of one run: the history (leading segments with an index, read by column when drawn) and the tail (the rest,
-    in memory as records: the last segment, 4 MiB on disk). Never reads a byte twice while following. For one thread.
+    """Follows ``metrics/`` of one run. For one thread.
+
+    The history consists of the leading segments with an index, whose columns are read when drawn. The tail is the rest, usually the last
+    segment (4 MiB on disk), whose records are in memory. Following never reads a byte twice.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -87,11 +89,11 @@ class MetricsReader:
         self._tail_rows: dict[str, StepRows] = {}
         self._window = _Window((), [])
 
-    # what was recorded
+    # Recorded values.
 
     @property
     def latest(self) -> StepRecord | None:
-        """The last step that counts: a resume takes back the later steps of earlier attempts."""
+        """Last step that is not superseded: a resume supersedes the later steps of earlier attempts."""
         return self._latest
 
     @property
@@ -108,7 +110,7 @@ class MetricsReader:
 
     @property
     def end(self) -> EndRecord | None:
-        """The end record of the newest attempt; None while it lives or when it died without a word."""
+        """End record of the newest attempt; None while it is alive or if it ended without one."""
         end = self._newest(EndRecord)
         return end if end and all(event.attempt <= end.attempt for event in self._events) else None
 
@@ -130,27 +132,31 @@ class MetricsReader:
 
     @property
     def first_step(self) -> int | None:
-        """The first recorded step; None before there is one."""
+        """First recorded step; None if there is none yet."""
         for index in self._history:
             if index.header.rows:
                 return int(index.first_steps[0])
         return next((segment.steps[0].step for segment in self._tail if segment.steps), None)
 
     def recent(self, count: int) -> list[StepRecord]:
-        """The last step records that count, oldest first, at most so many."""
+        """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
         found = self._tail_steps()[-count:]
         for index in reversed(self._history):
-            stop = self._kept_rows(index)
+            stop = self._valid_rows(index)
             while len(found) < count and stop > 0:
                 stop -= 1
                 found = self._steps_of(index, stop, stop + 1) + found
         return found[-count:]
 
-    # following
+    # Following.
 
     def poll(self, *, limit_records: int, limit_s: float) -> Progress:
-        """Reads on, within the bounds. Of the segments there are at first only the newest comes record by record: older ones that have an
-        index are taken over as history. Raises OSError.
+        """Read new records within the limits.
+
+        The first poll reads only the newest segment record by record. Older segments with an index become history.
+
+        Raises:
+            OSError: If the folder cannot be read.
         """
         deadline = time.monotonic() + limit_s
         listing = segments(self._folder)
@@ -166,7 +172,7 @@ class MetricsReader:
             if len(records) >= limit_records or time.monotonic() >= deadline:
                 more = True
                 break
-            index = segment.index() if segment is self._tail[0] else None  # before reading: then the end that is read is the end
+            index = segment.index() if segment is self._tail[0] else None  # before reading: a segment with an index does not grow any more
             if index is not None and segment.offset == 0 and segment.path != newest:
                 self._take_history(index)
                 continue
@@ -178,7 +184,7 @@ class MetricsReader:
         return Progress(tuple(records), more, len(self.resumes) > resumes)
 
     def _read(self, segment: _Segment, records: list[MetricRecord], limit_records: int, deadline: float) -> bool:
-        """Reads the segment to its end or to the bounds; whether there was more."""
+        """Read a segment to its end or to the limits. Return whether there is more to read."""
         while True:
             lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
             taken = lines[: limit_records - len(records)]
@@ -201,15 +207,15 @@ class MetricsReader:
                     segment.steps.append(record)
             return
         self._events.append(record)
-        if len(self._events) > _KEPT_EVENTS:
+        if len(self._events) > _MOST_EVENTS:
             self._events = _without_old_warnings(self._events)
         if isinstance(record, ResumedRecord):
             self._supersede()
 
-    # a resume takes back the later steps of earlier attempts
+    # Superseded steps: a resume supersedes the later steps of earlier attempts.
 
     def _cut(self, attempt: int) -> float:
-        """The last step of this attempt that counts."""
+        """Return the last step of an attempt that is not superseded."""
         return min((resume.step for resume in self.resumes if resume.attempt > attempt), default=math.inf)
 
     def _counts(self, record: StepRecord | CheckpointRecord | EvaluationRecord) -> bool:
@@ -224,12 +230,19 @@ class MetricsReader:
         self._window = _Window((), [])
         self._latest = next(iter(self.recent(1)), None)
 
-    # charts
+    # Charts.
 
     def overview(self, metric: str, columns: int, first: int | None = None, last: int | None = None) -> Overview:
-        """The metric over a range of steps (the whole run by default) in so many columns, with gaps where nothing was recorded.
+        """Return a metric over a range of steps in columns, with gaps where nothing was recorded.
 
-        Raises ValueError for a metric that step records do not have.
+        Args:
+            metric: Name of a numeric field of step records.
+            columns: Number of columns.
+            first: First step; that of the run if absent.
+            last: Last step, inclusive; that of the run if absent.
+
+        Raises:
+            ValueError: If step records do not have the metric.
         """
         if metric not in METRICS:
             raise ValueError(f"no metric {metric!r}; there are {', '.join(METRICS)}")
@@ -250,20 +263,20 @@ class MetricsReader:
         return self._history_rows[metric]
 
     def _add_history(self, metric: str, rows: StepRows, index: SegmentIndex) -> None:
-        """Adds the rows of a segment that count; of a row with superseded steps, the records before them."""
+        """Append the rows of a segment; for a row with superseded steps, the records before them."""
         whole = bisect_right(index.last_steps, self._cut(index.header.attempt))
         rows.extend(index.rows(metric), whole)
-        steps = self._steps_of(index, whole, self._kept_rows(index))
+        steps = self._steps_of(index, whole, self._valid_rows(index))
         rows.append_values([step.step for step in steps], metric_values(steps, metric))
 
-    def _kept_rows(self, index: SegmentIndex) -> int:
+    def _valid_rows(self, index: SegmentIndex) -> int:
         return bisect_right(index.first_steps, self._cut(index.header.attempt))
 
     def _steps_of(self, index: SegmentIndex, start: int, stop: int) -> list[StepRecord]:
         return [step for step in index.steps_between(start, stop) if self._counts(step)]
 
     def _rows_of_window(self, metric: str, first: int, last: int) -> StepRows:
-        """The history between two steps, record by record; for ranges of few rows, of which the raw records are not many either."""
+        """Return the history between two steps record by record, for ranges with few records."""
         key = tuple((bisect_left(index.last_steps, first), bisect_right(index.first_steps, last)) for index in self._history)
         if self._window.key != key:
             spans = zip(self._history, key, strict=True)
@@ -284,7 +297,7 @@ class MetricsReader:
         return [step for segment in self._tail for step in segment.steps]
 
     def _take_history(self, index: SegmentIndex, *, already_read: bool = False) -> None:
-        """Moves the first segment of the tail to the history."""
+        """Move the first segment of the tail to the history."""
         del self._tail[0]
         self._history.append(index)
         self._tail_rows.clear()
@@ -302,7 +315,7 @@ class MetricsReader:
 
 
 def _without_old_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
-    """Drops the older half of the warnings: the one kind that may come without end."""
+    """Return the events without the older half of the warnings, the only kind without a limit."""
     warnings = [event for event in events if isinstance(event, WarningRecord)]
     dropped = {id(event) for event in warnings[: len(warnings) // 2]}
     return [event for event in events if id(event) not in dropped]

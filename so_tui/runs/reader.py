@@ -1,4 +1,4 @@
-"""The reading side of a run, for the screen and the plain commands: one object that follows everything in the run directory by polling."""
+"""Follow a run by polling its directory, for the screen and for commands."""
 
 from __future__ import annotations
 
@@ -31,40 +31,50 @@ from so_tui.spec.errors import InputError
 
 
 class LogLine(msgspec.Struct, frozen=True):
+    """A line of the log of one host."""
+
     attempt: int
     host: str
     text: str
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What one poll brought."""
+    """Result of one poll."""
 
     records: tuple[MetricRecord, ...] = ()
-    """New records of every kind, in the order they were written."""
+    """New records of every kind, in the order of writing."""
     samples: Mapping[str, tuple[Sample, ...]] = {}
     """New samples by host."""
     log_lines: tuple[LogLine, ...] = ()
     state: RunState | None = None
-    """The state as it is in truth; None where it cannot be read (yet)."""
+    """State corrected by ``liveness``; None if it cannot be read (yet)."""
     state_changed: bool = False
     superseded: bool = False
-    """A resume took steps back: draw the charts again."""
+    """A resume superseded earlier steps: charts must be drawn again."""
     more: bool = False
-    """The poll stopped at its bound: poll again soon."""
+    """The poll stopped at its limit: poll again soon."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
-        """The step records among the new records."""
+        """Step records among the new records."""
         return tuple(record for record in self.records if isinstance(record, StepRecord))
 
 
 class RunReader:
-    """Follows one run. Opening is cheap, and so is the first poll however long the run: old records are taken over by their index and
-    drawn by ``overview``; what is young comes record by record. For one thread.
+    """Follows one run. For one thread.
+
+    Opening and the first poll are cheap, however long the run is: only new records are read one by one. Older ones are known by their
+    index and drawn by ``overview``.
     """
 
     def __init__(self, run: RunDirectory, *, watch: HeartbeatWatch | None = None, log_lines: int = 1000) -> None:
-        """``log_lines``: how many lines of a log that exists already the first poll brings; later ones bring all."""
+        """Prepare to follow a run; nothing is read yet.
+
+        Args:
+            run: The run.
+            watch: Times the heartbeats of runs on other hosts; shared by several readers.
+            log_lines: Number of lines that the first poll returns of an existing log; later polls return all new lines.
+        """
         self.run = run
         self.metrics = MetricsReader(run)
         self.state: RunState | None = None
@@ -75,7 +85,7 @@ class RunReader:
         self._log_attempt = 0
 
     def poll(self, *, limit_records: int = 5000, limit_s: float = 0.1) -> Update:
-        """What is new, at most about so many records in about so much time. Raises OSError when the directory cannot be read."""
+        """Return what is new, within about ``limit_records`` and ``limit_s``. Raises OSError if the directory cannot be read."""
         deadline = time.monotonic() + limit_s
         progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s)
         samples = self._poll_samples()
@@ -93,7 +103,7 @@ class RunReader:
 
     @property
     def latest(self) -> StepRecord | None:
-        """The last step that counts."""
+        """Last step that is not superseded."""
         return self.metrics.latest
 
     @property
@@ -110,7 +120,7 @@ class RunReader:
 
     @property
     def end(self) -> EndRecord | None:
-        """How the newest attempt ended, in the trainer's words."""
+        """Trainer's end record of the newest attempt."""
         return self.metrics.end
 
     @property
@@ -127,24 +137,24 @@ class RunReader:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Hosts whose samples are followed."""
+        """Hosts with samples."""
         return tuple(self._samples)
 
     @property
     def log_partial(self) -> str:
-        """The unfinished last line of the log: a progress bar that is still running."""
+        """Unfinished last line of the log, such as a running progress bar."""
         return next((reader.partial for reader in self._logs.values() if reader.partial), "")
 
     def recent(self, count: int) -> list[StepRecord]:
-        """The last step records that count, oldest first. Raises OSError."""
+        """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
         return self.metrics.recent(count)
 
     def overview(self, metric: str, columns: int, first: int | None = None, last: int | None = None) -> Overview:
-        """A metric over steps ``first`` to ``last`` (default: the whole run) in so many columns. Raises ValueError, OSError."""
+        """Return a metric over the steps ``first`` to ``last`` (default: the whole run) in columns. Raises ValueError, OSError."""
         return self.metrics.overview(metric, columns, first, last)
 
     def sample_history(self, host: str, first: float, last: float, rows: int) -> tuple[Rollup, ...]:
-        """What is known of a host between two times, oldest first, in about so many rows. Raises OSError."""
+        """Return the load of a host between two times, oldest first, in about ``rows`` rows. Raises OSError."""
         return self._sample_reader(host).history(first, last, rows)
 
     def _poll_samples(self) -> dict[str, tuple[Sample, ...]]:
@@ -156,16 +166,16 @@ class RunReader:
         return self._samples[host]
 
     def _poll_log(self, limit_s: float) -> tuple[LogLine, ...]:
-        """New lines of the newest attempt's logs; of earlier attempts' logs the rest that was not read yet."""
+        """Return new lines of the newest attempt's logs, and unread lines of earlier attempts."""
         newest = max(self.run.attempts(), default=0)
-        first_look = self._log_attempt == 0
+        first_poll = self._log_attempt == 0
         lines = [LogLine(self._log_attempt, host, text) for host, reader in self._logs.items() for text in reader.poll(limit_s=limit_s)]
         if newest != self._log_attempt:
             self._log_attempt, self._logs = newest, {}
         for host, path in self.run.logs(newest).items():
             if host not in self._logs:
                 self._logs[host] = LogReader(path)
-                tail = self._logs[host].tail(self._log_lines) if first_look else self._logs[host].poll(limit_s=limit_s)
+                tail = self._logs[host].tail(self._log_lines) if first_poll else self._logs[host].poll(limit_s=limit_s)
                 lines += [LogLine(newest, host, text) for text in tail]
         return tuple(lines)
 
@@ -173,4 +183,4 @@ class RunReader:
         try:
             return state_with_truth(self.run, self._watch)
         except InputError:
-            return self.state  # keep what was known: the directory may be gone for a moment, and a blank says less than stale
+            return self.state  # the directory may be unreachable for a moment: a stale state is better than none

@@ -1,6 +1,6 @@
-"""The records of a run: what rank 0 and the supervisors append, one JSON object a line, and ``state.json``.
+"""Records of a run, which rank 0 and the supervisors append as lines of JSON, and ``state.json``.
 
-Readers accept unknown fields and skip unknown kinds, so a newer writer never breaks an older screen. Times are Unix seconds.
+Readers accept unknown fields and skip unknown kinds, so a newer writer does not break an older screen. Times are in Unix seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FINAL_STATES: frozenset[State] = frozenset({"finished", "stopped", "failed", "lo
 
 
 class Record(Struct, frozen=True, kw_only=True, tag_field="kind", tag=lambda name: name.removesuffix("Record").lower()):
-    """What every record carries."""
+    """Fields of every record."""
 
     v: int = SCHEMA
     attempt: int
@@ -26,7 +26,7 @@ class Record(Struct, frozen=True, kw_only=True, tag_field="kind", tag=lambda nam
 
 
 class StartRecord(Record, frozen=True, kw_only=True):
-    """The first record of an attempt: what is trained, on what."""
+    """First record of an attempt: model, settings and hardware."""
 
     model: str
     mode: str
@@ -34,9 +34,9 @@ class StartRecord(Record, frozen=True, kw_only=True):
     total_steps: int
     parameters: int
     gradient_accumulation_steps: int = 0
-    """Micro-steps of an optimizer step, where ``train.tokens_per_step`` may have chosen them; 0 in records of older versions."""
+    """Micro-batches per optimizer step, which may follow from ``train.tokens_per_step``; 0 in records of older versions."""
     tokens_per_step: int = 0
-    """Sequence positions of an optimizer step, all ranks."""
+    """Sequence positions of an optimizer step on all ranks."""
     hostnames: tuple[str, ...] = ()
     device_name: str = ""
     peak_tflops_per_gpu: float | None = None
@@ -44,21 +44,21 @@ class StartRecord(Record, frozen=True, kw_only=True):
 
 
 class PhaseRecord(Record, frozen=True, kw_only=True):
-    """The trainer entered a phase; ``detail`` says what it is doing in a few words."""
+    """The trainer entered a phase; ``detail`` describes it in a few words."""
 
     phase: Literal["loading", "training", "saving"]
     detail: str = ""
 
 
 class RankBindingReport(Struct, frozen=True, kw_only=True):
-    """Where one rank found itself, and where it is now."""
+    """Cores and memory policy of one rank, at its start and after binding."""
 
     rank: int
     host: str
     pid: int
     gpu: int | None
     found_cpus: tuple[int, ...]
-    """Cores on entry: what DeepSpeed's launcher did."""
+    """Cores at the start, as DeepSpeed's launcher set them."""
     cpus: tuple[int, ...]
     main_cpus: tuple[int, ...]
     adam_cpus: tuple[int, ...]
@@ -66,15 +66,17 @@ class RankBindingReport(Struct, frozen=True, kw_only=True):
     memory_policy: str
     corrected: bool
     problem: str = ""
-    """Why the plan's binding could not be had (a forbidden system call, say); empty when all is well."""
+    """Why the planned binding failed (such as a forbidden system call); empty if it succeeded."""
 
 
 class BindingRecord(Record, frozen=True, kw_only=True):
+    """The binding of all ranks."""
+
     ranks: tuple[RankBindingReport, ...]
 
 
 class StepRecord(Record, frozen=True, kw_only=True):
-    """One optimizer step; the definitions stand in ``docs/metrics.md``."""
+    """One optimizer step. ``docs/metrics.md`` defines the fields."""
 
     step: int
     loss: float
@@ -98,10 +100,12 @@ class StepRecord(Record, frozen=True, kw_only=True):
     slowest_rank: int
     adam_busy_s: float | None = None
     router_loss: float | None = None
-    """Load-balancing loss of mixture-of-experts models, without its coefficient; ``loss`` does not contain it."""
+    """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not include it."""
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):
+    """A checkpoint was saved."""
+
     step: int
     path: str
     bytes: int
@@ -109,11 +113,11 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
 
 
 class EvaluationRecord(Record, frozen=True, kw_only=True):
-    """The loss on documents that are not trained on, after ``step`` steps."""
+    """Loss on held-out documents after ``step`` steps."""
 
     step: int
     loss: float
-    """Mean over all their trained tokens, whichever rank worked on them."""
+    """Mean over their trained tokens on all ranks."""
     perplexity: float | None = None
     """exp(loss)"""
     tokens: int
@@ -121,27 +125,33 @@ class EvaluationRecord(Record, frozen=True, kw_only=True):
 
 
 class WarningRecord(Record, frozen=True, kw_only=True):
+    """Something that the user should know, while training continues."""
+
+    code: str = ""
+    """What the warning is about, in kebab-case and independent of the wording; empty in older records."""
     message: str
     suggestion: str = ""
 
 
 class ResumedRecord(Record, frozen=True, kw_only=True, tag="resumed_from_step"):
-    """Steps of earlier attempts after this one are superseded, in readers and charts."""
+    """Training resumed from ``step``: later steps of earlier attempts are superseded."""
 
     step: int
 
 
 class EndRecord(Record, frozen=True, kw_only=True):
-    """The trainer's own word on how it ended; without it a run is not ``finished``."""
+    """How the trainer ended. Without this record, a run is not ``finished``."""
 
     state: Literal["finished", "stopped", "failed"]
     step: int
+    code: str = ""
+    """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if it finished, and in older records."""
     reason: str = ""
     suggestion: str = ""
     saved: str = ""
-    """The checkpoint that holds the last state; empty when nothing was saved."""
+    """Checkpoint of the last state; empty if nothing was saved."""
     summary: dict[str, float] = {}
-    """Benchmark mode: medians over the measured steps."""
+    """Medians over the measured steps of a benchmark."""
 
 
 MetricRecord = (
@@ -150,15 +160,19 @@ MetricRecord = (
 
 
 class NodeSample(Struct, frozen=True, kw_only=True):
+    """Load of one NUMA node."""
+
     id: int
     cores: tuple[int, ...]
-    """Busy share of each of the node's CPUs in the interval, percent, in ascending CPU order."""
+    """Load of each CPU of the node in percent, in ascending order of CPUs."""
     memory_used_bytes: int
     memory_total_bytes: int
     file_cache_bytes: int
 
 
 class GpuSample(Struct, frozen=True, kw_only=True):
+    """Load of one GPU; None where the driver does not report a value."""
+
     index: int
     busy_percent: int | None = None
     memory_used_bytes: int | None = None
@@ -171,7 +185,7 @@ class GpuSample(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One look at a host, about once a second."""
+    """One measurement of a host, about once a second."""
 
     v: int = SCHEMA
     attempt: int
@@ -180,26 +194,26 @@ class Sample(Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeSample, ...]
     gpus: tuple[GpuSample, ...] = ()
     run_cpu_s: float = 0.0
-    """CPU seconds that the run's own processes used in the interval."""
+    """CPU seconds that the processes of the run used in the interval."""
     run_memory_bytes: int | None = None
-    """PSS of the run's process tree; measured less often, repeated in between."""
+    """PSS of the processes of the run. It is measured less often and repeated in between."""
     run_memory_peak_bytes: int | None = None
-    """The most that the run's processes needed so far, from the kernel's high-water marks: sees peaks of any length."""
+    """Peak memory of the run's processes so far, from the kernel's high-water marks, which include peaks of any length."""
     supervisor_cpu_s: float = 0.0
 
 
 class Rollup(Struct, frozen=True, kw_only=True):
-    """Several consecutive samples as one: the average and the highest of every figure; ``mean.time`` is the end of the interval."""
+    """Mean and maximum of several consecutive samples; ``mean.time`` is the end of the interval."""
 
     v: int = SCHEMA
     samples: int
-    """How many samples it stands for."""
+    """Number of samples."""
     mean: Sample
     peak: Sample
 
 
 class Process(Struct, frozen=True, kw_only=True):
-    """A process identified beyond reuse of its pid."""
+    """A process, identified even if its pid is reused."""
 
     pid: int
     start_time: int
@@ -209,7 +223,7 @@ class Process(Struct, frozen=True, kw_only=True):
 
 
 class RunState(Struct, frozen=True, kw_only=True):
-    """``state.json``: written by the supervisor alone, replaced atomically."""
+    """Content of ``state.json``, which only the supervisor writes, atomically."""
 
     v: int = SCHEMA
     name: str
@@ -222,25 +236,27 @@ class RunState(Struct, frozen=True, kw_only=True):
     detail: str = ""
     reason: str = ""
     suggestion: str = ""
+    code: str = ""
+    """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and in older states."""
     started: float | None = None
     ended: float | None = None
     attempt_started: float | None = None
     earlier_s: float = 0.0
-    """Seconds that the attempts before this one took; what lay between them is not counted."""
+    """Duration of the attempts before this one, without the time between them."""
     heartbeat: int = 0
-    """Counts up while the supervisor lives; readers time it with their own clock."""
+    """Counter that increases while the supervisor is alive; readers time it with their own clock."""
     exit_code: int | None = None
-    """The run's code of the contract (0, 1, 4); None while it lives."""
+    """Exit code of the run (0, 1, 4); None while it is alive."""
     saved_step: int | None = None
     saved_at: float | None = None
     forced: bool = False
-    """Started with --force although the plan said it does not fit."""
+    """Whether the run was started with --force although it does not fit the plan."""
     supervisor: Process | None = None
     processes: tuple[Process, ...] = ()
 
     @property
     def took_s(self) -> float | None:
-        """Seconds of all attempts together; None before the end."""
+        """Duration of all attempts; None before the end."""
         since = self.attempt_started or self.started
         return None if since is None or self.ended is None else self.earlier_s + max(0.0, self.ended - since)
 

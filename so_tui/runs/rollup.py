@@ -1,4 +1,4 @@
-"""Many samples as one: pure functions from samples to their mean and peak."""
+"""Combine samples into their mean and peak. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import msgspec
 
 from so_tui.runs.records import GpuSample, NodeSample, Rollup, Sample
 
-Weighed = list[tuple[Any, int]]
-Combine = Callable[[Weighed], Any]
+Weighted = list[tuple[Any, int]]
+"""Values with their numbers of samples."""
+Combine = Callable[[Weighted], Any]
 
-_GPU_FIGURES = tuple(field.name for field in msgspec.structs.fields(GpuSample) if field.name != "index")
+_GPU_FIELDS = tuple(field.name for field in msgspec.structs.fields(GpuSample) if field.name != "index")
 
 
-def alone(sample: Sample) -> Rollup:
-    """A single sample as a roll-up of one."""
+def single(sample: Sample) -> Rollup:
+    """Return a single sample as a roll-up."""
     return Rollup(samples=1, mean=sample, peak=sample)
 
 
 def roll_up(parts: Sequence[Rollup]) -> Rollup:
-    """Consecutive parts (one at least) as one: means weighted by samples, and the highest of every figure by itself.
+    """Combine consecutive roll-ups (at least one) into one.
 
-    In the mean ``interval_s`` and the CPU seconds are sums over the whole interval; in the peak the CPU seconds are what the busiest part
-    would have used in the whole interval.
+    The mean is weighted by samples; its ``interval_s`` and CPU seconds are sums over the interval. The peak takes the maximum of every
+    value separately; its CPU seconds are those of the busiest part, scaled to the interval.
     """
     weights = [part.samples for part in parts]
     means, peaks = [part.mean for part in parts], [part.peak for part in parts]
@@ -49,18 +50,19 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
 
 
 def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sample:
-    """Nodes, GPUs and memory combined, for the nodes and GPUs of the newest sample."""
+    """Combine nodes, GPUs and memory, for the nodes and GPUs of the newest sample."""
     newest = samples[-1]
-    weighed = list(zip(samples, weights, strict=True))
+    weighted = list(zip(samples, weights, strict=True))
     return msgspec.structs.replace(
         newest,
         nodes=tuple(
-            _node([(other, w) for sample, w in weighed for other in sample.nodes if other.id == node.id], combine) for node in newest.nodes
+            _node([(other, w) for sample, w in weighted for other in sample.nodes if other.id == node.id], combine) for node in newest.nodes
         ),
         gpus=tuple(
-            _gpu([(other, w) for sample, w in weighed for other in sample.gpus if other.index == gpu.index], combine) for gpu in newest.gpus
+            _gpu([(other, w) for sample, w in weighted for other in sample.gpus if other.index == gpu.index], combine)
+            for gpu in newest.gpus
         ),
-        run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighed]),
+        run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
     )
 
 
@@ -77,12 +79,12 @@ def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
 
 
 def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
-    figures = {name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus]) for name in _GPU_FIGURES}
-    return GpuSample(index=gpus[-1][0].index, **figures)
+    combined = {name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus]) for name in _GPU_FIELDS}
+    return GpuSample(index=gpus[-1][0].index, **combined)
 
 
-def _mean(values: Weighed) -> Any:
-    """The weighted mean of what was measured, whole where the figures are; None where nothing was."""
+def _mean(values: Weighted) -> Any:
+    """Return the weighted mean of the measured values, as an integer if they are; None if nothing was measured."""
     known = [(value, weight) for value, weight in values if value is not None]
     if not known:
         return None
@@ -90,7 +92,7 @@ def _mean(values: Weighed) -> Any:
     return round(mean) if isinstance(known[0][0], int) else mean
 
 
-def _peak(values: Weighed) -> Any:
+def _peak(values: Weighted) -> Any:
     return max((value for value, _ in values if value is not None), default=None)
 
 

@@ -1,8 +1,8 @@
-"""Samples of a host: one file family per floor in ``samples.<host>/``, bounded however long the run lasts.
+"""Samples of a host in ``samples.<host>/``, at several resolutions and of bounded size.
 
-``raw-*`` holds the samples of the newest hours; ``10s-*``, ``60s-*`` and ``600s-*`` hold roll-ups (mean and peak). Each floor drops its
-oldest segment when it outgrows its share. The shares sum to 96 MB; with 288 cores, 8 nodes and 4 GPUs (1.7 to 2.6 kB a sample, twice
-that a roll-up) they hold at least 2.5 hours, 12 hours, 3 days and 4 weeks.
+``raw-*`` contains the samples of the last hours; ``10s-*``, ``60s-*`` and ``600s-*`` contain roll-ups (mean and peak). Each resolution
+drops its oldest segment when it exceeds its limit. The limits add up to 96 MB; with 288 cores, 8 nodes and 4 GPUs (1.7 to 2.6 kB per
+sample, twice that per roll-up) they cover at least 2.5 hours, 12 hours, 3 days and 4 weeks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from so_tui.runs.codec import decode_rollup, decode_sample, encode_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Rollup, Sample
-from so_tui.runs.rollup import alone, roll_up
+from so_tui.runs.rollup import roll_up, single
 from so_tui.runs.segments import MEBIBYTE, SegmentWriter, read_lines, segments
 
 R = TypeVar("R", Rollup, Sample)
@@ -25,39 +25,41 @@ R = TypeVar("R", Rollup, Sample)
 _FIRST_LINE_BYTES = 1 << 13
 
 
-class Floor(msgspec.Struct, frozen=True):
+class Resolution(msgspec.Struct, frozen=True):
+    """A file family of samples or roll-ups."""
+
     stem: str
     interval_s: float
-    """0: as sampled."""
+    """Length of a roll-up; 0 for single samples."""
     cap_bytes: int
     segment_bytes: int = MEBIBYTE
 
 
-FLOORS = (
-    Floor("raw-", 0, 24 * MEBIBYTE),
-    Floor("10s-", 10, 22 * MEBIBYTE),
-    Floor("60s-", 60, 22 * MEBIBYTE),
-    Floor("600s-", 600, 24 * MEBIBYTE),
+RESOLUTIONS = (
+    Resolution("raw-", 0, 24 * MEBIBYTE),
+    Resolution("10s-", 10, 22 * MEBIBYTE),
+    Resolution("60s-", 60, 22 * MEBIBYTE),
+    Resolution("600s-", 600, 24 * MEBIBYTE),
 )
 
 
 class SampleWriter:
-    """Appends the samples of one host; the supervisor alone holds it. A crash loses the roll-ups in progress, never a sample."""
+    """Appends the samples of one host. Only the supervisor has one. A crash loses unfinished roll-ups, but no sample."""
 
-    def __init__(self, run: RunDirectory, host: str, *, floors: Sequence[Floor] = FLOORS) -> None:
-        """Makes the folder. Raises OSError."""
+    def __init__(self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
+        """Create the folder. Raises OSError."""
         folder = run.samples_dir(host)
-        self._raw = _FloorWriter(folder, floors[0])
-        self._rollups = [_FloorWriter(folder, floor) for floor in floors[1:]]
+        self._raw = _ResolutionWriter(folder, resolutions[0])
+        self._rollups = [_ResolutionWriter(folder, resolution) for resolution in resolutions[1:]]
         self._open: list[list[Rollup]] = [[] for _ in self._rollups]
 
     def append(self, sample: Sample) -> None:
-        """Writes one sample, and the roll-ups that it completes. Raises OSError (disk full)."""
+        """Write one sample and the roll-ups that it completes. Raises OSError (disk full)."""
         self._raw.append(encode_line(sample))
-        self._fold(alone(sample), 0)
+        self._fold(single(sample), 0)
 
     def close(self) -> None:
-        """Closes the files; the roll-ups in progress are written short. Raises OSError."""
+        """Write the unfinished roll-ups and close the files. Raises OSError."""
         for level, writer in enumerate(self._rollups):
             if self._open[level]:
                 self._complete(level)
@@ -65,11 +67,11 @@ class SampleWriter:
         self._raw.close()
 
     def _fold(self, part: Rollup, level: int) -> None:
-        """Adds the part to a floor's roll-up in progress; when it is full, that goes on to the next floor."""
+        """Add a part to the unfinished roll-up of a resolution; a completed one becomes a part of the next resolution."""
         if level == len(self._rollups):
             return
-        parts, floor = self._open[level], self._rollups[level].floor
-        if parts and (_bucket(parts[0], floor) != _bucket(part, floor) or parts[0].mean.attempt != part.mean.attempt):
+        parts, resolution = self._open[level], self._rollups[level].resolution
+        if parts and (_bucket(parts[0], resolution) != _bucket(part, resolution) or parts[0].mean.attempt != part.mean.attempt):
             self._complete(level)
         self._open[level].append(part)
 
@@ -80,13 +82,13 @@ class SampleWriter:
         self._fold(whole, level + 1)
 
 
-class _FloorWriter:
-    """The segments of one floor, the oldest dropped when they outgrow its share."""
+class _ResolutionWriter:
+    """Writes the segments of one resolution, and drops the oldest above its limit."""
 
-    def __init__(self, folder: Path, floor: Floor) -> None:
-        self.floor = floor
+    def __init__(self, folder: Path, resolution: Resolution) -> None:
+        self.resolution = resolution
         self._folder = folder
-        self._segments = SegmentWriter(folder, floor.stem, limit_bytes=floor.segment_bytes, on_closed=lambda _: self._prune())
+        self._segments = SegmentWriter(folder, resolution.stem, limit_bytes=resolution.segment_bytes, on_closed=lambda _: self._prune())
         self._prune()
 
     def append(self, line: bytes) -> None:
@@ -96,10 +98,10 @@ class _FloorWriter:
         self._segments.close()
 
     def _prune(self) -> None:
-        paths = list(segments(self._folder, self.floor.stem).values())
+        paths = list(segments(self._folder, self.resolution.stem).values())
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
-            if total <= self.floor.cap_bytes - self.floor.segment_bytes:  # room for the next one
+            if total <= self.resolution.cap_bytes - self.resolution.segment_bytes:  # leaves room for the next segment
                 return
             total -= path.stat().st_size
             path.unlink()
@@ -108,17 +110,17 @@ class _FloorWriter:
 class SampleReader:
     """Follows the samples of one host. For one thread."""
 
-    def __init__(self, run: RunDirectory, host: str, *, floors: Sequence[Floor] = FLOORS) -> None:
+    def __init__(self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self._folder = run.samples_dir(host)
-        self._floors = floors
+        self._resolutions = resolutions
         self._starts: dict[Path, float] = {}
         self._number = 0
         self._offset = 0
 
     def poll(self, *, limit_bytes: int = MEBIBYTE) -> tuple[Sample, ...]:
-        """The samples since the last poll; at first those of the newest segment (some minutes). What lies before is in ``history``."""
+        """Return the samples since the last poll; at first those of the newest segment. Older ones come from ``history``."""
         found: list[Sample] = []
-        paths = segments(self._folder, self._floors[0].stem)
+        paths = segments(self._folder, self._resolutions[0].stem)
         if not self._number or self._number not in paths:
             self._number, self._offset = max(paths, default=0), 0
         for number, path in paths.items():
@@ -133,49 +135,54 @@ class SampleReader:
         return tuple(found)
 
     def history(self, first: float, last: float, rows: int) -> tuple[Rollup, ...]:
-        """What is known between two times (Unix seconds, both included), oldest first, in about ``rows`` rows.
+        """Return roll-ups between two times, oldest first.
 
-        Comes from the coarsest floor that still gives so many rows; what is too old for that floor from coarser ones, what is too new
-        from finer ones. A raw sample stands as a roll-up of one.
+        They come from the coarsest resolution with enough rows. Times that it does not cover come from coarser resolutions (too old) or
+        finer ones (too new). A single sample becomes a roll-up of one.
+
+        Args:
+            first: Begin of the range in Unix seconds, inclusive.
+            last: End of the range in Unix seconds, inclusive.
+            rows: Approximate number of roll-ups wanted.
         """
         wanted_s = (last - first) / max(1, rows)
-        level = max((i for i, floor in enumerate(self._floors) if floor.interval_s <= wanted_s), default=0)
-        found = self._rows(self._floors[level], first, last)
-        for floor in self._floors[level + 1 :]:
+        level = max((i for i, resolution in enumerate(self._resolutions) if resolution.interval_s <= wanted_s), default=0)
+        found = self._rows(self._resolutions[level], first, last)
+        for resolution in self._resolutions[level + 1 :]:
             until = found[0].mean.time - found[0].mean.interval_s if found else last
-            found = self._rows(floor, first, until) + found
-        for floor in reversed(self._floors[:level]):
+            found = self._rows(resolution, first, until) + found
+        for resolution in reversed(self._resolutions[:level]):
             since = math.nextafter(found[-1].mean.time, math.inf) if found else first
-            found += self._rows(floor, since, last)
+            found += self._rows(resolution, since, last)
         return tuple(found)
 
-    def _rows(self, floor: Floor, first: float, last: float) -> list[Rollup]:
-        paths = list(segments(self._folder, floor.stem).values())
-        starts = [self._start(floor, path) for path in paths]
+    def _rows(self, resolution: Resolution, first: float, last: float) -> list[Rollup]:
+        paths = list(segments(self._folder, resolution.stem).values())
+        starts = [self._start(resolution, path) for path in paths]
         found: list[Rollup] = []
         for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
             if start <= last and next_start > first:
-                lines, _ = read_lines(path, 0, 2 * floor.segment_bytes)
-                found += _as_rollups(floor, lines)
+                lines, _ = read_lines(path, 0, 2 * resolution.segment_bytes)
+                found += _as_rollups(resolution, lines)
         return [row for row in found if first <= row.mean.time <= last]
 
-    def _start(self, floor: Floor, path: Path) -> float:
-        """Time of a segment's first row; infinity while it has none."""
+    def _start(self, resolution: Resolution, path: Path) -> float:
+        """Return the time of a segment's first row; infinity if it has none yet."""
         if path not in self._starts:
             lines, _ = read_lines(path, 0, _FIRST_LINE_BYTES)
-            rows = _as_rollups(floor, lines[:1])
+            rows = _as_rollups(resolution, lines[:1])
             if not rows:
                 return math.inf
             self._starts[path] = rows[0].mean.time
         return self._starts[path]
 
 
-def _bucket(part: Rollup, floor: Floor) -> int:
-    return int(part.mean.time // floor.interval_s)
+def _bucket(part: Rollup, resolution: Resolution) -> int:
+    return int(part.mean.time // resolution.interval_s)
 
 
-def _as_rollups(floor: Floor, lines: Iterable[bytes]) -> list[Rollup]:
-    return _decoded(lines, decode_rollup) if floor.interval_s else [alone(sample) for sample in _decoded(lines, decode_sample)]
+def _as_rollups(resolution: Resolution, lines: Iterable[bytes]) -> list[Rollup]:
+    return _decoded(lines, decode_rollup) if resolution.interval_s else [single(sample) for sample in _decoded(lines, decode_sample)]
 
 
 def _decoded(lines: Iterable[bytes], decode: Callable[[bytes], R | None]) -> list[R]:

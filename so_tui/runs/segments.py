@@ -1,4 +1,4 @@
-"""Numbered files of lines: written by one process, immutable once a higher number exists, read by (number, offset)."""
+"""Numbered files of lines, written by one process. A file does not change once a higher number exists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SUFFIX = ".jsonl"
 
 
 def segments(folder: Path, stem: str = "") -> dict[int, Path]:
-    """The segments ``<stem>000001.jsonl`` of a folder, ascending; none when the folder is missing."""
+    """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the folder is missing."""
     found = {}
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - polled once a second: names alone, without a Path for each
+        names = os.listdir(folder)  # noqa: PTH208 - polled once a second; a Path for each name is too slow
     except (FileNotFoundError, NotADirectoryError):
         return {}
     for name in names:
@@ -25,9 +25,10 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
 
 
 def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
-    """The complete lines from ``offset`` on, without newlines, and the offset after them; a torn last line waits for its rest.
+    """Return the complete lines from ``offset`` on, without newlines, and the offset after them.
 
-    Reads about ``limit_bytes``, more where one line is longer. A file that is gone reads as empty.
+    Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left for the next call. A file that does not
+    exist reads as empty.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -42,16 +43,16 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
 
 
 class SegmentWriter:
-    """Appends lines to the newest segment and starts the next one when it is full.
+    """Appends lines to the newest segment and starts another one when it is full.
 
-    Each line is one write, so a reader never sees two lines mixed, and a crash tears the last line at most. A writer never touches a
-    segment it did not create: a restarted one goes on with the next number. For one thread.
+    Each line is one write, so lines never mix, and a crash can only leave the last line incomplete. A writer never changes segments of
+    other writers: after a restart it continues with the next number. For one thread.
     """
 
     def __init__(
         self, folder: Path, stem: str = "", *, limit_bytes: int = 4 * MEBIBYTE, on_closed: Callable[[Path], None] | None = None
     ) -> None:
-        """Makes the folder, but not the one it lies in: a run that was deleted stays deleted. Raises OSError."""
+        """Create the folder, but not its parent, so that a deleted run stays deleted. Raises OSError."""
         self._folder = folder
         self._stem = stem
         self._limit_bytes = limit_bytes
@@ -59,29 +60,29 @@ class SegmentWriter:
         self._path: Path | None = None
         self._fd = -1
         self._size = 0
-        self._torn = False
+        self._incomplete = False
         folder.mkdir(exist_ok=True)
 
     def append(self, line: bytes) -> None:
-        """Writes a line that ends in a newline. Raises OSError (disk full); the next line then starts on a fresh line."""
+        """Write a line that ends in a newline. After an OSError (disk full), the next line starts on a new line."""
         if self._path is not None and self._size + len(line) > self._limit_bytes:
             self.close()
         if self._path is None:
             self._open_next()
-        data = b"\n" + line if self._torn else line
-        self._torn = True
+        data = b"\n" + line if self._incomplete else line
+        self._incomplete = True
         while data:
             written = os.write(self._fd, data)  # short only when the disk fills up
             self._size += written
             data = data[written:]
-        self._torn = False
+        self._incomplete = False
 
     def close(self) -> None:
-        """Closes the current segment for good."""
+        """Close the current segment; no more lines are appended to it."""
         if self._path is None:
             return
         os.close(self._fd)
-        closed, self._path, self._size, self._torn = self._path, None, 0, False
+        closed, self._path, self._size, self._incomplete = self._path, None, 0, False
         if self._on_closed is not None:
             self._on_closed(closed)
 

@@ -2,7 +2,7 @@
 
 from so_tui.spec.catalog import Catalog, check_user_name, create_preset, find_preset, load_catalog, resolve_source, save_preset, user_folder
 from so_tui.spec.check import check_tree, problems_in
-from so_tui.spec.errors import InputError, Problem, Refused, SoTuiError, first_line
+from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
 from so_tui.spec.fields import FieldInfo, field_index, fields
 from so_tui.spec.tree import complete_tree, differences, parse_value, spec_tree, with_values
 from so_tui.spec.types import (
@@ -33,6 +33,7 @@ __all__ = [
     "ParameterBlock",
     "Preset",
     "Problem",
+    "Refusal",
     "Refused",
     "RunSpec",
     "SoTuiError",

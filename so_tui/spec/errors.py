@@ -39,6 +39,18 @@ class Problem(Struct, frozen=True, kw_only=True):
         return f"{where}{self.field}{given}: {self.message}. {self.advice}"
 
 
+class Refusal(Struct, frozen=True):
+    """One reason why a run cannot start here."""
+
+    code: str
+    """What stands in the way, in kebab-case and independent of the wording: ``gpu-in-use``. Documented where it is raised."""
+    message: str
+    """What stands in the way and what to do about it."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class SoTuiError(Exception):
     """Base class of errors that end a command with a message instead of a traceback."""
 
@@ -59,15 +71,25 @@ class InputError(SoTuiError):
         return type(self), (self.problems,)
 
 
-class Refused(SoTuiError):  # noqa: N818 - the word of the contract
-    """The run does not fit or cannot run here: exit code 3. ``forceable`` where that is not certain to fail."""
+class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status
+    """The run does not fit or cannot run here: exit code 3. ``forceable`` means that starting it anyway might succeed."""
 
     exit_code = 3
 
-    def __init__(self, reasons: Sequence[str], *, forceable: bool = False) -> None:
-        self.reasons = tuple(reasons)
+    def __init__(self, refusals: Sequence[Refusal], *, forceable: bool = False) -> None:
+        self.refusals = tuple(refusals)
         self.forceable = forceable
         super().__init__("\n".join(self.reasons))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The messages of the refusals."""
+        return tuple(refusal.message for refusal in self.refusals)
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the refusals."""
+        return tuple(refusal.code for refusal in self.refusals)
 
 
 def first_line(error: BaseException) -> str:

@@ -27,10 +27,11 @@ from so_tui.ui.text import plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
 
 if TYPE_CHECKING:
+    from so_tui.launch import Launch
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Catalog, RunSpec
+    from so_tui.spec import Catalog
     from so_tui.ui.runlist import RunLister, RunRow
     from so_tui.ui.screens.dialogs import Question
 
@@ -202,8 +203,8 @@ class SoTuiApp(App[None]):
             self.notify(words, title="Not started", severity="warning", markup=False)
         return not self.starting
 
-    def ask_launch(self, spec: RunSpec, facts: Iterable[Content]) -> None:
-        """Ask once, then start ``spec`` on this machine."""
+    def ask_launch(self, launch: Launch, facts: Iterable[Content]) -> None:
+        """Ask once, then start ``launch`` on this machine."""
         from so_tui.ui.screens.dialogs import Question
 
         if not self.may_start():
@@ -211,44 +212,44 @@ class SoTuiApp(App[None]):
         if self.machine_file and self.machine is not None:
             there = f"What you see is planned for {self.machine.label} ({self.machine_file}), and a run starts where so-tui runs."
             back = "Start it on that machine, or press o and leave the field empty to plan for this one."
-            self.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
+            self.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))
             return
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self.launch(spec)
+                self.launch(launch)
 
-        self.push_screen(Question(f"Launch {spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
+        self.push_screen(Question(f"Launch {launch.spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
 
-    def launch(self, spec: RunSpec, force: bool = False) -> None:
-        """Start ``spec`` unless something else is being started."""
+    def launch(self, launch: Launch) -> None:
+        """Start ``launch`` unless something else is being started."""
         if self.may_start():
-            self.starting = spec.label
+            self.starting = launch.spec.label
             from so_tui.ui.page import Page
 
             if isinstance(page := self.screen_stack[0], Page):
                 page.action_leave_field()  # who types on will be typing when it has started
-            self._launch(spec, force)
+            self._launch(launch)
 
     @work(thread=True, group="launch", name="launch", exit_on_error=False)
-    def _launch(self, spec: RunSpec, force: bool) -> None:
+    def _launch(self, launch: Launch) -> None:
         """Check everything, then hand the run to its supervisor. A refusal comes back with its reasons."""
+        from msgspec.structs import replace
+
         from so_tui.spec.errors import Refused, SoTuiError
 
-        machine = self.machine
-        assert machine is not None
         try:
             if self._start is not None:
-                run = self._start(spec, machine, runs_dir=self.runs_dir, force=force)
+                run = self._start(launch, runs_dir=self.runs_dir)
             else:
                 from so_tui.launch import preflight, start
 
-                for warning in preflight(spec, machine, force=force, runs_dir=self.runs_dir):
+                for warning in preflight(launch, runs_dir=self.runs_dir):
                     self.call_from_thread(self.notify, warning, severity="warning", markup=False)
-                run = start(spec, machine, runs_dir=self.runs_dir, force=force)
+                run = start(launch, runs_dir=self.runs_dir)
         except SoTuiError as error:
-            retry = spec if isinstance(error, Refused) and error.forceable else None
-            self.post_message(messages.Failed(f"{spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
+            retry = replace(launch, forced=True) if isinstance(error, Refused) and error.forceable else None
+            self.post_message(messages.Failed(f"{launch.spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
         else:
             self.post_message(messages.Launched(run))
 
@@ -264,7 +265,7 @@ class SoTuiApp(App[None]):
 
         def answered(forced: bool | None) -> None:
             if forced and message.retry_forced is not None:
-                self.launch(message.retry_forced, force=True)
+                self.launch(message.retry_forced)
 
         offer = "Launch all the same" if message.retry_forced is not None else ""
         self.push_screen(Notice(message.title, message.lines, offer=offer), answered)

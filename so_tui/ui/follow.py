@@ -249,7 +249,7 @@ class RunFollower:
             averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,
-            silent_s=self._watch.silent_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
+            silent_s=self._watch.unchanged_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
             trouble=trouble,
             deleted=deleted(self.run),
             stop_asked="stop" in control.pending(self.run),

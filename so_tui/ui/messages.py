@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from textual.message import Message
@@ -10,11 +11,12 @@ from textual.worker import get_current_worker
 if TYPE_CHECKING:
     from textual.message_pump import MessagePump
 
+    from so_tui.launch import Launch
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Catalog, Problem, RunSpec
+    from so_tui.spec import Catalog, Problem
 
 
 def answer(to: MessagePump, message: Message) -> None:
@@ -34,7 +36,7 @@ class Loaded(Message):
 class Failed(Message):
     """A worker could not do its work; ``title`` says what was tried."""
 
-    def __init__(self, title: str, lines: tuple[str, ...], *, retry_forced: RunSpec | None = None) -> None:
+    def __init__(self, title: str, lines: tuple[str, ...], *, retry_forced: Launch | None = None) -> None:
         self.title, self.lines, self.retry_forced = title, lines, retry_forced
         super().__init__()
 
@@ -50,9 +52,14 @@ class Launched(Message):
 class Planned(Message):
     """The plan of what stands in the form, or what is wrong with it; ``serial`` tells an old answer from a new one."""
 
-    def __init__(self, serial: int, plan: Plan | None, problems: tuple[Problem, ...], command: str = "") -> None:
-        self.serial, self.plan, self.problems, self.command = serial, plan, problems, command
+    def __init__(self, serial: int, plan: Plan | None, problems: tuple[Problem, ...], launch: Launch | None = None) -> None:
+        self.serial, self.plan, self.problems, self.launch = serial, plan, problems, launch
         super().__init__()
+
+    @property
+    def command(self) -> str:
+        """The command that a launch starts; empty without a launch."""
+        return shlex.join(self.launch.argv) if self.launch else ""
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Planned)

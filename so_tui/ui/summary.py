@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from so_tui.ui.text import GIB, plural
+from so_tui.ui.text import memory, plural
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Gpu, Machine
@@ -23,20 +23,20 @@ def gpus_text(gpus: tuple[Gpu, ...]) -> str:
     if not gpus:
         return "no GPU"
     kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
-    return " + ".join(f"{number}x {name}" + (f" {total / GIB:.0f} GiB" if total else "") for (name, total), number in kinds.items())
+    return " + ".join(f"{number}x {name}" + (f" {memory(total, 0)}" if total else "") for (name, total), number in kinds.items())
 
 
 def nodes_text(machine: Machine) -> str:
     """``4 NUMA nodes x 72 cores, 117 GiB each``."""
     nodes = machine.cpu_nodes
     cores = {len(node.cpus) for node in nodes}
-    sizes = {round(node.memory_total_bytes / GIB) for node in nodes}
+    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
     number = plural(len(nodes), "NUMA node")
     each = f" x {cores.pop()} cores" if len(cores) == 1 else f", {sum(len(node.cpus) for node in nodes)} cores"
     if len(nodes) == 1:
-        return f"{number}{each}, {sizes.pop()} GiB"
-    memory = f", {sizes.pop()} GiB each" if len(sizes) == 1 else f", {machine.host_memory_bytes / GIB:.0f} GiB"
-    return number + each + memory
+        return f"{number}{each}, {sizes.pop()}"
+    size = f", {sizes.pop()} each" if len(sizes) == 1 else f", {memory(machine.host_memory_bytes, 0)}"
+    return number + each + size
 
 
 def machine_facts(machine: Machine) -> list[str]:

@@ -19,6 +19,7 @@ from so_tui_trainer.tools.calibrate import rank_counts
 from tests.support.machines import x86
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -41,6 +42,7 @@ def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(monkeypatch: pytes
     assert last["rates"]["node_bytes_per_s"] == [(0, 149e9), (1, 118e9)]
 
 
+@pytest.mark.slow
 def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     nodes = request_of(inspect_machine())["nodes"]
     gpus = [{"index": index, "cpus": [], "rank_cpus": []} for index in range(2)]
@@ -60,6 +62,7 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
         assert 1e8 < each < 1e13
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     """One of two ranks is to run on a core that does not exist; the other would wait for it until a minute was over."""
     nodes = request_of(inspect_machine())["nodes"]

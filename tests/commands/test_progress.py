@@ -1,4 +1,4 @@
-"""Following a run without a screen: what signals to the follower mean to the run."""
+"""Following a run without a screen, and the effect of signals to the follower."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLLOW = (
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> RunDirectory:
-    """A run that trains on another host, so that nobody here takes it for lost."""
+    """A run that trains on another host, so that it does not count as lost here."""
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
     write_state(run, RunState(name=run.name, state="training", host="another", started=read_state(run).started, attempt=1))
     return run
@@ -37,9 +37,9 @@ def followed(run: RunDirectory, who: str) -> subprocess.Popen[str]:
     return follower
 
 
-def test_a_step_is_told_before_what_came_after_it(elsewhere: RunDirectory) -> None:
+def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None:
     writer = MetricsWriter(elsewhere, 1)
-    for number in (1, 2, 3):  # the third comes so soon after the first that it is held back
+    for number in (1, 2, 3):  # the third comes too soon after the first to be printed immediately
         writer.append(step_record(number, time=1e9 + number / 100))
     writer.append(CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=0.1, path="there"))
     writer.close()
@@ -53,7 +53,7 @@ def test_a_step_is_told_before_what_came_after_it(elsewhere: RunDirectory) -> No
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_wish_of_a_container_or_a_scheduler_stops_the_run_and_is_followed_to_its_end(
+def test_a_signal_of_a_container_or_a_scheduler_stops_the_run_and_it_is_followed_to_its_end(
     elsewhere: RunDirectory, signum: signal.Signals
 ) -> None:
     follower = followed(elsewhere, "owner")
@@ -69,7 +69,7 @@ def test_the_wish_of_a_container_or_a_scheduler_stops_the_run_and_is_followed_to
 
 
 @pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
-def test_a_lost_terminal_or_an_ended_watcher_is_nothing_to_the_run(elsewhere: RunDirectory, who: str, signum: signal.Signals) -> None:
+def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(elsewhere: RunDirectory, who: str, signum: signal.Signals) -> None:
     follower = followed(elsewhere, who)
     follower.send_signal(signum)
     assert follower.wait(timeout=20) == -signum

@@ -160,7 +160,7 @@ def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> 
     (batch,) = batches.micro_batches(1)
     wanted = labels(batch)
     trained = wanted != -100
-    assert int(trained.sum()) == batches.work(1).trained_tokens > 0
+    assert int(trained.sum()) == batches.counts(1).trained_tokens > 0
     assert torch.equal(wanted[trained], batch.input_ids[trained])
     assert not trained[batch.position_ids == 0].any()  # the loss shifts by one: a document's first token must not be a target
 

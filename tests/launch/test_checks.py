@@ -8,20 +8,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import helpers, start
+from so_tui.launch import helpers, prepare, start
 from so_tui.launch.checks import preflight, quick_checks
-from so_tui.launch.sources import with_absolute_paths
+from so_tui.launch.local_paths import with_absolute_paths
+from so_tui.launch.preparation import Launch
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
 from so_tui.spec.types import TrackingSpec
-from tests.support.plans import SOFTWARE, cpu_machine, plan_of, quad_gh200, spec_of
+from tests.support.plans import SOFTWARE, TINY, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 from tests.support.python_path import python_path
+
+
+def checks_of(launch: Launch, runs_dir: str | None = None) -> tuple[tuple[str, ...], bool]:
+    """Return the codes with which the quick checks refuse a launch, and whether it can be forced."""
+    with pytest.raises(Refused) as caught:
+        quick_checks(launch, runs_dir=runs_dir)
+    return caught.value.codes, caught.value.forceable
 
 
 def fields_refused(spec: RunSpec) -> list[str]:
     with pytest.raises(InputError) as caught:
-        quick_checks(plan_of(spec), cpu_machine(), force=True)
+        quick_checks(launch_with(plan_of(spec), forced=True))
     return [problem.field for problem in caught.value.problems]
 
 
@@ -38,94 +46,93 @@ def plan_with(plan: Plan, **changes: object) -> Plan:
 
 
 def test_nothing_wrong() -> None:
-    assert quick_checks(plan_of(embedded()), cpu_machine()) == ()
+    assert quick_checks(launch_with(plan_of(embedded()))) == ()
 
 
 def test_missing_files_are_all_named(tmp_path: Path) -> None:
-    spec = spec_of(model=ModelSpec(id="./no-such-model"), data=data("rows.jsonl"))
+    spec = spec_of(model=msgspec.structs.replace(TINY, id="./no-such-model"), data=data("rows.jsonl"))
     assert fields_refused(spec) == ["model.id", "data.source"]
     mixture = data((DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone"))))
     assert fields_refused(spec_of(data=mixture)) == ["data.source[1].source"]
     assert fields_refused(spec_of(data=data("builtin:nothing")))
     (tmp_path / "rows.jsonl").touch()
-    quick_checks(plan_of(spec_of(data=data(str(tmp_path / "rows.jsonl")))), cpu_machine(), force=True)
+    quick_checks(launch_with(plan_of(spec_of(data=data(str(tmp_path / "rows.jsonl")))), forced=True))
 
 
 @pytest.mark.parametrize("missing", ["torch", "deepspeed", "transformers"])
 def test_missing_software(missing: str) -> None:
     machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, **{missing: None}))
-    with pytest.raises(Refused, match=f"{missing} is not installed") as caught:
-        quick_checks(plan_of(embedded()), machine, force=True)
-    assert not caught.value.forceable
+    launch = launch_with(plan_of(embedded()), machine, forced=True)
+    assert checks_of(launch) == (("software-missing",), False)
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tracker_whose_package_is_missing() -> None:
-    with pytest.raises(Refused, match=r"pip install 'so-tui\[wandb\]'"):
-        quick_checks(plan_of(embedded(tracking=TrackingSpec(wandb=True))), cpu_machine(), force=True)
-    quick_checks(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), cpu_machine(), force=True)
+    launch = launch_with(plan_of(embedded(tracking=TrackingSpec(wandb=True))), forced=True)
+    assert checks_of(launch) == (("tracker-missing",), False)
+    quick_checks(launch_with(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), forced=True))
 
 
 def test_torch_without_cuda_on_a_gpu_machine() -> None:
     software = Software(torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0")
-    with pytest.raises(Refused, match="without CUDA"):
-        quick_checks(plan_of(embedded(), gpus=True), quad_gh200(software=software), force=True)
+    launch = launch_with(plan_of(embedded(), gpus=True), quad_gh200(software=software), forced=True)
+    assert checks_of(launch) == (("torch-without-cuda",), False)
 
 
 def test_what_doctor_says_blocks_a_launch() -> None:
     machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, deepspeed="0.18.0"))
-    with pytest.raises(Refused, match=r"DeepSpeed 0.18.0 is not supported .*pip install deepspeed==") as caught:
-        preflight(find_preset("tiny").spec, machine)
-    assert caught.value.forceable
+    launch = prepare(find_preset("tiny").spec, machine, inherited={})
+    with pytest.raises(Refused) as caught:
+        preflight(launch)
+    assert (set(caught.value.codes), caught.value.forceable) == ({"doctor-blocks"}, True)
+    assert any("DeepSpeed 0.18.0" in reason for reason in caught.value.reasons)
 
 
 def test_a_compiler_for_cpu_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, compiler=None))
-    with pytest.raises(Refused, match="compiler") as caught:
-        quick_checks(plan_of(embedded()), machine)
-    assert caught.value.forceable
+    assert checks_of(launch_with(plan_of(embedded()), machine)) == (("compiler-missing",), True)
 
 
 def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
     spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3))
     plan = plan_with(plan_of(spec), disk_bytes=2**60)
-    with pytest.raises(Refused, match="4 checkpoints") as caught:
-        quick_checks(plan, cpu_machine())
-    assert caught.value.forceable
-    quick_checks(plan, cpu_machine(), force=True)
-    quick_checks(plan_with(plan, disk_bytes=1), cpu_machine())
-    quick_checks(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False))), cpu_machine())
+    with pytest.raises(Refused, match="4 checkpoints need") as caught:
+        quick_checks(launch_with(plan))
+    assert (caught.value.codes, caught.value.forceable) == (("disk-too-small",), True)
+    quick_checks(launch_with(plan, forced=True))
+    quick_checks(launch_with(plan_with(plan, disk_bytes=1)))
+    quick_checks(launch_with(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False)))))
 
 
 @pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/hostname/runs"])
 def test_a_folder_that_cannot_be_written(folder: str) -> None:
-    with pytest.raises(InputError, match="cannot be written") as caught:
-        quick_checks(plan_of(embedded()), cpu_machine(), runs_dir=folder)
-    assert [problem.field for problem in caught.value.problems] == ["--runs-dir"]
     with pytest.raises(InputError) as caught:
-        quick_checks(plan_of(embedded(checkpoint=CheckpointSpec(folder=folder))), cpu_machine())
-    assert [problem.field for problem in caught.value.problems] == ["checkpoint.folder"]
+        quick_checks(launch_with(plan_of(embedded())), runs_dir=folder)
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("not-writable", "--runs-dir")]
+    with pytest.raises(InputError) as caught:
+        quick_checks(launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=folder)))))
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("not-writable", "checkpoint.folder")]
 
 
 def test_shared_memory() -> None:
-    with pytest.raises(Refused, match="/dev/shm"):
-        quick_checks(plan_with(plan_of(embedded()), shm_bytes=2**60), cpu_machine())
+    assert checks_of(launch_with(plan_with(plan_of(embedded()), shm_bytes=2**60))) == (("shared-memory-too-small",), True)
 
 
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="another machine"):
-        start(embedded(), quad_gh200(), runs_dir=tmp_path / "runs")
+    with pytest.raises(InputError) as caught:
+        start(prepare(find_preset("tiny").spec, quad_gh200(), force=True, inherited={}), runs_dir=tmp_path / "runs")
+    assert [problem.code for problem in caught.value.problems] == ["not-this-machine"]
     assert not (tmp_path / "runs").exists()
 
 
-def test_relative_paths_are_pinned_where_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     spec = spec_of(model=ModelSpec(id="model"), data=data("rows.jsonl"), checkpoint=CheckpointSpec(folder="saved"))
-    pinned = with_absolute_paths(spec)
-    assert (pinned.model.id, pinned.data.source) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
-    assert pinned.checkpoint.folder == str(tmp_path / "saved")
+    absolute = with_absolute_paths(spec)
+    assert (absolute.model.id, absolute.data.source) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
+    assert absolute.checkpoint.folder == str(tmp_path / "saved")
     hub = spec_of(model=ModelSpec(id="owner/name"), data=data("builtin:tiny/rows.jsonl"))
     assert with_absolute_paths(hub) == hub
 
@@ -176,7 +183,7 @@ def test_a_helper_without_the_training_software_refuses(tmp_path: Path, monkeypa
         (folder / "__init__.py").touch()
     (tools / "lonely.py").write_text("import no_such_torch\n")
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    with pytest.raises(Refused, match=r"no_such_torch is not installed here\. Install the training extra"):
-        helpers.call_tool("lonely", {})
-    with pytest.raises(Refused, match="no_such_torch"):
-        list(helpers.stream_tool("lonely", {}))
+    for call in (lambda: helpers.call_tool("lonely", {}), lambda: list(helpers.stream_tool("lonely", {}))):
+        with pytest.raises(Refused, match="no_such_torch") as caught:
+            call()
+        assert caught.value.codes == ("software-missing",)

@@ -3,29 +3,45 @@ import json
 import msgspec
 import pytest
 
-from so_tui.launch.ds_config import ds_config
+from so_tui.launch.ds_config import ds_config, published_config
+from so_tui.plan.types import Mode
 from so_tui.spec import find_preset
 from so_tui.spec.types import OffloadSpec, TrainSpec
+from superoffload.ds_config import engine_config, overrides
 from tests.support.plans import plan_of, spec_of
 
 
 def test_superoffload_with_our_engine() -> None:
-    config = ds_config(plan_of(spec_of(offload=OffloadSpec(ratio=0.7, sub_group_size=1_000_000))))
+    offload = OffloadSpec(ratio=0.7, sub_group_size=1_000_000, cpu_adam_cores_fraction=0.8)
+    config = published_config(plan_of(spec_of(offload=offload)))
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["overlap_comm"] is True
     assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 1_000_000
-    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.7, "super_offload": True}
+    users = {"device": "cpu", "pin_memory": True, "ratio": 0.7, "super_offload": True, "cpuadam_cores_perc": 0.8}
+    assert zero["offload_optimizer"] == users
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert config["bf16"] == {"enabled": True}
     assert "optimizer" not in config
     json.dumps(config)
 
 
-def test_only_deepspeeds_engine_is_told_its_core_share() -> None:
+def test_the_file_names_what_our_engine_overrides_beside_the_users_values() -> None:
+    plan = plan_of(spec_of(offload=OffloadSpec(ratio=0.7)))
+    config = ds_config(plan)
+    found = {override.key: (override.given, override.used) for override in overrides(config)}
+    assert found["zero_optimization.offload_optimizer.ratio"] == (0.7, 1.0)
+    assert config["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0, "what DeepSpeed reads"
+    assert engine_config(config) == config, "the trainer has nothing left to change"
+    assert all(override.reason for override in overrides(config))
+    assert overrides(ds_config(plan_of(spec_of(offload=OffloadSpec(engine="deepspeed"))))) == ()
+    assert overrides(ds_config(plan_of(spec_of(), mode="gpu"))) == ()
+
+
+def test_deepspeeds_own_engine_reads_the_users_values() -> None:
     offload = OffloadSpec(engine="deepspeed", cpu_adam_cores_fraction=0.8)
     section = ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["offload_optimizer"]
-    assert section["cpuadam_cores_perc"] == 0.8
+    assert (section["ratio"], section["cpuadam_cores_perc"]) == (0.9, 0.8)
     assert ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["overlap_comm"] is False
     zero_offload = ds_config(plan_of(spec_of(offload=offload), mode="zerooffload"))["zero_optimization"]["offload_optimizer"]
     assert zero_offload == {"device": "cpu", "pin_memory": True, "ratio": 0.9}
@@ -38,16 +54,16 @@ def test_gpu_mode_offloads_nothing() -> None:
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0, 0.25])
 @pytest.mark.parametrize("mode", ["superoffload", "zerooffload", "gpu"])
-def test_gradient_clipping_is_always_written(clipping: float, mode: str) -> None:
+def test_gradient_clipping_is_always_written(clipping: float, mode: Mode) -> None:
     assert ds_config(plan_of(spec_of(train=TrainSpec(gradient_clipping=clipping)), mode=mode))["gradient_clipping"] == clipping
 
 
 def test_gradients_accumulate_in_fp32() -> None:
     train = TrainSpec(micro_batch=2, gradient_accumulation=8)
-    config = ds_config(plan_of(spec_of(train=train)))
+    config = published_config(plan_of(spec_of(train=train)))
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 8)
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
-    single = ds_config(plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1))))
+    single = published_config(plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1))))
     assert "data_types" not in single
 
 

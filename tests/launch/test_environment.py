@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from so_tui.launch import environment
+from so_tui.launch.placeholders import Placeholder
 from so_tui.machine.types import Machine, Software
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
@@ -15,7 +16,7 @@ NODE = tuple(range(72))
 
 def changes(machine: Machine, inherited: dict[str, str], spec: RunSpec | None = None) -> dict[str, str | None]:
     plan = plan_of(spec or spec_of(), cpus=(NODE,), gpus=bool(machine.gpus))
-    return environment.shown(environment.variables(plan, machine, inherited, run="/runs/a", attempt=3))
+    return environment.shown(environment.variables(plan, machine, inherited))
 
 
 def test_threads_are_the_adam_share_of_the_rank() -> None:
@@ -26,8 +27,8 @@ def test_threads_are_the_adam_share_of_the_rank() -> None:
 
 def test_marker_attempt_and_safe_path() -> None:
     shown = changes(cpu_machine(), {})
-    assert shown["SO_TUI_RUN"] == "/runs/a"
-    assert shown["SO_TUI_ATTEMPT"] == "3"
+    assert shown["SO_TUI_RUN"] == Placeholder.RUN
+    assert shown["SO_TUI_ATTEMPT"] == Placeholder.ATTEMPT
     assert shown["PYTHONSAFEPATH"] == "1"
     assert shown["TOKENIZERS_PARALLELISM"] == "false"
 
@@ -43,7 +44,7 @@ def test_affinity_settings_that_fight_the_binding_are_removed_only_where_set() -
     assert shown["KMP_AFFINITY"] is None
     assert "GOMP_CPU_AFFINITY" not in shown
     plan = plan_of(spec_of())
-    variables = environment.variables(plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}, run="r", attempt=1)
+    variables = environment.variables(plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
     applied = environment.apply(variables, {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
     assert "KMP_AFFINITY" not in applied
     assert applied["NCCL_DEBUG"] == "INFO"

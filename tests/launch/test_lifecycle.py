@@ -1,43 +1,76 @@
-"""What a start leaves behind when it is interrupted, without processes of a run."""
+"""Starting without a run's processes: what is started, and what an interrupted start leaves behind."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from so_tui.launch import start
-from so_tui.launch.executors.local import Started
+from so_tui.launch import preparation, prepare, prepare_resume, resume, start
+from so_tui.launch.attempt_files import read_launch
+from so_tui.launch.executors import SupervisorHandle
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, control, read_state, write_state
+from so_tui.runs import RunDirectory, control, read_spec, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import RunSpec
 
 
 class Interrupted:
-    """A place where the user interrupts while the supervisor starts, which has said by then that it lives, or has not."""
+    """An executor during whose start the user interrupts, before or (``too_late``) after the supervisor has written its first state."""
 
     def __init__(self, *, too_late: bool) -> None:
         self._too_late = too_late
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Started:
+    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
         self._run = RunDirectory(argv[argv.index("supervise") + 1])
         return self
 
-    def ended(self) -> int | None:
+    def exit_code(self) -> int | None:
         if self._too_late:
             supervisor = identify(os.getpid(), "supervisor")
             write_state(self._run, RunState(name=self._run.name, state="starting", started=0.0, attempt=1, supervisor=supervisor))
         raise KeyboardInterrupt
 
 
+class Recording:
+    """An executor that reads what was written, and answers as a supervisor that took over."""
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
+        self.run = RunDirectory(argv[argv.index("supervise") + 1])
+        attempt = int(argv[-1])
+        self.launch = read_launch(self.run, attempt, socket.gethostname())
+        supervisor = identify(os.getpid(), "supervisor")
+        write_state(self.run, RunState(name=self.run.name, state="stopped", attempt=attempt, supervisor=supervisor))
+        return self
+
+    def exit_code(self) -> int | None:
+        return None
+
+
+def test_what_was_prepared_is_what_starts(tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = prepare(two_ranks, machine, force=True)
+    executor = Recording()
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "make_plan", lambda *_, **__: pytest.fail("planned again"))
+        run = start(launch, runs_dir=tmp_path, executor=executor)
+    assert executor.launch == launch
+    again = prepare_resume(run, machine, values={"train.learning_rate": "1e-4"}, force=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "make_plan", lambda *_, **__: pytest.fail("planned again"))
+        assert resume(run, again, executor=executor) == 2
+    assert executor.launch == again
+    assert read_spec(run) == again.spec
+
+
 def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+    launch = prepare(two_ranks, machine, force=True)
     for too_late, left in ((False, 0), (True, 1)):
         with pytest.raises(KeyboardInterrupt):
-            start(two_ranks, machine, runs_dir=tmp_path, force=True, place=Interrupted(too_late=too_late))
+            start(launch, runs_dir=tmp_path, executor=Interrupted(too_late=too_late))
         assert len(list(tmp_path.glob("*/spec.json"))) == left
     run = RunDirectory(next(tmp_path.glob("*/spec.json")).parent)
     assert read_state(run).supervisor is not None

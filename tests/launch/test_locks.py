@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from so_tui.launch import locks
+from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import quick_checks
 from so_tui.runs import create_run, new_attempt, read_state
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import Refused
-from tests.support.plans import plan_of, quad_gh200, spec_of
+from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
 
 ME = locks.Holder(run="/runs/mine", pid=os.getpid())
 
@@ -60,29 +61,29 @@ def test_the_folder_is_the_users_own(tmp_path: Path) -> None:
     assert locks.lock_folder({}).name == f"so-tui-{os.getuid()}"
 
 
+@pytest.mark.slow
 def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The early look may be too early: what counts is who has the lock when the processes are started."""
+    """The check before the start may be too early: what counts is who has the lock when the processes are started."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    machine, plan = quad_gh200(), plan_of(spec_of(), gpus=True)
+    machine, plan = quad_gh200(hostname=socket.gethostname()), plan_of(spec_of(), gpus=True)
     run = create_run(plan.spec, tmp_path / "runs")
     attempt = new_attempt(run)
-    run.plan_path(attempt).write_bytes(msgspec.json.encode(plan))
-    run.machine_path(attempt, socket.gethostname()).write_bytes(msgspec.json.encode(machine))
+    write_launch(run, attempt, launch_with(plan, machine))
     lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[0]), locks.Holder(run="/runs/busy-one", pid=77))
     done = subprocess.run([sys.executable, "-m", "so_tui", "supervise", str(run.path), "--attempt", "1"], timeout=60, check=False)
     lock.release()
     state = read_state(run)
-    assert (done.returncode, state.state) == (1, "failed")
+    assert (done.returncode, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
     assert "GPU 0 is used by run busy-one (pid 77)" in state.reason
-    assert "gpus = [...]" in state.suggestion
 
 
 def test_a_gpu_of_another_run_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     machine = quad_gh200()
-    plan = plan_of(spec_of(), gpus=True)
-    quick_checks(plan, machine, force=True)
+    launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
+    quick_checks(launch)
     lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[1]), locks.Holder(run="/runs/busy-one", pid=77))
-    with pytest.raises(Refused, match=r"GPU 1 is used by run busy-one \(pid 77\)"):
-        quick_checks(plan, machine, force=True)
+    with pytest.raises(Refused, match=r"busy-one \(pid 77\)") as caught:
+        quick_checks(launch)
+    assert caught.value.codes == ("gpu-in-use",)
     lock.release()

@@ -13,6 +13,7 @@ import pytest
 from so_tui.launch.new_preset import add_preset, describe_model, preset_name
 from so_tui.plan import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset, user_folder
+from tests.support.machines import superchips
 
 pytest.importorskip("transformers")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
@@ -93,11 +94,6 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
-    from sys import path
-
-    path.insert(0, str(Path(__file__).parents[1] / "support"))
-    from machines import superchips
-
     model = folder(tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED)
     described = describe_model(str(model), changes={"train.micro_batch": "2"})
     saved = add_preset(described)

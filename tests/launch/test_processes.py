@@ -25,13 +25,13 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
         try:
             tree = ProcessTree(marker, os.getpid())
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
-            tree.look()
+            tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
             go.touch()
             while Path(f"/proc/{process.pid}/comm").read_text().strip() == "sh":
                 time.sleep(0.02)
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)  # it has grown old meanwhile
-            tree.look()
+            tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
         finally:
             process.kill()

@@ -61,12 +61,12 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "MARK": "me"}) as child:
         tree = ProcessTree("MARK=me", supervisor_pid=os.getpid())
-        tree.look(thorough=True)
+        tree.scan(thorough=True)
         assert [process.pid for process in tree.alive] == [child.pid]
         sampler = Sampler(machine, tree, attempt=1)
         tree.cpu_s()
         time.sleep(1)
-        tree.look()
+        tree.scan()
         sample = sampler.sample()
         child.kill()
     sampler.close()
@@ -77,7 +77,7 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     assert sample.run_memory_bytes is not None
     assert sample.run_memory_bytes > 1_000_000
     assert (sample.run_memory_peak_bytes or 0) >= 1_000_000
-    tree.look()
+    tree.scan()
     assert tree.alive == ()
     assert [process.pid for process in tree.gone] == [child.pid]
 
@@ -127,4 +127,4 @@ def test_roles() -> None:
     assert role_of(rank, None) == "rank"
     assert role_of(rank, "rank") == "other"
     assert role_of(("python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"), "rank") == "adam"
-    assert role_of(("python", "-I", "-S", "/lib/so_tui_trainer/offload/worker.py"), "rank") == "adam"
+    assert role_of(("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank") == "adam"

@@ -211,7 +211,7 @@ DEEPSPEED_ALONE: list[tuple[Host, str, int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("host", "cores", "ranks", "prefixes"), DEEPSPEED_ALONE)
-def test_deepspeed_alone(tmp_path: Path, host: Host, cores: str, ranks: int, prefixes: list[str]) -> None:
+def test_deepspeed_without_our_core_list(tmp_path: Path, host: Host, cores: str, ranks: int, prefixes: list[str]) -> None:
     nodes = numactl_nodes(host.machine(tmp_path).numa_nodes)
     found = [numactl_prefix(nodes, parse_cpus(cores), ranks, rank) for rank in range(ranks)]
     assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]

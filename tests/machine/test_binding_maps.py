@@ -13,6 +13,7 @@ import pytest
 
 from so_tui.machine import Machine, cpu_ranges, inspect_machine, parse_cpus
 from so_tui.plan.binding import bind_ranks, core_list
+from so_tui.plan.messages import deepspeed_text
 from so_tui.plan.types import RankBinding
 from so_tui.spec import InputError
 from tests.support.sysroots import (
@@ -109,8 +110,8 @@ def written(bindings: tuple[RankBinding, ...]) -> list[str]:
     return [f"{one.gpu} @ {cpu_ranges(one.cpus)} / {','.join(map(str, one.memory_policy.nodes)) or 'any'}" for one in bindings]
 
 
-def alone(bindings: tuple[RankBinding, ...]) -> list[str]:
-    return [one.alone.in_words for one in bindings if one.alone is not None]
+def by_itself(bindings: tuple[RankBinding, ...]) -> list[str]:
+    return [deepspeed_text(one.deepspeed_unlisted) for one in bindings if one.deepspeed_unlisted is not None]
 
 
 @pytest.mark.parametrize(("host", "gpus", "right", "deepspeed"), [row[1:] for row in MAPS], ids=[row[0] for row in MAPS])
@@ -118,7 +119,7 @@ def test_every_map(tmp_path: Path, host: Host, gpus: int, right: list[str], deep
     machine = host.machine(tmp_path)
     bindings = bind(machine, gpus)
     assert written(bindings) == right
-    assert alone(bindings) == deepspeed
+    assert by_itself(bindings) == deepspeed
     for one in bindings:
         assert set(one.main_cpus) | set(one.adam_cpus) == set(one.cpus)
         assert not set(one.main_cpus) & set(one.adam_cpus)
@@ -150,8 +151,8 @@ def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "144-215", (2,)), 1)
     assert written(bindings) == ["0 @ 144-215 / 2"]
     assert bindings[0].numa_node == 2
-    assert alone(bindings) == ["ends: cores 0-143,216-287 are not ours"]
-    assert bindings[0].deepspeed.in_words == SAME
+    assert by_itself(bindings) == ["fails: cores 0-143,216-287 are not ours"]
+    assert deepspeed_text(bindings[0].deepspeed) == SAME
     assert core_list(bindings) == "144-215"
 
 
@@ -159,8 +160,8 @@ def test_two_superchips_with_a_part_of_the_cores(tmp_path: Path) -> None:
     """``--cpus-per-task`` smaller than a superchip: 16 cores of the second one, 32 of the fourth."""
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "72-87,216-247", (1, 3)), 2)
     assert written(bindings) == ["0 @ 72-87 / 1", "1 @ 216-247 / 3"]
-    assert [one.deepspeed.in_words for one in bindings] == [SAME, "numactl -m 3 -C 216-231"], "16 each, on the right node"
-    assert all(text.startswith("ends: cores") for text in alone(bindings))
+    assert [deepspeed_text(one.deepspeed) for one in bindings] == [SAME, "numactl -m 3 -C 216-231"], "16 each, on the right node"
+    assert all(text.startswith("fails: cores") for text in by_itself(bindings))
 
 
 def test_a_task_mask_that_misses_the_gpus_node(tmp_path: Path) -> None:
@@ -210,6 +211,6 @@ def test_threads_side_by_side_stay_together(tmp_path: Path) -> None:
 def test_physical_cores_are_counted_as_deepspeed_counts_them() -> None:
     machine = inspect_machine()
     (binding,) = bind(msgspec.structs.replace(machine, allowed_cpus=machine.online_cpus, gpus=()), 1)
-    assert binding.alone is not None
+    assert binding.deepspeed_unlisted is not None
     physical = psutil.cpu_count(logical=False)
-    assert binding.alone.error or len(binding.alone.cpus) == physical
+    assert binding.deepspeed_unlisted.error or len(binding.deepspeed_unlisted.cpus) == physical

@@ -37,7 +37,7 @@ def test_a_plain_machine_without_gpu_gives_a_note_and_no_blocker(tmp_path: Path)
     assert (finding.severity, finding.code) == ("note", "no-gpu")
 
 
-def test_a_snapshot_is_judged_by_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_checked_without_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KMP_AFFINITY", "compact")
     assert findings(QUAD_GH200.machine(tmp_path)) == ()
 

@@ -79,7 +79,7 @@ FREQUENCY = "/sys/devices/system/cpu/cpu0/cpufreq"
         (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "32768\n"}, None, ""),
     ],
 )
-def test_what_the_kernel_does(tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, code: str) -> None:
+def test_traps_of_kernel_settings(tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, code: str) -> None:
     results = found(healthy(tmp_path / "m", host), files, tmp_path / "t")
     assert kinds(results) == ([(severity, code)] if severity else [])
 
@@ -113,7 +113,9 @@ def health_of(**changes: Any) -> GpuHealth:
         (health_of(bus_id="0000000A:01:00.0", row_remap_failed=True), {}, None, ""),
     ],
 )
-def test_what_the_driver_tells(tmp_path: Path, health: GpuHealth, environment: dict[str, str], severity: str | None, code: str) -> None:
+def test_traps_that_the_driver_reports(
+    tmp_path: Path, health: GpuHealth, environment: dict[str, str], severity: str | None, code: str
+) -> None:
     results = found(healthy(tmp_path), health=(health,), environment=environment)
     assert kinds(results) == ([(severity, code)] if severity else [])
 
@@ -169,7 +171,7 @@ def test_processes_left_behind(tmp_path: Path, files: dict[str, str], code: str 
     assert kinds(results) == ([("warning", code)] if code else [])
 
 
-def test_findings_here_are_true() -> None:
+def test_findings_agree_with_this_machine() -> None:
     """Findings about this machine, whatever it is, agree with its system files."""
     machine = inspect_machine()
     codes = {finding.code: finding for finding in findings(machine)}
@@ -181,7 +183,7 @@ def test_findings_here_are_true() -> None:
             assert not path.exists() or path.stat().st_uid == os.getuid()
 
 
-def test_every_check_is_silent_on_a_machine_elsewhere(tmp_path: Path) -> None:
+def test_no_check_reads_this_host_for_another_machine(tmp_path: Path) -> None:
     assert findings(dataclasses.replace(QUAD_GH200).machine(tmp_path)) == ()
 
 
@@ -196,6 +198,6 @@ def test_every_check_is_silent_on_a_machine_elsewhere(tmp_path: Path) -> None:
     ],
     ids=["quad", "nvl2", "only-hbm", "fake-4", "fake-8"],
 )
-def test_numa_maps_that_mislead_others_are_noted(tmp_path: Path, host: Host, codes: list[str]) -> None:
+def test_numa_maps_that_mislead_other_software_are_noted(tmp_path: Path, host: Host, codes: list[str]) -> None:
     results = found(healthy(tmp_path, host))
     assert kinds(results) == [("note", code) for code in codes]

@@ -123,12 +123,12 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("allowed", "said"), [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")]
 )
-def test_memory_out_of_reach_is_said(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
+def test_memory_out_of_reach_is_noted(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
     notes = memory_allowance_notes(QUAD_GH200.machine(tmp_path).numa_nodes, allowed)
     assert [said in note for note in notes] == ([True] if said else [])
 
 
-def test_nothing_live_is_asked_of_another_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_tree_is_inspected_without_live_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     machine = QUAD_GH200.machine(tmp_path)
     assert not machine.live
@@ -152,7 +152,7 @@ def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     assert machine.numa_nodes[0].file_cache_bytes == 2 * MIB
 
 
-def test_total_memory_that_includes_gpu_memory_is_said_and_not_counted(tmp_path: Path) -> None:
+def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path: Path) -> None:
     host = dataclasses.replace(ONE_GH200, extra={"/proc/meminfo": f"MemTotal: {(490037 + 97280) * 1024} kB\n"})
     machine = host.machine(tmp_path)
     assert machine.host_memory_bytes == 490037 * MIB
@@ -191,7 +191,7 @@ MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
         ),
     ],
 )
-def test_mpam_ladder(tmp_path: Path, files: dict[str, str], state: str) -> None:
+def test_mpam_states(tmp_path: Path, files: dict[str, str], state: str) -> None:
     machine = dataclasses.replace(ONE_GH200, extra=files).machine(tmp_path)
     assert machine.mpam.state == state
     assert machine.mpam.evidence

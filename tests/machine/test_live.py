@@ -59,7 +59,7 @@ def test_a_smaller_affinity_is_respected() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_live_look_is_quick_and_loads_nothing_heavy() -> None:
+def test_a_live_inspection_is_quick_and_loads_nothing_heavy() -> None:
     code = """
 import sys, time
 from so_tui.machine import inspect_machine

@@ -58,7 +58,7 @@ def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_everything_that_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch)
     assert machine.software.nvidia_driver == "580.95.05"
     gpu = machine.gpus[1]

@@ -80,8 +80,9 @@ def test_every_preset_has_a_shape() -> None:
 def test_a_config_without_a_shape_names_every_missing_key() -> None:
     with pytest.raises(InputError) as caught:
         architecture({"model_type": "llama", "hidden_size": "wide"})
-    fields = {problem.field for problem in caught.value.problems}
-    assert {"model.config.hidden_size", "model.config.num_hidden_layers", "model.config.vocab_size"} <= fields
+    found = {problem.field: problem.code for problem in caught.value.problems}
+    assert found["model.config.hidden_size"] == "invalid-model-key"
+    assert found["model.config.num_hidden_layers"] == found["model.config.vocab_size"] == "missing-model-key"
 
 
 def test_the_published_formula_counts_padding_recompute_and_full_attention() -> None:

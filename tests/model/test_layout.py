@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from so_tui.model.layout import (
-    Parameter,
-    deepspeed_gpu_sub_groups,
-    expand,
-    gpu_sub_groups,
-    layout_of,
-    partition_numel,
-    state_layout,
-    sub_group_slices,
-)
+from so_tui.model.layout import Parameter, StateLayout, expand, layout_of
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import deepspeed_gpu_sub_groups, gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
 
+CONFIG = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 100, "intermediate_size": 33}
 BLOCKS = (
     ParameterBlock(tensors=(Tensor("embed.weight", (100, 8), True, "embedding"),)),
     ParameterBlock(
@@ -30,10 +25,14 @@ BLOCKS = (
 def spec(ratio: float = 0.9, sub_group_size: int = 1000, mode: str = "superoffload", engine: str = "so-tui") -> RunSpec:
     return RunSpec(
         name="small",
-        model=ModelSpec(id="x", parameters=BLOCKS),
+        model=ModelSpec(id="x", parameters=BLOCKS, config=CONFIG),
         data=DataSpec(source="x"),
         offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=engine),  # type: ignore[arg-type]
     )
+
+
+def state_layout(given: RunSpec, ranks: int) -> StateLayout:
+    return profile_of(given.model).layout(ranks, given.offload)
 
 
 @pytest.mark.parametrize(("numel", "ranks", "share"), [(8, 1, 8), (8, 4, 2), (9, 4, 3), (1, 4, 1), (0, 4, 0)])
@@ -71,7 +70,7 @@ def test_the_table_expands_in_order_with_indices_filled_in() -> None:
 
 
 def test_decay_comes_first_and_tied_tensors_count_once() -> None:
-    layout = state_layout(spec(), ranks=2)
+    layout = state_layout(spec(), 2)
     assert layout.parameters == 800 + 3 * (8 + 264)
     assert [sub_group.group for sub_group in layout.sub_groups] == ["decay", "no-decay"]
     assert layout.sub_groups[0].names == ("embed.weight", "layers.0.up.weight", "layers.1.up.weight", "layers.2.up.weight")
@@ -80,9 +79,9 @@ def test_decay_comes_first_and_tied_tensors_count_once() -> None:
 
 
 def test_state_bytes_by_device() -> None:
-    layout = state_layout(spec(ratio=0.5, sub_group_size=1000), ranks=1)
+    layout = state_layout(spec(ratio=0.5, sub_group_size=1000), 1)
     assert [(sub_group.numel, sub_group.device) for sub_group in layout.sub_groups] == [(1064, "cpu"), (528, "cpu"), (24, "cpu")]
-    layout = state_layout(spec(ratio=0.3, sub_group_size=1000), ranks=1)
+    layout = state_layout(spec(ratio=0.3, sub_group_size=1000), 1)
     assert layout.gpu_sub_groups == 1
     assert (layout.gpu_numel, layout.cpu_numel) == (1064, 552)
     states = layout.master_weights_bytes("cpu") + layout.gradients_bytes("cpu") + layout.moments_bytes("cpu")
@@ -106,5 +105,29 @@ def test_more_ratio_never_puts_more_on_the_gpu() -> None:
 
 def test_a_spec_without_a_table_is_an_input_error() -> None:
     bare = RunSpec(name="bare", model=ModelSpec(id="x"), data=DataSpec(source="x"))
-    with pytest.raises(InputError, match=r"model\.parameters"):
-        state_layout(bare, 1)
+    with pytest.raises(InputError) as caught:
+        profile_of(bare.model)
+    assert [problem.code for problem in caught.value.problems] == ["missing-parameter-table"]
+
+
+def test_a_profile_is_made_once_for_a_model_and_its_layouts_once() -> None:
+    given = spec()
+    profile = profile_of(given.model)
+    again = profile_of(msgspec.structs.replace(given.model, activation_checkpointing="none", config=dict(CONFIG)))
+    assert again is profile, "recomputation is no property of the model"
+    assert profile.layout(2, given.offload) is profile.layout(2, spec().offload)
+    assert profile.gpu_numel(2, given.offload, 0.0) == profile.layout(2, spec(ratio=0.0).offload).gpu_numel > 0
+
+
+def test_a_profile_knows_the_largest_layer_and_the_tied_head() -> None:
+    profile = profile_of(spec().model)
+    assert (profile.largest_layer, profile.largest_layer_tensor, profile.largest_parameter) == (8 + 264, 264, 800)
+    assert profile.tied_head
+    assert profile.small_parameters == profile.parameters == 800 + 3 * (8 + 264)
+
+
+def test_a_forward_pass_uses_sub_groups_by_the_products_before_them() -> None:
+    profile = profile_of(spec(sub_group_size=1).model)
+    spans = profile.compute_spans(1, 1)
+    assert spans[0] == (0.0, 0.0), "the embedding takes no time"
+    assert [round(end, 3) for _, end in spans[1:4]] == [0.333, 0.667, 1.0]

@@ -7,8 +7,9 @@ from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import Figures, Probe, Rates, calibration_of, model_key, path_of, store
-from so_tui.plan.constants import digest, published_speed
-from so_tui.plan.types import Workload
+from so_tui.plan.constants import Calibrated, SpeedSource, digest, published_speed
+from so_tui.plan.terms import TermKind
+from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
 
@@ -29,13 +30,18 @@ RATES = Rates(
 )
 
 
+def source_of(plan: Plan) -> SpeedSource:
+    assert isinstance(plan.speed_source, SpeedSource)
+    return plan.speed_source
+
+
 def test_plans_use_the_machines_own_rates_and_say_so() -> None:
     before = make_plan(SPEC, H200)
     path = store(H200, rates=RATES)
     after = make_plan(SPEC, H200)
     assert path == path_of(H200)
-    assert "calibrated here on 2026-11-21" in after.speed_source
-    assert "calibrated" not in before.speed_source
+    assert source_of(after).calibrated == Calibrated(date=RATES.measured)
+    assert source_of(before).calibrated is None
     assert before.step is not None
     assert after.step is not None
     assert after.step.forward_s > 1.5 * before.step.forward_s
@@ -46,7 +52,8 @@ def test_what_was_not_measured_stays_as_published() -> None:
     plan = make_plan(SPEC, H200)
     published = published_speed("NVIDIA H200")
     assert published is not None
-    assert published.source in plan.speed_source
+    assert source_of(plan).published == published.source
+    assert source_of(plan).calibrated is not None
     assert plan.step is not None
 
 
@@ -63,7 +70,7 @@ def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
 def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_not() -> None:
     store(H200, rates=RATES)
     twin = replace(H200, hostname="node7")
-    assert f"on {H200.hostname}, a machine like this one" in make_plan(SPEC, twin).speed_source
+    assert source_of(make_plan(SPEC, twin)).calibrated == Calibrated(date=RATES.measured, host=H200.hostname)
     assert calibration_of(x86("NVIDIA H200", cores=32)) is None
     assert calibration_of(superchips(1)) is None
 
@@ -120,11 +127,14 @@ def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
     unprobed = recommend(other, H200, 1)
     probe = probe_of(1.2, 1.5)
     assert store(H200, probe=probe) == store(H200, probe=probe)
-    assert calibration_of(H200).probes == (probe,)  # type: ignore[union-attr]
+    known = calibration_of(H200)
+    assert known is not None
+    assert known.probes == (probe,)
     plan = make_plan(SPEC, H200)
     assert plan.gpu_reserved_bytes == probe.actual.gpu_reserved_bytes
     assert plan.gpu_bytes == pytest.approx(probe.actual.gpu_device_bytes, rel=0.001)
-    assert "probe" in plan.speed_source
+    assert source_of(plan).probed
+    assert not source_of(unprobed).probed
     uncorrected = make_plan(SPEC, replace(H200, hostname="elsewhere", cpu_name="other"), workload=probe.workload)
     assert plan.step is not None
     assert uncorrected.step is not None
@@ -149,5 +159,5 @@ def test_what_a_superoffload_probe_measured_as_waiting_is_no_faster_forward() ->
 def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
     store(H200, probe=probe_of(1.0, -30.0))
     plan = make_plan(SPEC, H200)
-    assert [term.bytes for term in plan.breakdown if term.name == "allocator slack"] == [0]
+    assert [term.bytes for term in plan.breakdown if term.kind is TermKind.ALLOCATOR_SLACK] == [0]
     assert all(term.bytes >= 0 for term in plan.breakdown)

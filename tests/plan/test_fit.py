@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import sys
 from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from benchmarks import planner, planner_fit
+from benchmarks.planner_settings import h200_host
 from so_tui.launch.probe import Measured
 from so_tui.plan.constants import Constants, constants, published_speed, using
+from so_tui.plan.resources import resources_of
 from so_tui.plan.types import Workload
 from so_tui.spec import find_preset, with_values
 from tests.support.machines import x86
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import planner
-import planner_fit
-from planner_settings import h200_host
 
 TRUTH = replace(
     constants(),
@@ -46,17 +42,18 @@ CHECKED = json.loads(planner_fit.CHECKED.read_text())
 
 def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
     spec = with_values(find_preset("qwen3-4b-random").spec, {"gpus": "1", "model.activation_checkpointing": "full"} | changes)
-    site = planner_fit.site_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), spec.gpus, 0.9)
-    site = replace(site, speed=published_speed("NVIDIA H200"), probes=())
+    resources = resources_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), spec.gpus, 0.9)
+    resources = dataclasses.replace(resources, speed=published_speed("NVIDIA H200"))
     nothing = planner_fit.Figures(
         step_s=1, forward_s=1, backward_s=1, exposed_optimizer_s=1, gpu_reserved_bytes=1, gpu_device_bytes=1, host_bytes=1
     )
     measured = Measured(figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), steps=4)
-    empty = planner_fit.Case(spec, site, measured)
+    empty = planner_fit.Case(spec, resources, measured)
     with using(made_by):
-        return planner_fit.Case(spec, site, replace(measured, figures=planner_fit.predicted(empty)))
+        return planner_fit.Case(spec, resources, replace(measured, figures=planner_fit.predicted(empty)))
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_what_it_was_fitted_to() -> None:
     cases = [case(changes, TRUTH) for changes in SETTINGS]
     found = planner_fit.fitted(cases)
@@ -125,7 +122,7 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rows", [KEPT, CHECKED], ids=["what the constants rest on", "the check"])
 def test_the_docs_show_what_was_measured(rows: list[dict[str, Any]]) -> None:
-    shown = (planner_fit.CHECKED.parents[2] / "docs" / "planner.md").read_text()
+    shown = (planner_fit.CHECKED.parents[2] / "benchmarks" / "planner.md").read_text()
     _, _, table = planner_fit.tables(rows).partition("\n")
     assert table.strip() in shown
 
@@ -167,7 +164,7 @@ def first_row(size: str, name: str) -> dict[str, Any]:
 
 def tokens_per_s(row: dict[str, Any]) -> float:
     found = row["measured"]
-    return row["setting"]["micro_batch"] * 4096 * found["workload"]["useful_share"] / found["figures"]["step_s"]
+    return float(row["setting"]["micro_batch"] * 4096 * found["workload"]["useful_share"] / found["figures"]["step_s"])
 
 
 def test_the_constants_file_is_written_as_it_is_read() -> None:
@@ -194,7 +191,7 @@ def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
     seconds: dict[int, float] = {}
     for setting in planner.SETS[name]:
         plan, needed_s = planner.planned(setting, h200_host(setting.gpus), arguments)
-        assert plan.verdict == "fits", (setting, plan.reasons)
+        assert plan.verdict == "fits", (setting, plan.reason_texts)
         seconds[setting.gpus] = seconds.get(setting.gpus, 0.0) + needed_s
     assert max(seconds.values()) < 620
     assert sum(seconds.values()) < 25 * 60

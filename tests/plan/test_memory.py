@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.activations import block_bytes, expert_kept_bytes, expert_peak_bytes, kept_bytes
+from so_tui.model.activations import block_bytes, expert_peak_bytes, expert_stored_bytes, stored_bytes
 from so_tui.model.architecture import architecture
-from so_tui.model.layout import Parameter, layout_of, state_layout
+from so_tui.model.layout import Parameter, StateLayout, layout_of
+from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.host_memory import LOADING, SAVING, GradientBlocks, gradient_blocks
+from so_tui.plan.host_memory import GradientBlocks, gradient_blocks
 from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
-from so_tui.plan.types import MemoryTerm
+from so_tui.plan.placement import Placement
+from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86
 
@@ -23,12 +25,26 @@ def spec_of(name: str, **offload: object) -> RunSpec:
     return replace(spec, offload=replace(spec.offload, **offload))
 
 
+def state_layout(spec: RunSpec, ranks: int) -> StateLayout:
+    return profile_of(spec.model).layout(ranks, spec.offload)
+
+
+def placed(spec: RunSpec, ranks: int, *, has_gpu: bool = True) -> Placement:
+    profile, layout = profile_of(spec.model), state_layout(spec, ranks)
+    return Placement(spec=spec, profile=profile, layout=layout, has_gpu=has_gpu, local_ranks=ranks)
+
+
 def terms_of(spec: RunSpec, ranks: int, *, has_gpu: bool = True) -> tuple[MemoryTerm, ...]:
-    return memory_terms(spec, state_layout(spec, ranks), architecture(spec.model.config), has_gpu=has_gpu, local_ranks=ranks)
+    return memory_terms(placed(spec, ranks, has_gpu=has_gpu))
 
 
-def total(terms: tuple[MemoryTerm, ...], place: str) -> int:
-    return sum(term.bytes for term in terms if term.place == place)
+def only(terms: tuple[MemoryTerm, ...], kind: TermKind) -> MemoryTerm:
+    (term,) = (term for term in terms if term.kind is kind)
+    return term
+
+
+def total(terms: tuple[MemoryTerm, ...], location: str) -> int:
+    return sum(term.bytes for term in terms if term.location == location)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +78,7 @@ def test_states_under_deepspeed_are_what_its_own_partition_gives(
     assert 8 * layout.cpu_numel / 1e9 == pytest.approx(shm_gb, rel=0.01)
     assert layout.weights_bytes / 1e9 == pytest.approx(weights_gb, rel=0.01)
     assert 16 * layout.gpu_numel / 1e9 == pytest.approx(gpu_states_gb, rel=0.02)
-    exact = sum(term.bytes for term in terms_of(spec, ranks) if term.place == "node" and term.confidence == "exact")
+    exact = sum(term.bytes for term in terms_of(spec, ranks) if term.location == "node" and term.confidence == "exact")
     assert exact == states
 
 
@@ -70,17 +86,17 @@ def test_our_engine_needs_fourteen_bytes_where_deepspeeds_needs_sixteen() -> Non
     ours = spec_of("qwen3-14b", mode="superoffload", ratio=1.0)
     theirs = spec_of("qwen3-14b", mode="superoffload", ratio=1.0, engine="deepspeed")
     parameters = state_layout(ours, 1).numel
-    named = {term.name: term.bytes for term in terms_of(ours, 1) if term.place == "node"}
-    assert named["masters"] + named["moments"] + named["exchange with the GPU"] == 14 * parameters
+    sizes = {term.kind: term.bytes for term in terms_of(ours, 1) if term.location == "node"}
+    assert sizes[TermKind.MASTER_WEIGHTS] + sizes[TermKind.MOMENTS] + sizes[TermKind.STAGING_BUFFER] == 14 * parameters
     assert total(terms_of(theirs, 1), "node") > total(terms_of(ours, 1), "node")
     assert total(terms_of(ours, 1), "shm") == 0
 
 
 def test_the_gpu_mode_holds_sixteen_bytes_a_parameter_on_the_gpu() -> None:
     spec = spec_of("llama-3.1-8b", mode="gpu")
-    named = {term.name: term.bytes for term in terms_of(spec, 1) if term.place == "gpu"}
-    states = named["weights"] + named["masters"] + named["moments"] + named["gradients"]
-    assert states == 16 * state_layout(spec, 1).numel
+    sizes = {term.kind: term.bytes for term in terms_of(spec, 1) if term.location == "gpu"}
+    kinds = (TermKind.WEIGHTS, TermKind.MASTER_WEIGHTS, TermKind.MOMENTS, TermKind.GRADIENTS)
+    assert sum(sizes[kind] for kind in kinds) == 16 * state_layout(spec, 1).numel
 
 
 @pytest.mark.parametrize("engine", ["so-tui", "deepspeed"])
@@ -105,7 +121,10 @@ def test_larger_batches_need_more_activations_and_the_same_states() -> None:
     small = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "1"}), 1)
     large = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "8"}), 1)
     assert total(large, "gpu") > total(small, "gpu")
-    exact = [[term.bytes for term in terms if term.name in ("weights", "masters", "moments")] for terms in (small, large)]
+    exact = [
+        [term.bytes for term in terms if term.kind in (TermKind.WEIGHTS, TermKind.MASTER_WEIGHTS, TermKind.MOMENTS)]
+        for terms in (small, large)
+    ]
     assert exact[0] == exact[1]
 
 
@@ -143,7 +162,7 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
 def test_whatever_makes_a_run_save_takes_disk_and_host_memory(changes: dict[str, str], copies: int) -> None:
     plan = make_plan(with_values(spec_of("qwen3-14b", mode="superoffload", ratio=0.5), changes), superchips(4))
     assert plan.disk_peak_bytes == copies * plan.disk_bytes
-    assert any(term.name == SAVING for term in plan.breakdown) == bool(copies)
+    assert any(term.kind is TermKind.SAVING for term in plan.breakdown) == bool(copies)
 
 
 MEASURED = {"gpus": "1", "model.activation_checkpointing": "full", "model.kernels": "plain", "offload.ratio": "0.9"}
@@ -161,19 +180,19 @@ def test_measured_host_memory_is_met(mode: str, host_gb: float) -> None:
 def test_the_norm_of_deepspeeds_cpu_optimizer_takes_room_for_a_chunk_in_double_precision() -> None:
     """On one H200 torch's memory history shows 2.79 GB on the stream of the reductions: 2 B x 400 M, and 8 B x 250 M."""
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "zerooffload"})
-    (reduced,) = (term for term in terms_of(spec, 1) if term.name == "buckets being reduced")
+    reduced = only(terms_of(spec, 1), TermKind.BUCKETS_IN_REDUCTION)
     assert reduced.bytes / 1e9 == pytest.approx(2.79, abs=0.03)
-    (halved,) = (term for term in terms_of(spec, 2) if term.name == "buckets being reduced")
+    halved = only(terms_of(spec, 2), TermKind.BUCKETS_IN_REDUCTION)
     assert halved.bytes == 2 * 400_000_000 + 8 * 151_936 * 2560 // 2
 
 
-def test_newer_torch_rounds_no_page_locked_memory() -> None:
+def test_newer_torch_rounds_no_pinned_memory() -> None:
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "zerooffload"})
     host = x86("NVIDIA H200")
     old, new = (make_plan(spec, replace(host, software=replace(host.software, torch=version))) for version in ("2.12.1", "2.13.0"))
     assert old.host_bytes_per_node[0] > new.host_bytes_per_node[0]
     layout = state_layout(new.spec, 1)
-    exact = sum(term.bytes for term in new.breakdown if term.place == "node" and term.confidence == "exact")
+    exact = sum(term.bytes for term in new.breakdown if term.location == "node" and term.confidence == "exact")
     assert exact == 16 * layout.cpu_numel + 2 * layout.numel
 
 
@@ -185,18 +204,16 @@ def test_newer_torch_rounds_no_page_locked_memory() -> None:
     ],
 )
 def test_what_several_gpus_gather_is_bounded(preset: str, gathered_gb: float) -> None:
-    """Whatever the mode: the host's lead and, of small layers, the embedding twice; of large ones the two that are next and a copy."""
+    """Whatever the mode: the host's run-ahead and, of small layers, the embedding twice; of large ones the next two and a copy."""
     spec = with_values(PRESETS[preset].spec, {"offload.mode": "superoffload", "gpus": "4"})
     for ranks in (2, 4):
-        (gathered,) = (term for term in terms_of(spec, ranks) if term.name == "gathered parameters")
+        gathered = only(terms_of(spec, ranks), TermKind.GATHERED_PARAMETERS)
         assert gathered.bytes / 1e9 == pytest.approx(gathered_gb, rel=0.01)
 
 
 def test_only_the_fullest_phase_counts() -> None:
     spec = spec_of("qwen3-14b", mode="superoffload", ratio=0.9)
-    layout, shape = state_layout(spec, 1), architecture(spec.model.config)
-    everything = all_terms(spec, layout, shape, has_gpu=True, local_ranks=1)
-    peaks = phase_bytes(everything, "gpu")
+    peaks = phase_bytes(all_terms(placed(spec, 1)), "gpu")
     assert total(terms_of(spec, 1), "gpu") == max(peaks.values())
     assert set(peaks) == {"loss", "backward", "optimizer"}
 
@@ -211,7 +228,7 @@ def test_keeping_more_takes_more(name: str) -> None:
 def test_what_is_kept_of_experts_is_what_a_token_meets_of_them() -> None:
     """Gate and up, and 16 B for its place with each; only the trainer's own path can keep them."""
     shape = architecture(PRESETS["qwen3-30b-a3b"].spec.model.config)
-    fused, plain = (kept_bytes(shape, "selective", fused=fused) for fused in (True, False))
+    fused, plain = (stored_bytes(shape, "selective", fused=fused) for fused in (True, False))
     assert fused - plain == 2 * 2 * 8 * 768 + 16 * 8
 
 
@@ -221,12 +238,12 @@ def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: i
     and of the trainer's forward."""
     shape = architecture(PRESETS[name].spec.model.config)
     rows, f, router = shape.experts_per_token * shape.hidden, shape.active_intermediate, 8 * shape.experts
-    assert expert_kept_bytes(shape, fused=False) == 4 * rows + width * f + router
-    assert expert_peak_bytes(shape, fused=False) == expert_kept_bytes(shape, fused=False) + 6 * rows
-    assert expert_kept_bytes(shape, fused=True) == 2 * rows + 6 * f + router
-    assert expert_kept_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=False)
+    assert expert_stored_bytes(shape, fused=False) == 4 * rows + width * f + router
+    assert expert_peak_bytes(shape, fused=False) == expert_stored_bytes(shape, fused=False) + 6 * rows
+    assert expert_stored_bytes(shape, fused=True) == 2 * rows + 6 * f + router
+    assert expert_stored_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=False)
     # Backward of a layer holds what the layer keeps, and more.
-    assert block_bytes(shape, fused=True) > kept_bytes(shape, "none", fused=True)
+    assert block_bytes(shape, fused=True) > stored_bytes(shape, "none", fused=True)
 
 
 GRADIENTS = 1_000_000
@@ -241,7 +258,7 @@ def blocks_of(numels: list[int], on_gpu: int, partition: int, *, rounded: bool =
 
 
 def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True) -> float:
-    return blocks_of(numels, on_gpu, partition, rounded=rounded).making / 1e6
+    return blocks_of(numels, on_gpu, partition, rounded=rounded).allocating / 1e6
 
 
 def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partition_twice() -> None:
@@ -254,7 +271,7 @@ def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partiti
     assert beside_mb([GRADIENTS, GRADIENTS, GRADIENTS // 4], 2, 4_000_000) == pytest.approx(4 + 4 - 2**20 / 1e6)
 
 
-def test_a_block_stays_page_locked_where_no_other_of_its_size_follows() -> None:
+def test_a_block_stays_pinned_where_no_other_of_its_size_follows() -> None:
     """Seen on an H200: 1.7 billion parameters, `zerooffload` 0.3, 2.15 GB more of the host while training than without that block."""
     assert blocks_of([GRADIENTS, GRADIENTS // 4], 1, 2_000_000).unused == 2**22
     assert blocks_of([GRADIENTS, GRADIENTS], 1, 2_000_000).unused == 0
@@ -263,7 +280,7 @@ def test_a_block_stays_page_locked_where_no_other_of_its_size_follows() -> None:
 
 def test_every_rank_of_deepspeeds_engine_has_a_worker_with_a_context() -> None:
     spec = spec_of("qwen3-4b-random", mode="superoffload", engine="deepspeed")
-    sizes = [sum(term.bytes for term in terms_of(spec, ranks) if term.name == "context of the Adam worker") for ranks in (1, 4)]
+    sizes = [only(terms_of(spec, ranks), TermKind.WORKER_CONTEXT).bytes for ranks in (1, 4)]
     assert sizes[1] == 4 * sizes[0] > 0
 
 
@@ -271,13 +288,13 @@ def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() ->
     spec = with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4"})
     plan = make_plan(spec, superchips(4))
     assert len({plan.host_bytes_per_node[node] for node in (1, 2, 3)}) == 1
-    (loading,) = (term for term in plan.breakdown if term.name == LOADING)
+    loading = only(plan.breakdown, TermKind.LOADING)
     assert loading.bytes == pytest.approx(2 * state_layout(plan.spec, 4).numel, rel=0.05)
     offloaded = make_plan(with_values(spec, {"offload.mode": "superoffload"}), superchips(4))
-    assert all(term.name != LOADING for term in offloaded.breakdown)
+    assert all(term.kind is not TermKind.LOADING for term in offloaded.breakdown)
 
 
 def test_terms_add_up_to_the_plan() -> None:
     plan = make_plan(with_values(PRESETS["qwen3-14b"].spec, {"gpus": "2", "offload.ratio": "0.6"}), superchips(4))
-    assert sum(term.bytes for term in plan.breakdown if term.place == "gpu") == plan.gpu_bytes
-    assert sum(term.bytes for term in plan.breakdown if term.place == "node" and term.rank is None) == plan.host_bytes_per_node[1]
+    assert sum(term.bytes for term in plan.breakdown if term.location == "gpu") == plan.gpu_bytes
+    assert sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None) == plan.host_bytes_per_node[1]

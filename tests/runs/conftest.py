@@ -1,4 +1,4 @@
-"""What the tests of the run directory share: a run, and records."""
+"""Fixtures for tests of the run directory: a run, and records."""
 
 from __future__ import annotations
 

@@ -80,14 +80,14 @@ def test_runs_are_listed_newest_first_wherever_they_were_made(spec: RunSpec, tmp
     assert find_run(str(runs[3].path)) == runs[3]
 
 
-def test_a_probe_is_nobodys_latest_run_and_found_by_its_path(spec: RunSpec) -> None:
+def test_a_probe_is_never_latest_and_found_by_its_path(spec: RunSpec) -> None:
     mine, probe = create_run(spec), create_run(spec, probes_dir())
     assert list_runs() == (mine,)
     assert find_run("latest") == mine
     assert find_run(str(probe.path)) == probe
 
 
-def test_folders_that_are_gone_are_passed_over(spec: RunSpec, tmp_path: Path) -> None:
+def test_missing_folders_are_skipped(spec: RunSpec, tmp_path: Path) -> None:
     kept = create_run(spec)
     gone = create_run(spec, tmp_path / "scratch")
     subprocess.run(["rm", "-r", gone.path.parent], check=True)

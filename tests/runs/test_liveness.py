@@ -71,22 +71,22 @@ def test_a_run_lives_while_any_of_its_processes_does(run: RunDirectory, sleeper:
     truth = state_with_truth(run)
     assert truth.state == "lost"
     assert truth.exit_code == 1
-    assert "gone" in truth.reason
+    assert state.host in truth.reason
     assert "so-tui resume" in truth.suggestion
 
 
-def test_a_supervisor_alone_keeps_a_run_alive(run: RunDirectory, sleeper: Sleeper) -> None:
+def test_a_supervisor_by_itself_keeps_a_run_alive(run: RunDirectory, sleeper: Sleeper) -> None:
     state = recorded(run, state="starting", supervisor=known(sleeper.pid))
     assert supervised(state)
     assert state_with_truth(run) == state
 
 
-def test_a_run_that_no_supervisor_took_yet_is_not_lost(run: RunDirectory) -> None:
+def test_a_run_without_a_supervisor_yet_is_not_lost(run: RunDirectory) -> None:
     assert state_with_truth(run).state == "created"
 
 
 @pytest.mark.parametrize(("ended", "code"), [("finished", 0), ("stopped", 4), ("failed", 1)])
-def test_the_trainers_last_word_counts_when_the_supervisor_could_not_write_it(
+def test_the_trainers_end_record_counts_if_the_supervisor_could_not_write_the_state(
     run: RunDirectory, step: Callable[..., StepRecord], ended: str, code: int
 ) -> None:
     recorded(run)
@@ -99,7 +99,7 @@ def test_the_trainers_last_word_counts_when_the_supervisor_could_not_write_it(
     assert end_of_attempt(run, 2) is None
 
 
-def test_a_final_state_stands(run: RunDirectory) -> None:
+def test_a_final_state_is_not_corrected(run: RunDirectory) -> None:
     state = recorded(run, state="finished", exit_code=0)
     assert state_with_truth(run) == state
 
@@ -121,7 +121,7 @@ def test_a_run_of_another_host_is_judged_by_its_heartbeat_and_our_clock(run: Run
     assert state_with_truth(run, watch).state == "training"
 
 
-def test_requests_are_kept_until_they_are_carried_out(run: RunDirectory) -> None:
+def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
     assert control.pending(run) == frozenset()
     control.request(run, "stop", reason="time limit")
     control.request(run, "checkpoint")

@@ -42,7 +42,7 @@ def all_lines(path: Path) -> Iterator[str]:
         (b"", ""),
     ],
 )
-def test_a_line_reads_as_a_terminal_would_leave_it(raw: bytes, shown: str) -> None:
+def test_a_line_reads_as_a_terminal_shows_it(raw: bytes, shown: str) -> None:
     assert readable(raw) == shown
 
 
@@ -142,7 +142,7 @@ def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_plac
     assert content.count(b"were dropped here") == 1
 
 
-def test_a_reader_that_slept_is_told_what_it_missed(tmp_path: Path) -> None:
+def test_a_slow_reader_reports_what_it_missed(tmp_path: Path) -> None:
     path = tmp_path / "log"
     head, tail = 100, 300
     reader = LogReader(path, head_bytes=head)
@@ -180,7 +180,7 @@ def test_the_log_of_the_newest_attempt_is_followed(run: RunDirectory) -> None:
     assert log_readers(run)[0].tail(5) == ("c",)
 
 
-def test_secrets_are_not_kept() -> None:
+def test_secrets_are_redacted() -> None:
     kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4", "HF_TOKEN": "", "XAUTHORITY": "/x"}
     secret = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "my_passwd", "GH_AUTH"), "s3cr3t")
     assert redact(kept) == kept

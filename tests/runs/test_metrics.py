@@ -95,7 +95,7 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_diverged_survives_and_is_a_gap_in_the_chart(run: RunDirectory, step: Step, loss: float) -> None:
+def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(run: RunDirectory, step: Step, loss: float) -> None:
     write(run, 1, [step(0, loss=2.0), step(1, loss=loss, gradient_norm=None), step(2, loss=1.0)])
     reader = RunReader(run)
     records = read_all(reader)
@@ -108,7 +108,7 @@ def test_a_loss_that_diverged_survives_and_is_a_gap_in_the_chart(run: RunDirecto
     assert math.isnan(columns[1].minimum)
 
 
-def test_unknown_kinds_and_fields_and_broken_lines_are_passed_over(run: RunDirectory, step: Step) -> None:
+def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(run: RunDirectory, step: Step) -> None:
     write(run, 1, [step(0), step(1)])
     path = segments(run.metrics_dir)[1]
     newer = msgspec.json.decode(msgspec.json.encode(step(2)))
@@ -120,7 +120,7 @@ def test_unknown_kinds_and_fields_and_broken_lines_are_passed_over(run: RunDirec
     assert [record.step for record in read_all(RunReader(run)) if isinstance(record, StepRecord)] == [0, 1, 2]
 
 
-def test_a_torn_line_waits_for_its_rest(run: RunDirectory, step: Step) -> None:
+def test_an_incomplete_line_waits_for_its_rest(run: RunDirectory, step: Step) -> None:
     write(run, 1, [step(0)], close=False)
     reader = RunReader(run)
     assert len(read_all(reader)) == 1
@@ -246,7 +246,7 @@ def test_without_indexes_the_segments_are_read_themselves(run: RunDirectory, ste
     assert losses(reader, 500) == [float(i) for i in range(500)]
 
 
-def test_a_missing_index_is_made_up_for(run: RunDirectory, step: Step) -> None:
+def test_a_missing_index_is_written_later(run: RunDirectory, step: Step) -> None:
     writer = write(run, 1, [step(i) for i in range(100)], close=False, segment_bytes=20_000)
     first = index_path(segments(run.metrics_dir)[1])
     first.unlink()
@@ -255,7 +255,7 @@ def test_a_missing_index_is_made_up_for(run: RunDirectory, step: Step) -> None:
     assert first.exists()
 
 
-def test_a_full_disk_is_told_and_does_not_spoil_the_next_record(run: RunDirectory, step: Step) -> None:
+def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(run: RunDirectory, step: Step) -> None:
     writer = write(run, 1, [step(0)], close=False)
     size = segments(run.metrics_dir)[1].stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

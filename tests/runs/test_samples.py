@@ -8,15 +8,15 @@ import pytest
 
 from so_tui.runs import RunDirectory, RunReader, SampleWriter
 from so_tui.runs.records import GpuSample, NodeSample, Sample
-from so_tui.runs.rollup import alone, roll_up
-from so_tui.runs.samples import FLOORS, Floor, SampleReader
+from so_tui.runs.rollup import roll_up, single
+from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader
 
 BEGIN = 1_000_000_000.0
 SMALL = (
-    Floor("raw-", 0, 40_000, 8_000),
-    Floor("10s-", 10, 40_000, 8_000),
-    Floor("60s-", 60, 40_000, 8_000),
-    Floor("600s-", 600, 80_000, 8_000),
+    Resolution("raw-", 0, 40_000, 8_000),
+    Resolution("10s-", 10, 40_000, 8_000),
+    Resolution("60s-", 60, 40_000, 8_000),
+    Resolution("600s-", 600, 80_000, 8_000),
 )
 
 
@@ -47,7 +47,7 @@ def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
 
 
 def test_mean_and_peak_of_a_roll_up() -> None:
-    whole = roll_up([alone(sample(i, busy=busy, power_w=power)) for i, (busy, power) in enumerate([(10, None), (20, 100.0), (90, 200.0)])])
+    whole = roll_up([single(sample(i, busy=busy, power_w=power)) for i, (busy, power) in enumerate([(10, None), (20, 100.0), (90, 200.0)])])
     assert whole.samples == 3
     assert (whole.mean.time, whole.mean.interval_s) == (BEGIN + 2, 3.0)
     assert whole.mean.nodes[0].cores == (40, 40)
@@ -56,13 +56,13 @@ def test_mean_and_peak_of_a_roll_up() -> None:
     assert whole.mean.gpus[0].temperature_c is None
     assert whole.mean.run_cpu_s == pytest.approx(1.2)
     assert whole.peak.run_cpu_s == pytest.approx(2.7)
-    again = roll_up([whole, alone(sample(3, busy=0))])
+    again = roll_up([whole, single(sample(3, busy=0))])
     assert again.mean.nodes[0].cores == (30, 30)
     assert again.peak.nodes[0].cores == (90, 90)
 
 
 def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> None:
-    writer = SampleWriter(run, "node1", floors=SMALL)
+    writer = SampleWriter(run, "node1", resolutions=SMALL)
     hours = 6
     largest = 0
     for second in range(hours * 3600):
@@ -70,8 +70,8 @@ def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> Non
         if second % 500 == 0:
             largest = max(largest, total_bytes(run.samples_dir("node1")))
     writer.close()
-    assert largest <= sum(floor.cap_bytes for floor in SMALL)
-    reader = SampleReader(run, "node1", floors=SMALL)
+    assert largest <= sum(resolution.cap_bytes for resolution in SMALL)
+    reader = SampleReader(run, "node1", resolutions=SMALL)
     for rows in (20, 100, 2000):
         history = reader.history(BEGIN, BEGIN + hours * 3600, rows)
         times = [row.mean.time for row in history]
@@ -85,7 +85,7 @@ def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> Non
     assert [row.mean for row in recent] == [sample(second, busy=50) for second in range(hours * 3600 - 60, hours * 3600)]
 
 
-def test_the_shares_hold_hours_and_weeks_of_a_big_machine(run: RunDirectory) -> None:
+def test_the_size_limits_cover_hours_and_weeks_of_a_big_machine(run: RunDirectory) -> None:
     nodes = tuple(
         NodeSample(id=i, cores=(100,) * 72, memory_used_bytes=123456789012, memory_total_bytes=123456789012, file_cache_bytes=12345678901)
         for i in range(4)
@@ -97,27 +97,27 @@ def test_the_shares_hold_hours_and_weeks_of_a_big_machine(run: RunDirectory) -> 
     big = Sample(attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4)
     writer.append(big)
     writer.close()
-    sizes = {floor.stem: (run.samples_dir("node1") / f"{floor.stem}000001.jsonl").stat().st_size for floor in FLOORS}
-    assert sum(floor.cap_bytes for floor in FLOORS) < 100_000_000
-    assert FLOORS[0].cap_bytes / sizes["raw-"] > 2.5 * 3600
-    assert FLOORS[-1].cap_bytes / sizes["600s-"] * 600 > 4 * 7 * 86400
+    sizes = {resolution.stem: (run.samples_dir("node1") / f"{resolution.stem}000001.jsonl").stat().st_size for resolution in RESOLUTIONS}
+    assert sum(resolution.cap_bytes for resolution in RESOLUTIONS) < 100_000_000
+    assert RESOLUTIONS[0].cap_bytes / sizes["raw-"] > 2.5 * 3600
+    assert RESOLUTIONS[-1].cap_bytes / sizes["600s-"] * 600 > 4 * 7 * 86400
 
 
 def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
     for attempt in (1, 2):
-        writer = SampleWriter(run, "node1", floors=SMALL)
+        writer = SampleWriter(run, "node1", resolutions=SMALL)
         for second in range(25):
             writer.append(sample(attempt * 25 + second, attempt=attempt))
         if attempt == 2:
             writer.close()  # the first one was killed
-    reader = SampleReader(run, "node1", floors=SMALL)
+    reader = SampleReader(run, "node1", resolutions=SMALL)
     assert len(reader.history(BEGIN, BEGIN + 100, 100)) == 50
     assert {row.mean.attempt for row in reader.history(BEGIN, BEGIN + 100, 5)} == {1, 2}
 
 
 def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None:
-    writer = SampleWriter(run, "node1", floors=SMALL)
-    reader = SampleReader(run, "node1", floors=SMALL)
+    writer = SampleWriter(run, "node1", resolutions=SMALL)
+    reader = SampleReader(run, "node1", resolutions=SMALL)
     writer.append(sample(0))
     assert reader.poll() == (sample(0),)
     for second in range(1, 2000):

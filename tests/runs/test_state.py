@@ -27,7 +27,7 @@ def test_a_run_took_the_time_of_its_attempts_and_not_what_lay_between(times: dic
     assert RunState(name="r", state="finished", **times).took_s == took_s  # type: ignore[arg-type]
 
 
-def test_what_is_written_over_a_state_is_read_whether_it_is_shorter_or_longer(tmp_path: Path) -> None:
+def test_an_overwritten_state_is_read_whether_it_is_shorter_or_longer(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     write_state(run, RunState(name="r", state="training", detail="x" * 200))
     for reason in ("full", "full" * 200):

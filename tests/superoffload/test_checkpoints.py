@@ -1,4 +1,4 @@
-"""Whole checkpoints in their folder, with a small engine of one rank: what counts, what is proven, what goes."""
+"""Whole checkpoints in their folder, with a small engine of one rank: which are used, how they are verified, which are removed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+import superoffload
 from so_tui.runs import RunDirectory, control
 from so_tui.spec import RunSpec
 from so_tui.spec.types import CheckpointSpec
@@ -24,7 +25,7 @@ from tests.support import engine as support
 
 
 @pytest.fixture(scope="module")
-def alone() -> Ranks:
+def one_rank() -> Ranks:
     support.ensure_process_group()
     return Ranks(0, 1, torch.device("cpu"), torch.distributed.new_group(backend="gloo"))
 
@@ -45,10 +46,10 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp_path: Path, alone: Ranks) -> None:
+def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=5)
     with support.engine(run) as made:
-        paths = [save(made, tmp_path, step, alone, run) for step in (5, 10, 15, 20, 25)]
+        paths = [save(made, tmp_path, step, one_rank, run) for step in (5, 10, 15, 20, 25)]
         assert checkpoint.newest(tmp_path) == (paths[4], checkpoint.read_manifest(paths[4]), ())
         cut_short(paths[4] / "optimizer" / "rank_00000.states")
         (paths[3] / "checkpoint.json").write_text('{"step":')
@@ -64,8 +65,8 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
             assert reason in damage.reason
         kept = checkpoint.set_aside(found.damaged[0].path)
         assert kept.name == "step-000025.damaged"
-        # What was set aside does not count, not even when the same step is saved and damaged again.
-        cut_short(save(made, tmp_path, 25, alone, run) / "checkpoint.json")
+        # Checkpoints set aside are ignored, even if the same step is saved and damaged again.
+        cut_short(save(made, tmp_path, 25, one_rank, run) / "checkpoint.json")
         assert checkpoint.set_aside(paths[4]).name == "step-000025.damaged.2"
         cut_short(paths[0] / "checkpoint.json")
         with pytest.raises(TrainingError, match=r"none of the checkpoints in .* can be read \(step-000020: "):
@@ -73,52 +74,52 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
     assert checkpoint.newest(tmp_path / "nowhere") is None
 
 
-def test_older_ones_stay_until_the_new_one_is_proven_readable(tmp_path: Path, alone: Ranks) -> None:
+def test_older_checkpoints_stay_until_the_new_one_is_verified(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
-        first = save(made, tmp_path, 1, alone, run)
+        first = save(made, tmp_path, 1, one_rank, run)
         partial = checkpoint_folder.begin(tmp_path, 2)
-        checkpoint.offload.save_state(made, checkpoint.optimizer_folder(partial))
+        superoffload.save_state(made, checkpoint.optimizer_folder(partial))
         states = checkpoint.optimizer_folder(partial) / "rank_00000.states"
-        states.write_bytes(bytes(states.stat().st_size))  # the disk did not keep what it was given
-        with pytest.raises(checkpoint.offload.OffloadError, match="does not hold what was written"):
+        states.write_bytes(bytes(states.stat().st_size))  # as if the disk had lost the data
+        with pytest.raises(superoffload.OffloadError, match="does not hold what was written"):
             checkpoint_folder.complete(partial, support.manifest(2, run))
         assert first.name in names(tmp_path)
         found = checkpoint.newest(tmp_path)
         assert found is not None
         assert found.path == first
         checkpoint.set_aside(found.damaged[0].path)
-        third = save(made, tmp_path, 3, alone, run)
+        third = save(made, tmp_path, 3, one_rank, run)
         assert names(tmp_path) == ["step-000002.damaged", third.name]
 
 
-def test_what_a_killed_save_left_is_removed_and_the_rest_is_restored_whole(tmp_path: Path, alone: Ranks) -> None:
+def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everything(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec()
     data = support.batches(4)
     with support.engine(run) as made:
         support.train(made, data[:2])
-        path = save(made, tmp_path, 2, alone, run)
+        path = save(made, tmp_path, 2, one_rank, run)
         drawn = torch.rand(3)
         losses = support.train(made, data[2:])
         checkpoint.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath("rank_00000.states").write_bytes(b"half")
-        checkpoint.load(made, path, checkpoint.read_manifest(path), alone)
+        checkpoint.load(made, path, checkpoint.read_manifest(path), one_rank)
         assert torch.equal(torch.rand(3), drawn)
         assert support.train(made, data[2:]) == losses
-        save(made, tmp_path, 4, alone, run)
+        save(made, tmp_path, 4, one_rank, run)
         assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
-def test_a_checkpoint_that_has_no_room_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
+def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: a checkpoint needs 1000000 TB, and ")
     assert "then resume" in caught.value.suggestion
 
 
-def test_one_bit_in_a_small_file_shows(tmp_path: Path, alone: Ranks) -> None:
+def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=5)
     with support.engine(run) as made:
-        paths = [save(made, tmp_path, step, alone, run) for step in (1, 2, 3)]
+        paths = [save(made, tmp_path, step, one_rank, run) for step in (1, 2, 3)]
     files = (paths[2] / "random.rank0.pt", paths[1] / "optimizer" / "rank_00000.json")
     for file, position in zip(files, (2000, files[1].read_bytes().index(b'"numel": ') + 9), strict=True):
         data = bytearray(file.read_bytes())
@@ -131,16 +132,16 @@ def test_one_bit_in_a_small_file_shows(tmp_path: Path, alone: Ranks) -> None:
         assert f"{file} does not hold what was written" in damage.reason
 
 
-def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path: Path, alone: Ranks) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
-        model = save(made, tmp_path / "model", 1, alone, run)
+        model = save(made, tmp_path / "model", 1, one_rank, run)
     folder, end = tmp_path / "run", time.monotonic() + 2
     folder.mkdir()
     shutil.copytree(model, folder / "step-000001")
 
     def go_on() -> None:
-        """As a run that saves and removes all the time."""
+        """Save and remove checkpoints all the time, as a run does."""
         for step in itertools.count(2):
             shutil.copytree(model, folder / "new.partial")
             (folder / "new.partial").rename(folder / f"step-{step:06d}")
@@ -157,14 +158,14 @@ def test_one_that_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path: Pat
     other.join()
 
 
-def test_the_clock_asks_for_a_checkpoint_of_the_next_step(tmp_path: Path, alone: Ranks) -> None:
+def test_the_clock_requests_a_checkpoint_of_the_next_step(tmp_path: Path, one_rank: Ranks) -> None:
     run = RunDirectory(tmp_path)
-    watched = Control(run, alone, every_s=0.2)
+    watched = Control(run, one_rank, every_s=0.2)
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
     time.sleep(0.2)
     assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
     time.sleep(0.15)
-    watched.saved()  # by the steps, say: a whole interval from here
+    watched.saved()  # for another reason, which starts a whole new interval
     time.sleep(0.1)
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
     control.request(run, "checkpoint")

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of the offload engine: pinned memory, copies beside computing, weights that land late."""
+"""Tests of the offload engine that need CUDA: pinned memory, copies concurrent with computation, weights that arrive late."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 import superoffload
 from so_tui.spec.types import RunSpec
-from superoffload.deepspeed_adapter.engine import sub_group_states, super_offload
-from tests.superoffload import test_ranks
+from superoffload.deepspeed_adapter.engine import sub_group_states
 from tests.support import engine as support
+from tests.support import rank_processes
 from tests.support.python_path import checkout_path
-from tests.support.reference_adamw import Reference, distance
+from tests.support.reference_adamw import Reference, core_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,29 +31,29 @@ pytestmark = [
 
 STEPS = 20
 WIDTH = 256
-"""Wide enough that copies and Adam take longer than handing them over: 1.6 million parameters, matrices of 131072."""
+"""Wide enough that copies and Adam take longer than queueing them: 1.6 million parameters, matrices of 131072."""
 SUB_GROUP = 300_000
 BUCKET = 200_000
-"""Elements. One matrix fills it, so every gradient is reduced in a bucket that the next one overwrites."""
+"""Elements. One matrix fills a bucket, so every gradient is reduced in a bucket that the next one overwrites."""
 
 
 @contextmanager
 def engine(run: RunSpec) -> Iterator[Any]:
     torch.manual_seed(run.train.seed)
     model = support.Model(width=WIDTH)
-    torch.nn.init.normal_(model.embedding.weight, std=0.02)  # the head too: with torch's 1.0 the first losses would be in the hundreds
+    torch.nn.init.normal_(model.embedding.weight, std=0.02)  # also the head: with torch's 1.0 the first losses would be in the hundreds
     with support.engine(run, model=model, bucket=BUCKET) as made:
         yield made
 
 
-def spec(mode: Literal["superoffload", "zerooffload", "gpu"], ratio: float, **settings: Any) -> RunSpec:
+def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
     return support.spec(mode, ratio, sub_group_size=SUB_GROUP, **{"learning_rate": 1e-3, **settings})
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("clipping", [0.0, 1e-3, 1e6])
 def test_twenty_steps_are_those_of_float32_adamw(clipping: float, accumulation: int) -> None:
-    """The host never waits for the GPU on behalf of the test: gradients are recorded there, and the reference is stepped at the end."""
+    """The test never makes the host wait for the GPU: gradients are recorded there, and the reference is stepped at the end."""
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
     with engine(spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation)) as made:
@@ -70,11 +70,9 @@ def test_twenty_steps_are_those_of_float32_adamw(clipping: float, accumulation: 
         assert superoffload.gradient_norm(made) == pytest.approx(norms[-1], rel=1e-6)
         assert len({group.on_gpu for group in reference.core.sub_groups}) == 2
         torch.cuda.synchronize()  # the last weights, which no forward has waited for
-        for state, expected in zip(sub_group_states(made), reference.masters, strict=True):
-            assert distance(state.master, expected.detach()) < 1e-6
-            assert distance(state.exp_avg, reference.optimizer.state[expected]["exp_avg"]) < 1e-6
-            assert distance(state.exp_avg_sq, reference.optimizer.state[expected]["exp_avg_sq"]) < 1e-6
-            assert torch.equal(state.weights, state.master.to(support.DEVICE, torch.bfloat16))
+        reference.assert_same_states(made)
+        for state in sub_group_states(made):
+            assert torch.equal(state.weights, state.master_weights.to(support.DEVICE, torch.bfloat16))
 
 
 def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
@@ -82,14 +80,14 @@ def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
     ends = []
     for lazy in (True, False):
         with engine(spec("superoffload", 0.5, clipping=1.0)) as made:
-            super_offload(made).lazy_weights = lazy  # type: ignore[union-attr]
+            core_of(made).lazy_weights = lazy
             ends.append((support.train(made, data), support.states(made, tmp_path / str(lazy))))
     assert ends[0] == ends[1]
 
 
 @contextmanager
 def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
-    """DeepSpeed moves this process to a share of its cores, which is undone here. Its worker must have ended with the engine."""
+    """Make an engine with DeepSpeed's own SuperOffload, undo its change of this process's cores, and check that its worker ends."""
     cores = os.sched_getaffinity(0)
     try:
         with engine(run) as made:
@@ -101,12 +99,12 @@ def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
 
 
 def test_losses_follow_deepspeeds_own_superoffload() -> None:
-    """Both do AdamW in float32 on the same bf16 gradients, but round differently in the last bit of a master now and then.
+    """Both run AdamW in float32 on the same bf16 gradients, but sometimes round the last bit of a master weight differently.
 
-    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight goes, the gradients of the next step differ too;
-    over 15 steps 2 % of the loss leaves room for this, and for nothing as large as a lost, doubled or late update.
+    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight is rounded, the next step's gradients differ, too.
+    Over 15 steps, 2 % of the loss allows for this, but not for a lost, doubled or late update.
     """
-    data = support.batches(1) * 15  # one batch, so the loss falls and tells whether updates are made
+    data = support.batches(1) * 15  # one batch, so that the loss falls if updates are made
     with deepspeeds_own(spec("superoffload", 1.0, implementation="deepspeed", learning_rate=3e-4)) as theirs:
         expected = support.train(theirs, data)
     with engine(spec("superoffload", 1.0, learning_rate=3e-4)) as ours:
@@ -116,7 +114,7 @@ def test_losses_follow_deepspeeds_own_superoffload() -> None:
 
 
 @pytest.mark.parametrize(("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 0.5), ("gpu", 0.0)])
-def test_a_resumed_run_goes_on_bit_by_bit(mode: Literal["superoffload", "zerooffload", "gpu"], ratio: float, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
     run = spec(mode, ratio, clipping=1.0)
     data = support.batches(15)
     with engine(run) as whole:
@@ -125,20 +123,21 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: Literal["superoffload", "zerooff
         losses = support.train(whole, data[5:])
         expected = support.states(whole, tmp_path / "whole")
     with engine(run) as second:
-        support.train(second, support.batches(2, seed=9))  # what it did before must leave no trace
+        support.train(second, support.batches(2, seed=9))  # what was trained before must have no effect
         superoffload.load_state(second, tmp_path / "middle")
         assert support.train(second, data[5:]) == losses
         assert support.states(second, tmp_path / "end") == expected
 
 
 def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Every mode, twenty steps; the worker ends with its rank."""
-    (rank,) = test_ranks.start("first", tmp_path, 1, accelerator="cuda")
-    worker = test_ranks.worker_of(rank)
+    """Twenty steps in every mode. The worker must end with its rank."""
+    script = Path(rank_processes.__file__).with_name("engine_ranks.py")
+    (rank,) = rank_processes.start(script, ["first", str(tmp_path)], 1, accelerator="cuda")
+    worker = rank_processes.worker_of(rank)
     rank.kill()
     rank.communicate()
-    assert test_ranks.gone([worker])
-    test_ranks.finish(test_ranks.start("second", tmp_path, 1, accelerator="cuda"))
+    assert rank_processes.gone([worker])
+    rank_processes.finish(rank_processes.start(script, ["second", str(tmp_path)], 1, accelerator="cuda"))
 
 
 def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> 
         support.train(first, support.batches(5))
         superoffload.save_state(first, tmp_path / "first")
     expected = support.by_name(tmp_path / "first")
-    modes: tuple[tuple[Literal["superoffload", "zerooffload", "gpu"], float], ...] = (
+    modes: tuple[tuple[support.Mode, float], ...] = (
         ("gpu", 0.0),
         ("zerooffload", 0.5),
         ("superoffload", 1.0),
@@ -165,7 +164,7 @@ def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(clipping: f
     with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
         support.train(made, support.batches(2))
         support.poison(made)
-        with pytest.raises(superoffload.NonFiniteGradientError, match=r"Step 3: the gradient of sub-group \d+ \(\S+ ... \S+\)") as caught:  # noqa: PT012
+        with pytest.raises(superoffload.NonFiniteGradientError, match=r"sub-group \d+ \(\S+ ... \S+\)") as caught:  # noqa: PT012
             support.train(made, support.batches(1))
             superoffload.synchronize(made)
         assert caught.value.step == 3
@@ -238,16 +237,16 @@ def serve():
         pass
     transfers.weights_to_gpu(weights, host).done.synchronize()
 
-link = Thread(target=serve)
-link.start()
-link.join()
+client = Thread(target=serve)
+client.start()
+client.join()
 print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
 """
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_weights_that_a_thread_brings_open_no_context_on_another_gpu() -> None:
-    """Half a gigabyte of the first GPU for each rank of the others."""
+def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
+    """Such a context takes half a gigabyte of the first GPU for each rank on another GPU."""
     command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)

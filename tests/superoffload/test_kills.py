@@ -1,6 +1,6 @@
-"""Ranks that save after every step are killed at random moments: a valid checkpoint always remains, and training goes on from it exactly.
+"""Kill ranks that save after every step at random times: a valid checkpoint always remains, and training resumes from it exactly.
 
-The ranks are this file, run as a script: one process imports what takes long, then forks the two ranks of every round.
+The ranks run this file as a script: one process does the slow imports, then forks the two ranks of every round.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.superoffload.test_ranks import free_port
-from tests.support.python_path import checkout_path
+from tests.support.rank_processes import environment, free_port
 
 ROUNDS = 20
 RANKS = 2
 
 
 class Nursery:
-    """The process that has imported everything and forks ranks."""
+    """The process that has done the imports and forks ranks."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"WORLD_SIZE": str(RANKS), "PYTHONPATH": checkout_path()}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, __file__], env=environment(RANKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
     def ask(self, *words: object) -> str:
@@ -59,7 +56,7 @@ def test_a_valid_checkpoint_remains_whenever_the_ranks_are_killed(tmp_path: Path
     for _ in range(ROUNDS):
         known = len(lines(log, "saved"))
         group = int(nursery.ask("fork", free_port(), killed, 10**6))
-        wait_until(lambda known=known: len(lines(log, "saved")) > known)  # it has resumed
+        wait_until(lambda: len(lines(log, "saved")) > known)  # noqa: B023 -- called before the next round; the run has resumed
         wait_until(lambda: any(killed.glob("*.partial")))
         time.sleep(rng.uniform(0, 1.2) * float(lines(log, "saved")[-1][1]))
         os.killpg(group, signal.SIGKILL)
@@ -70,10 +67,10 @@ def test_a_valid_checkpoint_remains_whenever_the_ranks_are_killed(tmp_path: Path
         assert not found.damaged
         assert found.manifest.step >= max(int(step) for step, *_ in lines(log, "saved"))
     assert torn >= ROUNDS / 4, "the kills came when nothing was being written"
-    losses = defaultdict(set)
+    losses: defaultdict[int, set[str]] = defaultdict(set)
     for step, loss in lines(log, "loss"):
         losses[int(step)].add(loss)
-    # Whatever was trained twice gave the same bits, and what a run gives that nobody killed.
+    # Steps that were trained twice gave the same bits, and so does a run that was never killed.
     last = len(losses)
     nursery.ask("fork", free_port(), whole, last)
     assert nursery.ask("reap") == f"{[0] * RANKS}"
@@ -85,15 +82,15 @@ def lines(log: Path, kind: str) -> list[list[str]]:
     return [line.split()[1:] for line in log.read_text().splitlines() if line.startswith(kind)]
 
 
-def wait_until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def serve() -> None:
-    """``fork PORT FOLDER STEPS`` answers with the process group of the new ranks; ``reap`` with how they ended."""
+    """Serve requests: ``fork PORT FOLDER STEPS`` answers with the process group of the new ranks, ``reap`` with their exit codes."""
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 -- as DeepSpeed does for every engine, and torch's compiler with it
 
     from tests.support import engine as support
@@ -118,20 +115,21 @@ def serve() -> None:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Go on from the newest checkpoint, saving after every step, and keep a log of losses and of what is saved."""
+    """Resume from the newest checkpoint, save after every step, and log losses and saves."""
     import msgspec
     import torch
 
+    import superoffload
     from so_tui.spec.types import CheckpointSpec
-    from so_tui_trainer import checkpoint, offload
+    from so_tui_trainer import checkpoint
     from so_tui_trainer.ranks import Ranks
     from tests.support import engine as support
 
-    os.dup2(2, 1)  # what DeepSpeed prints is no answer
-    offload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    os.dup2(2, 1)  # stdout is for answers, and DeepSpeed prints to it
+    superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     ranks = Ranks(int(os.environ["RANK"]), RANKS, torch.device("cpu"), torch.distributed.new_group(backend="gloo"))
     run = msgspec.structs.replace(support.spec("gpu", 0.0, clipping=1.0), checkpoint=CheckpointSpec(keep=1))
-    found = ranks.from_first(checkpoint.newest(folder) if ranks.first else None)
+    found = ranks.broadcast(checkpoint.newest(folder) if ranks.first else None)
     torch.manual_seed(0)
     model = support.Model()
     model.blocks = model.blocks[:1]

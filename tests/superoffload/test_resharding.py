@@ -1,19 +1,18 @@
-"""Two ranks over gloo take over the state of one, and one that of two. The ranks are this file, run as a script."""
+"""Two ranks over gloo resume from the state of one rank, and one rank from that of two. The ranks run this file as a script."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
+import torch
 
-from tests.superoffload.test_ranks import finish, free_port, leave
-from tests.support.python_path import checkout_path
+import superoffload
+from tests.support import engine as support
+from tests.support import rank_processes
 
-MODES: tuple[tuple[Literal["gpu", "superoffload", "zerooffload"], float], ...] = (
+MODES: tuple[tuple[support.Mode, float], ...] = (
     ("superoffload", 0.5),
     ("zerooffload", 0.5),
     ("gpu", 0.0),
@@ -22,11 +21,6 @@ MODES: tuple[tuple[Literal["gpu", "superoffload", "zerooffload"], float], ...] =
 
 @pytest.mark.slow
 def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None:
-    import torch
-
-    import superoffload
-    from tests.support import engine as support
-
     data = support.batches(6)
     losses = {}
     for mode, ratio in MODES:
@@ -35,19 +29,7 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
             superoffload.save_state(made, tmp_path / f"one {mode}")
             losses[mode] = support.train(made, data[4:])
     torch.save(losses, tmp_path / "losses")
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": checkout_path()}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    finish(ranks)
+    rank_processes.finish(rank_processes.start(Path(__file__), [str(tmp_path)], 2))
     for mode, ratio in MODES:
         assert support.by_name(tmp_path / f"two {mode}") == support.by_name(tmp_path / f"one {mode}")
         with support.engine(support.spec(mode, ratio, clipping=1.0)) as made:
@@ -56,13 +38,8 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
             assert support.train(made, data[4:]) == losses[mode]
 
 
-def take_over(folder: Path) -> None:
-    """Two ranks that see the same data go on from one rank's state as that rank did."""
-    import torch
-
-    import superoffload
-    from tests.support import engine as support
-
+def resume(folder: Path) -> None:
+    """Resume two ranks, which see the same data, from one rank's state: they train on as that rank did."""
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     losses = torch.load(folder / "losses")
     for mode, ratio in MODES:
@@ -74,5 +51,5 @@ def take_over(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    take_over(Path(sys.argv[1]))
-    leave()
+    resume(Path(sys.argv[1]))
+    rank_processes.leave()

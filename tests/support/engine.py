@@ -1,4 +1,4 @@
-"""A small model and a one-rank DeepSpeed engine around it, in this process."""
+"""A small model and a DeepSpeed engine for it, in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,15 @@ import torch
 
 import superoffload
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
-from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec, TrainSpec
+from so_tui.spec import find_preset
+from so_tui.spec.types import DataSpec, OffloadSpec, RunSpec, TrainSpec
 from so_tui_trainer.checkpoint import Manifest
+from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint
 
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
+
+Mode = Literal["superoffload", "zerooffload", "gpu"]
 
 WIDTH = 25
 LAYERS = 6
@@ -40,7 +45,7 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """An embedding tied to the head, and a parameter that is frozen."""
+    """A model whose embedding is tied to the head, with one frozen parameter."""
 
     def __init__(self, vocabulary: int = 50, width: int = WIDTH) -> None:
         super().__init__()
@@ -59,7 +64,7 @@ class Model(torch.nn.Module):
 
 
 class OddModel(Model):
-    """With parameters of one and two elements, and one that is larger than a sub-group."""
+    """A model with parameters of one and two elements, and one that is larger than a sub-group."""
 
     def __init__(self) -> None:
         super().__init__(vocabulary=211)
@@ -72,7 +77,7 @@ class OddModel(Model):
 
 
 class Poison(torch.autograd.Function):
-    """The identity, whose gradient is NaN."""
+    """The identity with a gradient of NaN."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
@@ -84,12 +89,12 @@ class Poison(torch.autograd.Function):
 
 
 def poison(made: Any) -> None:
-    """Every gradient below the third block is NaN from now on."""
+    """Make every gradient below the third block NaN from now on."""
     made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))  # type: ignore[no-untyped-call]
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Matrices with weight decay, the rest without, as the trainer makes them."""
+    """Return matrices with weight decay and the rest without, as the trainer does."""
     parameters = list(model.parameters())
     shape = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
     return [
@@ -99,7 +104,7 @@ def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def spec(
-    mode: Literal["auto", "superoffload", "zerooffload", "gpu"],
+    mode: Mode,
     ratio: float = 1.0,
     *,
     clipping: float = 0.0,
@@ -110,7 +115,7 @@ def spec(
 ) -> RunSpec:
     return RunSpec(
         name="small",
-        model=ModelSpec(id="small"),
+        model=find_preset("tiny").spec.model,  # stands for the small model, which has no preset; only its largest layer is read
         data=DataSpec(source="none"),
         train=TrainSpec(
             micro_batch=2,
@@ -161,7 +166,7 @@ def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3
 
 
 def ensure_process_group() -> None:
-    """One rank, over gloo or NCCL, in this process; started once."""
+    """Join a process group of one rank, over gloo or NCCL, unless this process is in a group already."""
     if torch.distributed.is_initialized():
         return
     with socket.socket() as probe:
@@ -173,15 +178,24 @@ def ensure_process_group() -> None:
 
 @contextmanager
 def engine(
-    run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, *, bucket: int = 3000, **keywords: Any
+    run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, *, bucket: int = 3000, **settings: Any
 ) -> Iterator[Any]:
-    """An initialised engine on ``DEVICE``, closed at the end whatever happens. ``bucket``: elements that are reduced together."""
+    """Make an engine on ``DEVICE``, which is closed at the end in any case.
+
+    Args:
+        run: The run's spec.
+        dtype: Type of the weights.
+        model: A small model if None.
+        bucket: Elements that are reduced together.
+        settings: Values of the engine's settings that the spec does not determine.
+    """
     ensure_process_group()
     if model is None:
         torch.manual_seed(run.train.seed)
         model = Model()
     model = model.to(DEVICE, dtype)
-    made = superoffload.initialize(model, parameter_groups(model), ds_config(run, dtype, bucket), run, binding(), **keywords)
+    rank_settings = replace(engine_settings(run, binding()), **settings)
+    made = superoffload.initialize(model, parameter_groups(model), ds_config(run, dtype, bucket), rank_settings)
     try:
         yield made
     finally:
@@ -194,7 +208,7 @@ def batches(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def train(made: Any, data: list[torch.Tensor]) -> list[float]:
-    """One micro-step per batch; the losses."""
+    """Train one micro-batch per batch and return the losses."""
     losses = []
     for tokens in data:
         loss = made(tokens.to(DEVICE))
@@ -205,7 +219,7 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
 
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
-    """The saved state of every parameter, whoever saved which part of it: step, then master and moments as bytes without padding."""
+    """Return every parameter's saved state, joined from all ranks: step, and master weights and moments as bytes without padding."""
     saved = checkpoint.manifests(folder)
     files = [np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32) for manifest in saved]
     found = {}
@@ -213,16 +227,16 @@ def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
     for group in saved[0].sub_groups:
         offset = start
         for name, numel in zip(group.names, group.numels, strict=True):
-            share = -(-numel // len(saved))
-            pieces = [np.concatenate([file[offset + kind * group.numel :][:share] for file in files])[:numel] for kind in range(3)]
-            found[name] = (group.step, [piece.tobytes() for piece in pieces])
-            offset += share
+            shard = -(-numel // len(saved))
+            wholes = [np.concatenate([file[offset + kind * group.numel :][:shard] for file in files])[:numel] for kind in range(3)]
+            found[name] = (group.step, [whole.tobytes() for whole in wholes])
+            offset += shard
         start += 3 * group.numel
     return found
 
 
 def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
-    """Of a checkpoint of the small model."""
+    """Return the manifest of a checkpoint of the small model."""
     return Manifest(
         step=step,
         total_steps=20,
@@ -237,6 +251,6 @@ def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
 
 
 def states(made: Any, folder: Path) -> bytes:
-    """What ``save_state`` writes, as bytes: equal bytes are equal states."""
+    """Return what ``save_state`` writes: equal bytes are equal states."""
     superoffload.save_state(made, folder)
     return (folder / "rank_00000.states").read_bytes()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import command, environment, prepare
+from so_tui.launch import environment, prepare
+from so_tui.launch.attempt_files import write_launch
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import MetricRecord
@@ -24,16 +25,13 @@ def tiny(**changes: str) -> RunSpec:
 
 def start(run: RunDirectory, spec: RunSpec, extra: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start the next attempt of a run; its output goes to the attempt's log."""
-    machine = inspect_machine()
-    launch = prepare(spec, machine)
+    launch = prepare(spec, inspect_machine())
     attempt = new_attempt(run)
-    run.plan_path(attempt).write_bytes(msgspec.json.encode(launch.plan))
-    run.ds_config_path(attempt).write_bytes(msgspec.json.encode(launch.ds_config))
-    changes = environment.variables(launch.plan, machine, os.environ, run=str(run.path), attempt=attempt)
-    env = environment.apply(changes, os.environ) | dict(extra or {})
-    argv = command.argv(launch.plan, run=str(run.path), attempt=attempt, port=_free_port())
+    write_launch(run, attempt, launch)
+    here = launch.resolved(run=run.path, attempt=attempt, port=_free_port())
+    env = environment.apply(here.environment, os.environ) | dict(extra or {})
     with run.log_path(attempt, "here").open("wb") as log:
-        return subprocess.Popen(argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(here.argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:

@@ -1,14 +1,17 @@
-"""Small machines and plans for the tests of this folder: the launcher's own inputs, without the planner."""
+"""Small machines, plans and launches, made without the planner."""
 
 from __future__ import annotations
 
 import msgspec
 
+from so_tui.launch.preparation import Launch, launch_of
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
-from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
-from so_tui.spec.types import DataSpec, ModelSpec, RunSpec, TrainSpec
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Mode, Plan, RankBinding
+from so_tui.spec import find_preset
+from so_tui.spec.types import DataSpec, RunSpec, TrainSpec
 
 GIB = 2**30
+TINY = find_preset("tiny").spec.model
 SOFTWARE = Software(
     python="3.12",
     torch="2.13.0",
@@ -62,13 +65,17 @@ def cpu_machine(**changes: object) -> Machine:
 
 
 def spec_of(**changes: object) -> RunSpec:
-    spec = RunSpec(
-        name="trial", model=ModelSpec(id="builtin:tiny"), data=DataSpec(source="builtin:tiny/rows.jsonl"), train=TrainSpec(steps=20)
-    )
+    """Return a spec that trains the embedded model for 20 steps."""
+    spec = RunSpec(name="trial", model=TINY, data=DataSpec(source="builtin:tiny/rows.jsonl"), train=TrainSpec(steps=20))
     return msgspec.structs.replace(spec, **changes)
 
 
-def plan_of(spec: RunSpec, *, mode: str = "superoffload", cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)), gpus: bool = False) -> Plan:
+def launch_with(plan: Plan, machine: Machine | None = None, *, forced: bool = False) -> Launch:
+    """Return the launch of a plan, by default on the machine of ``cpu_machine``."""
+    return launch_of(plan, machine or cpu_machine(), force=forced, inherited={})
+
+
+def plan_of(spec: RunSpec, *, mode: Mode = "superoffload", cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)), gpus: bool = False) -> Plan:
     """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam in superoffload mode."""
     binding = []
     for rank, cores in enumerate(cpus):
@@ -88,7 +95,7 @@ def plan_of(spec: RunSpec, *, mode: str = "superoffload", cpus: tuple[tuple[int,
     return Plan(
         preset=spec.name,
         gpus=len(cpus),
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         ratio=spec.offload.ratio,
         fits=True,
         verdict="fits",

@@ -1,4 +1,4 @@
-"""Plain float32 AdamW, fed the gradients that an engine receives."""
+"""Plain float32 AdamW, fed with the gradients that an engine receives, to compare the engine with."""
 
 from __future__ import annotations
 
@@ -8,38 +8,68 @@ from typing import Any
 
 import torch
 
-from superoffload.deepspeed_adapter.engine import super_offload
+from superoffload.deepspeed_adapter.engine import sub_group_states, super_offload
 from superoffload.optimizer import SuperOffload
 from superoffload.sub_groups import Gradient
 
 
 class Reference:
-    """float32 AdamW over the same flat sub-groups, fed the gradients that the engine receives.
+    """float32 AdamW over an engine's flat sub-groups.
 
-    It works where the weights are, so that recording a gradient never makes the host wait for the GPU.
+    It works on the device of the weights, so that recording a gradient never makes the host wait for the GPU.
     """
 
     def __init__(self, made: Any, clipping: float) -> None:
-        core = super_offload(made)
-        assert core is not None
-        self.core: SuperOffload = core
+        self.core = core_of(made)
         self.clipping = clipping
-        self.masters = [
-            core.master(index).to(group.weights.device, copy=True).requires_grad_() for index, group in enumerate(core.sub_groups)
+        self.master_weights = [
+            self.core.master_weights(index).to(group.weights.device, copy=True).requires_grad_()
+            for index, group in enumerate(self.core.sub_groups)
         ]
         groups = made.optimizer.optimizer.param_groups
         self.optimizer = torch.optim.AdamW(
             [
-                {
-                    "params": [master],
-                    **{key: groups[sub_group.parameter_group][key] for key in ("lr", "betas", "eps", "weight_decay")},
-                }
-                for master, sub_group in zip(self.masters, core.sub_groups, strict=True)
+                {"params": [weights], **{key: groups[sub_group.parameter_group][key] for key in ("lr", "betas", "eps", "weight_decay")}}
+                for weights, sub_group in zip(self.master_weights, self.core.sub_groups, strict=True)
             ],
             foreach=False,
         )
         self.reset()
-        receive = core.receive
+        self._record_gradients()
+
+    def reset(self) -> None:
+        self.gradients = [torch.zeros_like(weights) for weights in self.master_weights]
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the gradients since the last step, to be stepped with later."""
+        taken = self.gradients
+        self.reset()
+        return taken
+
+    def step(self, learning_rate: float, taken: list[torch.Tensor] | None = None) -> float:
+        """Step with the gradients since the last step, or with ``taken``; return the norm of all gradients before clipping."""
+        if taken is not None:
+            self.gradients = taken
+        squares = torch.stack([gradient.double().square().sum() for gradient in self.gradients]).sum()
+        torch.distributed.all_reduce(squares)
+        norm = math.sqrt(float(squares))
+        scale = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
+        for group, weights, gradient in zip(self.optimizer.param_groups, self.master_weights, self.gradients, strict=True):
+            group["lr"] = learning_rate
+            weights.grad = gradient * scale
+        self.optimizer.step()
+        self.reset()
+        return norm
+
+    def assert_same_states(self, made: Any) -> None:
+        """Assert that the engine's master weights and moments agree with this optimizer's to 1e-6."""
+        for state, expected in zip(sub_group_states(made), self.master_weights, strict=True):
+            assert distance(state.master_weights, expected.detach()) < 1e-6
+            assert distance(state.exp_avg, self.optimizer.state[expected]["exp_avg"]) < 1e-6
+            assert distance(state.exp_avg_sq, self.optimizer.state[expected]["exp_avg_sq"]) < 1e-6
+
+    def _record_gradients(self) -> None:
+        core, receive = self.core, self.core.receive
 
         def recording(gradients: Sequence[Gradient], *, boundary: bool) -> None:
             for gradient in gradients:
@@ -50,32 +80,16 @@ class Reference:
 
         core.receive = recording  # type: ignore[method-assign]
 
-    def reset(self) -> None:
-        self.gradients = [torch.zeros_like(master) for master in self.masters]
 
-    def take(self) -> list[torch.Tensor]:
-        """What came in since the last step, to be stepped with later."""
-        taken = self.gradients
-        self.reset()
-        return taken
-
-    def step(self, learning_rate: float, taken: list[torch.Tensor] | None = None) -> float:
-        """With what came in since the last step, or with what was taken. The norm of all gradients, before clipping."""
-        if taken is not None:
-            self.gradients = taken
-        squares = sum(gradient.double().square().sum() for gradient in self.gradients)
-        torch.distributed.all_reduce(squares)
-        norm = math.sqrt(float(squares))
-        scale = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
-        for group, master, gradient in zip(self.optimizer.param_groups, self.masters, self.gradients, strict=True):
-            group["lr"] = learning_rate
-            master.grad = gradient * scale
-        self.optimizer.step()
-        self.reset()
-        return norm
+def core_of(made: Any) -> SuperOffload:
+    """Return the optimizer of an engine that runs ours."""
+    core = super_offload(made)
+    assert core is not None
+    return core
 
 
 def distance(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to ``expected``."""
     assert found is not None
     expected = expected.to(found.device)
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))

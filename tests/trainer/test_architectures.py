@@ -8,42 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_batches import documents, spec
-from test_flash import PLAIN
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
-from so_tui.spec import InputError, ModelSpec, load_catalog
+from so_tui.spec import ModelSpec
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, flash, recompute
-from so_tui_trainer.model.build import TrainedModel, load_config, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout, load_config
 from so_tui_trainer.model.matching import meta_model
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 16,
-    "vocab_size": 2000,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "rope_scaling": None,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-ONE_OF_EACH = {
-    preset.spec.model.config["model_type"]: name
-    for name, preset in load_catalog(Path("/nowhere")).presets.items()
-    if preset.spec.model.weights == "pretrained"
-}
-
+from tests.support.attention import PLAIN
+from tests.support.documents import documents, spec
+from tests.support.models import ONE_OF_EACH, SMALL, causal_model, scaled_down
+from tests.support.problems import refusal
 
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -63,13 +38,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
 
 
-def scaled_down(name: str) -> ModelSpec:
-    """A preset's model with random weights, a thousandth of its size."""
-    full = load_catalog(Path("/nowhere")).presets[name].spec.model
-    shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
-    return ModelSpec(id=full.id, weights="random", config=shape)
-
-
 def another(kind: str) -> ModelSpec:
     shape = {key: value for key, value in (SMALL | OTHERS[kind]).items() if value is not None}
     return ModelSpec(id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape})
@@ -84,8 +52,8 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
     torch.manual_seed(0)
     config = load_config(model)
-    without_dropout(config)
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    disable_dropout(config)
+    causal = causal_model(config, dtype=torch.float32, attention="eager")
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="128"), 0)
     batch = next(batches.micro_batches(1))
@@ -97,14 +65,14 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
             ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
             labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
             alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
-    (alone * weight).backward()
+    torch.autograd.backward(alone * weight)
     expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
     assert None not in expected.values()
     for implementation in ("eager", *(["sdpa"] if causal._supports_sdpa else []), flash.register(PLAIN)):
         causal.zero_grad()
         causal.set_attn_implementation(implementation)
         packed = TrainedModel(causal, implementation)(batch, weight)
-        packed.backward()
+        torch.autograd.backward(packed)
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
         for key, parameter in causal.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
@@ -120,14 +88,18 @@ def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Po
         return PLAIN.forward(*arguments)
 
     found = {}
-    for asked, kernels in (("none", PLAIN), (policy, flash.Kernels(counted, PLAIN.backward))):
+    kinds: tuple[tuple[recompute.Policy, flash.Kernels], ...] = (
+        ("none", PLAIN),
+        (policy, flash.Kernels(counted, PLAIN.backward)),
+    )
+    for asked, kernels in kinds:
         torch.manual_seed(0)
         config = load_config(scaled_down("gpt-oss-20b"))
         implementation = flash.register(kernels)
-        causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation).train()
+        causal = causal_model(config, dtype=torch.float32, attention=implementation).train()
         recompute.install(causal, asked)
         batch = next(Batches(documents(30), spec(data__sequence_length="128"), 0).micro_batches(1))
-        TrainedModel(causal, implementation)(batch, 1 / len(batch.targets)).backward()
+        torch.autograd.backward(TrainedModel(causal, implementation)(batch, 1 / len(batch.targets)))
         found[kernels] = {name: parameter.grad for name, parameter in causal.named_parameters()}
     assert calls == config.num_hidden_layers + repeated
     expected, ours = found.values()
@@ -142,18 +114,19 @@ def test_sinks_are_never_left_out() -> None:
     for device, expected in (("cuda", flash.NAME), ("cpu", "eager")):
         found = attention.choose(scaled_down("gpt-oss-20b"), supports_sdpa=False, has_sinks=True, device=torch.device(device))
         assert found == expected
-    for blind in ("sdpa", "flash_attention_2", "flash_attention_3"):
-        asked = ModelSpec(id="any", attention=blind)  # type: ignore[arg-type] # one of the literals
-        with pytest.raises(InputError, match="sinks"):
-            attention.choose(asked, supports_sdpa=True, has_sinks=True, device=torch.device("cuda"))
+    names: tuple[Any, ...] = ("sdpa", "flash_attention_2", "flash_attention_3")
+    for name in names:
+        asked = ModelSpec(id="any", attention=name)
+        problem = refusal(lambda asked=asked: attention.choose(asked, supports_sdpa=True, has_sinks=True, device=torch.device("cuda")))  # type: ignore[misc]
+        assert (problem.code, problem.value) == ("attention-without-sinks", name)
 
 
-@pytest.mark.parametrize(("device", "told"), [("cpu", "GPUs only"), ("cuda", "flash_attn, which is not installed")])
-def test_a_flash_attention_that_is_not_here_is_told(device: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "code"), [("cpu", "attention-needs-gpu"), ("cuda", "attention-package-missing")])
+def test_unavailable_flash_attention_is_refused(device: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda package: None)
     asked = ModelSpec(id="any", attention="flash_attention_2")
-    with pytest.raises(InputError, match=told):
-        attention.choose(asked, supports_sdpa=True, has_sinks=False, device=torch.device(device))
+    problem = refusal(lambda: attention.choose(asked, supports_sdpa=True, has_sinks=False, device=torch.device(device)))
+    assert (problem.code, problem.value) == (code, "flash_attention_2")
 
 
 @pytest.mark.slow

@@ -1,25 +1,8 @@
-import numpy as np
 import pytest
 import torch
 
-from so_tui.spec import RunSpec
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.documents import Counts, Documents
-from tests.support.launching import tiny
-
-
-def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:
-    """Made-up documents; every token but the first quarter is trained."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(4, longest, size=count)
-    offsets = np.concatenate(([0], np.cumsum(lengths)))
-    trained = np.concatenate([np.arange(length) >= max(1, length // 4) for length in lengths])
-    tokens = rng.integers(1, 2000, size=offsets[-1]).astype(np.int32)
-    return Documents(tokens, trained, offsets, Counts(count, 0, 0), "made-up")
-
-
-def spec(**changes: str) -> RunSpec:
-    return tiny(**({"data__sequence_length": "64", "train__micro_batch": "2", "train__gradient_accumulation": "3"} | changes))
+from tests.support.documents import documents, spec
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -27,11 +10,11 @@ def test_ranks_share_a_step_and_its_counts_are_those_of_all(packing: str) -> Non
     ranks = [Batches(documents(), spec(data__packing=packing), rank) for rank in range(2)]
     for step in (1, 2, 9):
         batches = [batch for rank in ranks for batch in rank.micro_batches(step)]
-        work = ranks[0].work(step)
+        counts = ranks[0].counts(step)
         assert len(batches) == 6
-        assert sum(len(batch.targets) for batch in batches) == work.trained_tokens
-        assert sum(batch.input_ids.numel() for batch in batches) == work.computed_tokens
-        assert work.document_lengths.sum() == work.useful_tokens
+        assert sum(len(batch.targets) for batch in batches) == counts.trained_tokens
+        assert sum(batch.input_ids.numel() for batch in batches) == counts.computed_tokens
+        assert counts.document_lengths.sum() == counts.useful_tokens
 
 
 def test_a_step_needs_no_history() -> None:
@@ -81,15 +64,15 @@ def test_after_a_resume_with_other_ranks_and_batches_nothing_is_skipped_or_repea
         changes = {"gpus": str(gpus), "train__micro_batch": str(micro_batch), "train__gradient_accumulation": str(accumulation)}
         ranks = [Batches(docs, spec(**changes), rank) for rank in range(gpus)]
         for batches in ranks:
-            batches.go_on(step, consumed)
+            batches.resume_at(step, consumed)
         for _ in range(3):
             step += 1
             first = len(taken)
             taken += order[consumed : ranks[0].consumed(step)]
-            work = ranks[0].work(step)
+            counts = ranks[0].counts(step)
             seen = [batch for batches in ranks for batch in batches.micro_batches(step)]
-            assert sum(len(batch.targets) for batch in seen) == work.trained_tokens
-            assert work.trained_tokens == sum(int(ranks[0]._trained[index]) for index in taken[first:])
+            assert sum(len(batch.targets) for batch in seen) == counts.trained_tokens
+            assert counts.trained_tokens == sum(int(ranks[0]._trained[index]) for index in taken[first:])
             consumed = ranks[0].consumed(step)
     assert taken == order[: len(taken)]
     assert len(taken) == consumed == 3 * (12 + 6 + 3 + 12)
@@ -99,8 +82,8 @@ def test_the_length_in_epochs_stays_that_of_the_data_after_a_resume_with_other_r
     docs = documents()
     two, one = (Batches(docs, spec(gpus=gpus, train__epochs="4"), 0) for gpus in ("2", "1"))
     sequences = 4 * len(two.sequences)
-    one.go_on(3, two.consumed(3))
+    one.resume_at(3, two.consumed(3))
     assert one.total_steps() == 3 + -(-(sequences - 36) // 6)
     assert one.consumed(one.total_steps()) >= sequences > one.consumed(one.total_steps() - 1)
-    two.go_on(3, two.consumed(3))
+    two.resume_at(3, two.consumed(3))
     assert two.total_steps() == -(-sequences // 12)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from so_tui.plan.workload import seen
-from so_tui.spec import InputError, RunSpec
+from so_tui.spec import RunSpec
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.cache import intact, read
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
 from tests.support.launching import tiny
+from tests.support.problems import refusal
 
 
 def spec_of(path: Path, **changes: str) -> RunSpec:
@@ -166,8 +167,8 @@ def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(t
     path.write_text("\n".join(json.dumps(row) for row in [*[good] * 25, bad]))
     monkeypatch.setattr(tokens, "_TASK_ROWS", 10)
     monkeypatch.setattr(tokens, "processes_for", lambda rows: 2)
-    with pytest.raises(InputError, match=r"rows.jsonl, row 26: column messages\[0\].role"):
-        prepare(spec_of(path), tmp_path / "cache")
+    problem = refusal(lambda: prepare(spec_of(path), tmp_path / "cache"))
+    assert (problem.code, problem.value) == ("data-row-unreadable", f"{path}, row 26")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -189,5 +190,5 @@ def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) ->
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="XDG_CACHE_HOME"):
-        prepare(spec_of(rows_file(tmp_path)), tmp_path / "file")
+    problem = refusal(lambda: prepare(spec_of(rows_file(tmp_path)), tmp_path / "file"))
+    assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")

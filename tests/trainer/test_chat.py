@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from so_tui.spec import InputError, with_values
+from so_tui.spec import with_values
 from so_tui.spec.types import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of, segments
+from so_tui_trainer.data.encoding import Encoder, encodes_segments_apart
 from so_tui_trainer.data.rows import Message
-from so_tui_trainer.data.tokens import Encoder, joins, load_tokenizer
+from so_tui_trainer.data.tokens import load_tokenizer
 from tests.support.launching import tiny
+from tests.support.problems import refusal
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + ASK
@@ -80,15 +84,11 @@ def tokenizer_with(template: str, **tokens: str) -> PreTrainedTokenizerBase:
 
 
 def trained(tokenizer: PreTrainedTokenizerBase, talk: tuple[Message, ...] = TALK, loss: LossOn = "assistant") -> list[str]:
-    """The stretches that are trained, decoded from the tokens that a model gets."""
+    """Return the trained pieces, decoded from the tokens that a model gets."""
     encoder = Encoder(chat_of(tokenizer), loss, 512)
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk, loss)])
-    stretches, open_stretch = [], False
-    for token, flag in zip(ids.tolist(), flags.tolist(), strict=True):
-        if flag:
-            stretches = [*stretches[:-1], [*stretches[-1], token]] if open_stretch else [*stretches, [token]]
-        open_stretch = flag
-    return [str(tokenizer.decode(stretch)) for stretch in stretches]
+    runs = groupby(zip(ids.tolist(), flags.tolist(), strict=True), key=lambda pair: pair[1])
+    return [str(tokenizer.decode([token for token, _ in run])) for flag, run in runs if flag]
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_an_end_of_text_right_behind_the_stop_token_is_trained_with_it() -> None
     assert trained(at_the_end, (TALK[0], Message("assistant", "", (("tool_calls", ["add"]),)))) == []
 
 
-def test_a_stop_token_that_is_none_is_told_and_the_end_of_text_is_trained_instead() -> None:
+def test_a_stop_token_that_is_not_special_is_warned_of_and_the_end_of_text_is_trained_instead() -> None:
     tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|over|>"))
     assert trained(tokenizer) == ["It is 5.<|eos|>", "Then 6.<|eos|>"]
     (warning,) = chat_of(tokenizer).warnings
     assert "<|over|>" in warning
-    assert "no special token" in warning
+    assert "not a special token" in warning
 
 
 def test_another_stop_token_than_the_end_of_text_is_told() -> None:
@@ -224,9 +224,8 @@ def test_without_anything_that_ends_an_answer_there_is_no_training() -> None:
     for template in ("", CHATML.replace("<|im_end|>", "")):
         tokenizer = tokenizer_with(template)
         tokenizer.eos_token = None
-        with pytest.raises(InputError) as error:
-            chat_of(tokenizer)
-        assert error.value.problems[0].field == "model.tokenizer"
+        problem = refusal(lambda tokenizer=tokenizer: chat_of(tokenizer))  # type: ignore[misc]
+        assert (problem.code, problem.field) == ("tokenizer-no-end-token", "model.tokenizer")
 
 
 def test_a_conversation_that_the_template_refuses_says_why() -> None:
@@ -236,11 +235,12 @@ def test_a_conversation_that_the_template_refuses_says_why() -> None:
 
 def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     words = {word: index for index, word in enumerate(["<unk>", "</s>", "▁It", "▁is", "▁5.", "▁[INST]", "▁Add", "▁[/INST]", "▁And"])}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS)
-    assert not joins(tokenizer)
-    assert joins(load_tokenizer(tiny()))
+    backend: Any = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS)
+    assert not encodes_segments_apart(tokenizer)
+    assert encodes_segments_apart(load_tokenizer(tiny()))
     talk = (Message("user", "Add"), Message("assistant", "It is 5."), Message("user", "And"), Message("assistant", "5. is"))
     encoder = Encoder(chat_of(tokenizer), "assistant", 64)
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
@@ -248,11 +248,8 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == ["▁It", "▁is", "▁5.", "</s>", "▁5.", "▁is", "</s>"]
 
 
-def test_a_folder_without_a_tokenizer_is_no_matter_of_the_network(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_network(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     spec = with_values(tiny(), {"model.tokenizer": str(tmp_path)})
-    with pytest.raises(InputError) as refused:
-        load_tokenizer(spec)
-    assert "model.tokenizer" in str(refused.value)
-    assert "put the model's tokenizer files into that folder" in str(refused.value)
-    assert "hf auth" not in str(refused.value)
+    problem = refusal(lambda: load_tokenizer(spec))
+    assert (problem.code, problem.field, problem.value) == ("tokenizer-files-missing", "model.tokenizer", str(tmp_path))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from so_tui.cli import main
-from so_tui.launch.data_preview import DataPreview, Progress, Sample, look_at
+from so_tui.launch.data_preview import DataPreview, Progress, Sample, preview_data
 from so_tui.spec import InputError, spec_tree
 from so_tui_trainer.tools.check_inputs import check
 from so_tui_trainer.tools.data import histogram
 from so_tui_trainer.tools.prepare import prepare
 from tests.support.launching import tiny
+from tests.support.problems import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def mixture(folder: Path) -> str:
 
 
 def look(**changes: str) -> tuple[DataPreview, dict[str, Any], list[Progress]]:
-    *progress, last = look_at(tiny(**changes), 4)
+    *progress, last = preview_data(tiny(**changes), 4)
     assert isinstance(last, tuple)
     return last[0], last[1], [event for event in progress if isinstance(event, Progress)]
 
@@ -65,20 +66,20 @@ def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
     facts = {name: (figure, meaning) for name, figure, meaning in preview.facts()}
     assert facts["held out"] == ("20", "documents to evaluate on; the rest is trained on")
     assert "355 have" in facts["rows"][1]
-    with pytest.raises(InputError, match="would hold out 1000 of 355 rows"):
+    with pytest.raises(InputError) as caught:
         look(data__held_out="1000")
+    assert [(problem.field, problem.value) for problem in caught.value.problems] == [("data.held_out", "1000")]
 
 
-@pytest.mark.parametrize(("wanted", "told"), [("5", "would hold out 5 of 5 rows"), ("0.05", "would hold out 0 of 5 rows"), ("4", "")])
-def test_holding_out_too_much_is_refused_before_anything_starts(wanted: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wanted", "refused"), [("5", True), ("0.05", True), ("4", False)])
+def test_holding_out_too_much_is_refused_before_anything_starts(wanted: str, refused: bool, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"instruction": f"Ask {n}.", "output": "Yes."}) for n in range(5)))
     request = {"spec": spec_tree(tiny(data__source=str(tmp_path / "rows.jsonl"), data__held_out=wanted))}
     (answer,) = check(request)
-    found = [(problem["field"], problem["value"], problem["message"]) for problem in answer["problems"]]
-    assert found == ([("data.held_out", wanted, told)] if told else [])
-    if told:
-        with pytest.raises(InputError, match=told):
-            list(prepare(request))
+    found = [(problem["code"], problem["field"], problem["value"]) for problem in answer["problems"]]
+    assert found == ([("held-out-out-of-range", "data.held_out", wanted)] if refused else [])
+    if refused:
+        assert refusal(lambda: list(prepare(request))).code == "held-out-out-of-range"
 
 
 def test_what_several_checks_find_wrong_is_said_once(tmp_path: Path) -> None:
@@ -88,8 +89,9 @@ def test_what_several_checks_find_wrong_is_said_once(tmp_path: Path) -> None:
 
 def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a"}')
-    with pytest.raises(InputError, match="fit no known layout"):
+    with pytest.raises(InputError) as caught:
         look(data__source=str(tmp_path / "rows.jsonl"), data__format="auto")
+    assert [problem.field for problem in caught.value.problems] == ["data.source"]
 
 
 @pytest.mark.parametrize("lengths", [[5], [7, 7, 7], list(range(1, 500)), [*[50] * 500, 4000]])

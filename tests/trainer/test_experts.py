@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from test_architectures import scaled_down
 from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -14,6 +15,7 @@ from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.kernels import install
 from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
 from so_tui_trainer.model.matching import meta_model
+from tests.support.models import grad_of, scaled_down
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 TOKENS, CHOICES, EXPERTS = 13, 3, 6
@@ -56,7 +58,13 @@ def one_by_one(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights,
 def leaves(hidden: Tensor, shares: Tensor, weights: Weights, like: Tensor) -> tuple[Tensor, Tensor, Weights]:
     """Copies in the type and on the device of ``like``, that take gradients."""
     hidden, shares = (tensor.detach().to(like).requires_grad_() for tensor in (hidden, shares))
-    return hidden, shares, Weights(*(part.detach().to(like).requires_grad_() if isinstance(part, Tensor) else part for part in weights))
+    first, second, first_bias, second_bias, inputs_first = weights
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(like).requires_grad_()
+
+    own_first, own_second = (None if bias is None else leaf(bias) for bias in (first_bias, second_bias))
+    return hidden, shares, Weights(leaf(first), leaf(second), own_first, own_second, inputs_first)
 
 
 def gradients(hidden: Tensor, shares: Tensor, weights: Weights) -> list[Tensor]:
@@ -70,7 +78,7 @@ def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
     for compute in (one_by_one, mixture):
         own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, torch.empty(0))
         result = compute(own_hidden, chosen, own_shares, own_weights, gate)
-        result.square().mean().backward()
+        torch.autograd.backward(result.square().mean())
         results.append([result.detach(), *gradients(own_hidden, own_shares, own_weights)])
     expected, found = results
     assert len(found) == len(expected) == (5 if gate is SILU else 7)
@@ -90,7 +98,7 @@ def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate
         own_shares = shares.t().contiguous().to(device).requires_grad_()
         result = compute(own_hidden, chosen.to(device), own_shares.t(), own_weights, gate)
         assert result.dtype == dtype
-        result.float().mean().backward()
+        torch.autograd.backward(result.float().mean())
         results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
     for theirs, mine in zip(*results, strict=True):
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
@@ -100,7 +108,8 @@ def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate
 def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_high_it_is(limit: float) -> None:
     class Limited(GptOssExperts):
         def __init__(self) -> None:
-            super().__init__(GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=EXPERTS))
+            config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=EXPERTS)
+            super().__init__(config)  # type: ignore[no-untyped-call]
             self.limit = limit
             del self.alpha
 
@@ -108,7 +117,8 @@ def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_hi
             gates, ups = gate_up.chunk(2, -1)
             return nn.functional.silu(gates.clamp(max=self.limit)) * ups.clamp(-self.limit, self.limit)
 
-    assert install(nn.ModuleList([Limited()]), [EXPERTS_PART]) == ()
+    limited: Any = nn.ModuleList([Limited()])
+    assert install(limited, [EXPERTS_PART]) == ()
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
@@ -137,7 +147,11 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
     pairs, width = chosen.numel(), 3
     leaves = (torch.randn(pairs, 2 * width, generator=generator), shares, torch.randn(EXPERTS, 2 * width, generator=generator))
     doubles = [leaf.double().requires_grad_() for leaf in leaves]
-    assert torch.autograd.gradcheck(lambda *own: gated(*own, route(chosen, EXPERTS), gate), doubles)
+
+    def compute(products: Tensor, shares: Tensor, bias: Tensor) -> Tensor:
+        return gated(products, shares, bias, route(chosen, EXPERTS), gate)
+
+    assert torch.autograd.gradcheck(compute, doubles)
 
 
 @pytest.mark.gpu
@@ -150,10 +164,11 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
     bias = None if gate is SILU else torch.randn(EXPERTS, 2 * width)
     results = []
     for device in ("cpu", "cuda"):
-        own = [None if leaf is None else leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares, bias)]
-        result = gated(*own, route(chosen.to(device), EXPERTS), gate)
-        result.backward(gradient.to(device))
-        results.append([result.detach().cpu(), *(leaf.grad.cpu() for leaf in own if leaf is not None)])
+        own_products, own_shares = (leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares))
+        own_bias = None if bias is None else bias.detach().clone().to(device).requires_grad_()
+        result = gated(own_products, own_shares, own_bias, route(chosen.to(device), EXPERTS), gate)
+        torch.autograd.backward(result, gradient.to(device))
+        results.append([result.detach().cpu(), *(grad_of(leaf).cpu() for leaf in (own_products, own_shares, own_bias) if leaf is not None)])
     for theirs, mine in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
@@ -174,7 +189,7 @@ def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, widt
             torch.cuda.set_sync_debug_mode("error")
         try:
             result = mixture(own_hidden, own_chosen, own_shares, own_weights, gate)
-            result.float().mean().backward()
+            torch.autograd.backward(result.float().mean())
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])

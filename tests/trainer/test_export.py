@@ -14,20 +14,21 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_architectures import ONE_OF_EACH, scaled_down
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
-from so_tui_trainer.export import Mark, export, refuse_foreign, refuse_without_room, replacing
+from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.tools.export import export_run
 from superoffload import checkpoint as on_disk
-from superoffload.deepspeed_adapter.engine import SubGroupState
+from superoffload.sub_groups import SubGroupState
 from tests.support.launching import tiny
+from tests.support.models import ONE_OF_EACH, causal_model, load_pretrained, scaled_down
+from tests.support.problems import refusal
 
-MARK = Mark(run="r", step=5, version="1")
+MARK = ExportMarker(run="r", step=5, version="1")
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -82,10 +83,9 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     refuse_without_room(tmp_path / "a" / "b", 1)
-    with pytest.raises(InputError, match="are free"):
-        refuse_without_room(tmp_path / "a" / "b", 1 << 62)
+    assert refusal(lambda: refuse_without_room(tmp_path / "a" / "b", 1 << 62)).code == "disk-full"
     assert not list(tmp_path.iterdir())
 
 
@@ -112,7 +112,7 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     torch.manual_seed(0)
     spec = tiny(data__sequence_length="128")
     spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny"))
-    model: Any = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
@@ -123,13 +123,13 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     with caplog.at_level(logging.WARNING), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         export(tmp_path / "checkpoint", tmp_path / "model", "r")
-        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+        loaded, info = load_pretrained(tmp_path / "model")
     assert [record.getMessage() for record in caplog.records] == []
     assert [str(warning.message) for warning in warned if "transformers" in warning.filename] == []
     assert not any(info.values()), info
     assert loaded.dtype == torch.bfloat16
     # Not model.bfloat16(), which rounds the frequencies of the rotary embedding too.
-    expected: Any = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.bfloat16)
+    expected: Any = causal_model(loaded.config, dtype=torch.bfloat16)
     expected.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
     ids = torch.arange(5, 69)[None]
     with torch.no_grad():
@@ -184,7 +184,8 @@ def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Pat
     from transformers import GenerationConfig
 
     base = chat_model(tmp_path / "base")
-    given = GenerationConfig(eos_token_id=1, do_sample=True, temperature=0.6, top_p=0.9)
+    make: Any = GenerationConfig
+    given = make(eos_token_id=1, do_sample=True, temperature=0.6, top_p=0.9)
     given.save_pretrained(base)
     made = exported(base, tmp_path)
     assert (made.do_sample, made.temperature, made.top_p) == (True, 0.6, 0.9)
@@ -206,7 +207,7 @@ def run_with_checkpoints(folder: Path, *steps: int) -> RunDirectory:
     """A run of the embedded model, its checkpoints such that they are proven readable."""
     spec = tiny(data__sequence_length="128")
     run = create_run(spec, folder)
-    model: Any = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     for step in steps:
         checkpoint_of(model, spec, run.checkpoints_dir / f"step-{step:06d}", step)
     return run
@@ -234,7 +235,7 @@ def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -
     (cached / "refs" / "main").write_text("0123")
     spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
     run = create_run(spec, tmp_path / "runs")
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32)
+    model: Any = causal_model(AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32)
     checkpoint_of(model, spec, run.checkpoints_dir / "step-000005")
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(
@@ -291,7 +292,7 @@ def exported(base: Path, tmp_path: Path) -> Any:
     from transformers import GenerationConfig
 
     spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")
-    model: Any = AutoModelForCausalLM.from_config(load_config(spec.model), dtype=torch.float32)
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     checkpoint_of(model, spec, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "model", "r")
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """Flash attention with and without sinks: the mathematics in float64, against transformers' own eager attention of gpt-oss."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,50 +9,10 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from so_tui_trainer.model.flash import FLASH, Documents, Kernels, attend
+from tests.support.attention import PLAIN, visible
 
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16
-
-
-def visible(documents: Documents) -> Tensor:
-    """[tokens, tokens]: whether the row's token sees the column's."""
-    starts = documents.boundaries.long()
-    place = torch.arange(int(starts[-1]), device=starts.device)
-    document = torch.bucketize(place, starts, right=True)
-    distance = place[:, None] - place
-    near = distance < documents.window if documents.window else torch.ones_like(distance, dtype=torch.bool)
-    return (document[:, None] == document) & (distance >= 0) & near
-
-
-def scores(query: Tensor, key: Tensor, documents: Documents) -> Tensor:
-    """[heads, tokens, tokens]"""
-    repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return torch.einsum("qhd,khd->hqk", query, repeated).mul(documents.scale).masked_fill(~visible(documents), -torch.inf)
-
-
-def plain_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    found = scores(query, key, documents)
-    normaliser = found.logsumexp(-1)
-    repeated = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return torch.einsum("hqk,khd->qhd", (found - normaliser[..., None]).exp(), repeated), normaliser
-
-
-def plain_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a flash kernel computes: from the log-sum-exp and the output that it is given, not from the softmax's own."""
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    probability = (scores(query, key, documents) - normaliser[..., None]).exp()
-    delta = (gradient * out).sum(-1).t()
-    of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * documents.scale
-    of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
-    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (-1, groups)).sum(2)
-    of_value = torch.einsum("hqk,qhd->khd", probability, gradient).unflatten(1, (-1, groups)).sum(2)
-    return of_query, of_key, of_value
-
-
-PLAIN = Kernels(plain_forward, plain_backward)
 
 
 def case(window: int | None, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], Tensor, Documents]:
@@ -66,10 +27,16 @@ def case(window: int | None, dtype: torch.dtype, device: str = "cpu") -> tuple[l
 
 def eager(inputs: list[Tensor], documents: Documents) -> Tensor:
     query, key, value, sinks = inputs
-    module = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, sinks=sinks, training=True)
+    module: Any = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, sinks=sinks, training=True)
     mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~visible(documents), torch.finfo(query.dtype).min)
-    rows = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return eager_attention_forward(module, *rows, mask[None, None], documents.scale)[0][0]
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out: Tensor = eager_attention_forward(module, queries, keys, values, mask[None, None], documents.scale)[0][0]
+    return out
+
+
+def attended(inputs: list[Tensor], documents: Documents, kernels: Kernels) -> Tensor:
+    query, key, value, sinks = inputs
+    return attend(query, key, value, sinks, documents, kernels)
 
 
 def results(out: Tensor, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
@@ -80,7 +47,7 @@ def results(out: Tensor, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]
 def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | None) -> None:
     inputs, gradient, documents = case(window, torch.float64)
     expected = results(eager(inputs, documents), inputs, gradient)
-    found = results(attend(*inputs, documents, PLAIN), inputs, gradient)
+    found = results(attended(inputs, documents, PLAIN), inputs, gradient)
     for name, one, other in zip(("out", "query", "key", "value", "sinks"), found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=name)
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
@@ -94,7 +61,7 @@ def test_torchs_flash_kernel_with_sinks_is_as_near_to_the_truth_as_eager_attenti
     exact = results(eager(exact_inputs, exact_documents), exact_inputs, exact_gradient)
     inputs, gradient, documents = case(window, torch.bfloat16, "cuda")
     rounded = results(eager(inputs, documents), inputs, gradient)
-    found = results(attend(*inputs, documents, FLASH), inputs, gradient)
+    found = results(attended(inputs, documents, FLASH), inputs, gradient)
     for name, one, other, truth in zip(("out", "query", "key", "value", "sinks"), found, rounded, exact, strict=True):
         error, usual = ((tensor.cpu().double() - truth).norm() / truth.norm() for tensor in (one, other))
         assert error < max(0.02, 2 * usual), name

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_architectures import ONE_OF_EACH, SMALL, scaled_down
-from test_batches import documents, spec
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +13,11 @@ from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.model import attention, flash
-from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout, expected_first_loss, load_config
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
+from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,7 +29,8 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
     if window:
         config.use_sliding_window, config.sliding_window, config.layer_types = True, window, ["sliding_attention", "full_attention"] * 3
     device = torch.device("cuda")
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").to(device)
+    causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
+    torch.nn.Module.to(causal, device)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(device)
     results = []
     for implementation in ("eager", "sdpa", flash.register()):
@@ -37,8 +38,8 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
         model = TrainedModel(causal, implementation)
         model.zero_grad()
         loss = model(batch, 1 / len(batch.targets))
-        loss.backward()
-        results.append((loss.item(), {name: parameter.grad.float().clone() for name, parameter in causal.named_parameters()}))
+        torch.autograd.backward(loss)
+        results.append((loss.item(), {name: grad_of(parameter).float().clone() for name, parameter in causal.named_parameters()}))
     (expected, gradients), *others = results
     for loss, found in others:
         assert loss == pytest.approx(expected, rel=2e-3)
@@ -52,8 +53,9 @@ def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> 
     torch.manual_seed(0)
     config = load_config(scaled_down(ONE_OF_EACH[kind]))
     config.num_experts_per_tok = SMALL["num_experts"]
-    without_dropout(config)
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    disable_dropout(config)
+    causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
+    torch.nn.Module.cuda(causal)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(torch.device("cuda"))
     others = [flash.register()]
     if find_spec("flash_attn") and not attention.has_sinks(causal):
@@ -63,8 +65,8 @@ def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> 
         causal.set_attn_implementation(implementation)
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
-        loss.backward()
-        results.append((loss.item(), {name: parameter.grad.float().clone() for name, parameter in causal.named_parameters()}))
+        torch.autograd.backward(loss)
+        results.append((loss.item(), {name: grad_of(parameter).float().clone() for name, parameter in causal.named_parameters()}))
     (expected, gradients), *found = results
     for loss, ours in found:
         assert loss == pytest.approx(expected, rel=2e-3)
@@ -81,7 +83,7 @@ def test_the_loss_of_a_large_vocabulary_takes_less_than_two_gib_and_what_the_pla
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = HeadLoss(weight)(hidden, predictors, targets, 1 / tokens)
-    loss.backward()
+    torch.autograd.backward(loss)
     beyond = torch.cuda.max_memory_allocated() - before - 2 * weight.numel()
     vectors = 64 * 8 * tokens
     assert beyond < 2 * 2**30
@@ -105,8 +107,8 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with Prefetcher(batches.portions(1, 5), device) as feed:
-            for _, batch in feed:
+        with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
+            for _, batch in prefetcher:
                 for _ in range(20):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
                     weight = weight @ weight / 64
                 found.append([tensor.clone() for tensor in batch.tensors])

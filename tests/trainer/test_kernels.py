@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import kernels
-from so_tui_trainer.model.build import without_dropout
+from so_tui_trainer.model.build import disable_dropout
 from so_tui_trainer.model.kernels.gate import gated
 from so_tui_trainer.model.kernels.rotary import rotate
 from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp
+from tests.support.models import causal_model, grad_of
 
 SHAPE = {
     "vocab_size": 64,
@@ -39,9 +42,9 @@ EXPECTED = {
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> object:
+def _restored() -> Iterator[None]:
     """The rotary function is replaced in transformers' own module."""
-    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EXPECTED]
+    modules: list[Any] = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EXPECTED]
     before = [module.apply_rotary_pos_emb for module in modules]
     yield
     for module, function in zip(modules, before, strict=True):
@@ -53,8 +56,8 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
     torch.manual_seed(0)
     shape = SHAPE | (EXPERTS if model_type in ("qwen3_moe", "gpt_oss") else {})
     config = AutoConfig.for_model(model_type, **shape)
-    without_dropout(config)
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    disable_dropout(config)
+    causal = causal_model(config, dtype=torch.float32, attention="eager")
     for parameter in causal.parameters():  # ones and zeros would hide a weight that is not used
         nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 64, (2, 16))
@@ -64,7 +67,7 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
             assert set(kernels.install(causal)) == EXPECTED[model_type]
         causal.zero_grad()
         logits = causal(input_ids=tokens, use_cache=False).logits
-        logits.square().mean().backward()
+        torch.autograd.backward(logits.square().mean())
         results.append((logits.detach(), [parameter.grad.clone() for parameter in causal.parameters() if parameter.grad is not None]))
     (expected, gradients), (found, ours) = results
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -75,7 +78,7 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
 
 def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", **SHAPE)
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # its norms multiply with 1 + weight, its activation is GELU
+    causal = causal_model(config, dtype=torch.float32)  # its norms multiply with 1 + weight, its activation is GELU
     assert kernels.install(causal, (kernels.NORM, kernels.GATE)) == ()
 
 
@@ -85,22 +88,26 @@ def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             gate, up = self.gate_proj(hidden).clamp(max=self.limit), self.up_proj(hidden).clamp(-self.limit, self.limit)
-            return self.down_proj(self.act_fn(gate) * up)
+            result: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+            return result
 
-    module = Limited(LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2))
+    module: Any = Limited(  # type: ignore[no-untyped-call]
+        LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    )
     module.limit = 10.0
-    assert kernels.install(nn.ModuleList([module]), [kernels.GATE]) == ()
+    limited: Any = nn.ModuleList([module])
+    assert kernels.install(limited, [kernels.GATE]) == ()
 
 
 def test_only_what_is_asked_for_is_replaced() -> None:
-    causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE))
+    causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE))
     assert kernels.install(causal, [kernels.NORM]) == ("Qwen3RMSNorm",)
 
 
 def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
     heads = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
     turned = rotate(heads, torch.randn(1, 3, 8), torch.randn(1, 3, 8))
-    turned.sum().backward()
+    torch.autograd.backward(turned.sum())
     assert turned.dtype == torch.bfloat16
     assert heads.grad is not None
 
@@ -122,12 +129,13 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> 
     both = torch.randn(7, 3, 2 * columns, device="cuda")
     gradient = torch.randn(7, 3, columns, device="cuda")
     gate, up = both.chunk(2, -1) if stacked else (part.contiguous() for part in both.chunk(2, -1))
-    expected, found = [], []
+    expected: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
     for results, device in ((expected, "cpu"), (found, "cuda")):
         leaves = [part.detach().to(device).requires_grad_() for part in (gate, up)]
-        result = gated(*leaves)
-        result.backward(gradient.to(device))
-        results += [result.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+        result = gated(leaves[0], leaves[1])
+        torch.autograd.backward(result, gradient.to(device))
+        results += [result.detach().cpu(), *(grad_of(leaf).cpu() for leaf in leaves)]
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
@@ -147,8 +155,8 @@ def test_the_rotation_on_the_gpu_is_that_of_the_cpu(rows: int, count: int, size:
     for device in ("cpu", "cuda"):
         leaf = heads.detach().to(device).requires_grad_()
         result = rotate(leaf, cos.to(device), sin.to(device))
-        result.backward(gradient.to(device))
-        results.append((result.detach().cpu(), leaf.grad.cpu()))
+        torch.autograd.backward(result, gradient.to(device))
+        results.append((result.detach().cpu(), grad_of(leaf).cpu()))
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_architectures import ONE_OF_EACH
-from test_matching import saved
 
+from tests.support.models import ONE_OF_EACH, saved
 from tests.support.python_path import checkout_path
 
 DS_CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}

@@ -4,18 +4,18 @@ import weakref
 
 import pytest
 import torch
-from test_batches import documents, spec
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
 from so_tui.model import loss as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, parameter_groups
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.documents import documents, spec
 from tests.support.launching import tiny
+from tests.support.models import causal_model, grad_of
 
 
 @pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
@@ -49,11 +49,11 @@ def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
         assert (one - other).norm() < 0.005 * other.norm()
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Peak of the bytes of storages that operations made while it was on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -104,7 +104,7 @@ def test_without_trained_tokens_the_loss_is_zero_and_so_are_the_gradients() -> N
     hidden, weight = torch.randn(1, 4, 8, requires_grad=True), nn.Parameter(torch.randn(10, 8))
     nothing = torch.zeros(0, dtype=torch.int64)
     loss = HeadLoss(weight)(hidden, nothing, nothing, 1.0)
-    loss.backward()
+    torch.autograd.backward(loss)
     assert loss == 0
     assert not weight.grad.any()  # type: ignore[union-attr]
 
@@ -115,15 +115,15 @@ def test_packed_documents_train_as_if_each_were_alone(implementation: str, tied:
     torch.manual_seed(0)
     config = load_config(tiny().model)
     config.tie_word_embeddings = tied
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+    causal = causal_model(config, dtype=torch.float32, attention=implementation)
     model = TrainedModel(causal, implementation)
     docs = documents(30)
     batches = Batches(docs, spec(data__sequence_length="128"), 0)
     batch = next(batches.micro_batches(1))
     assert len(batch.boundaries) > 6  # really packed
     packed = model(batch, 1 / len(batch.targets))
-    packed.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in causal.named_parameters()}
+    torch.autograd.backward(packed)
+    gradients = {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
     model.zero_grad()
     alone = torch.zeros(())
     for index in batches._indices(0, len(batch.input_ids)):
@@ -133,7 +133,7 @@ def test_packed_documents_train_as_if_each_were_alone(implementation: str, tied:
             labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
             alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
     alone = alone / len(batch.targets)
-    alone.backward()
+    torch.autograd.backward(alone)
     torch.testing.assert_close(packed, alone)
     for name, parameter in causal.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6, msg=name)
@@ -142,12 +142,12 @@ def test_packed_documents_train_as_if_each_were_alone(implementation: str, tied:
 def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
     """The mean over the step's tokens, however they fall on micro-batches."""
     torch.manual_seed(0)
-    model = TrainedModel(AutoModelForCausalLM.from_config(load_config(tiny().model), dtype=torch.float32), "sdpa")
+    model = TrainedModel(causal_model(load_config(tiny().model), dtype=torch.float32), "sdpa")
     losses = []
     for micro_batch, accumulation in (("6", "1"), ("2", "3")):
         shape = spec(gpus="1", train__micro_batch=micro_batch, train__gradient_accumulation=accumulation)
         batches = Batches(documents(), shape, 0)
-        weight = 1 / batches.work(1).trained_tokens
+        weight = 1 / batches.counts(1).trained_tokens
         losses.append(sum(model(batch, weight).item() for batch in batches.micro_batches(1)))
     assert losses[0] == pytest.approx(losses[1])
 
@@ -155,13 +155,13 @@ def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
 def test_random_weights_start_where_they_must() -> None:
     torch.manual_seed(0)
     config = load_config(tiny().model)
-    model = TrainedModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "sdpa")
+    model = TrainedModel(causal_model(config, dtype=torch.float32), "sdpa")
     batch = next(Batches(documents(), spec(), 0).micro_batches(1))
     assert model(batch, 1 / len(batch.targets)).item() == pytest.approx(expected_first_loss(config), abs=0.1)
 
 
 def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
-    model = TrainedModel(AutoModelForCausalLM.from_config(load_config(tiny().model)), "sdpa")
+    model = TrainedModel(causal_model(load_config(tiny().model)), "sdpa")
     decay, rest = parameter_groups(model, tiny())
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.01, 0.0)
     assert all("norm" in name for name in rest["names"])

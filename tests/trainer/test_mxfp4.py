@@ -4,22 +4,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_matching import saved
 from torch.utils.cpp_extension import get_default_build_root
-from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from so_tui.spec import InputError, ModelSpec, spec_tree
+from so_tui.spec import ModelSpec, spec_tree
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.matching import match, meta_model, refuse
 from so_tui_trainer.model.mxfp4 import convert, missing_bytes
-from so_tui_trainer.model.pretrained import converted_folder, trainable, weights_folder
+from so_tui_trainer.model.pretrained import converted_folder, trainable_folder, weights_folder
 from so_tui_trainer.model.stored import read_index
 from tests.support.launching import tiny
+from tests.support.models import load_pretrained, saved
+from tests.support.problems import refusal
 
 KERNELS = Path(get_default_build_root())
 """Where this user's compiled kernels are: by default in the cache folder, which the tests move."""
@@ -60,20 +61,20 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
             expected = convert_moe_packed_tensors(source[f"{name}_blocks"], source[f"{name}_scales"])
             assert torch.equal(tensor, expected), name
     refuse(match(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)), ModelSpec(id=str(packed)))
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = load_pretrained(folder)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not hasattr(model.config, "quantization_config")
 
 
 def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed: Path) -> None:
-    target = trainable(packed)
+    target = trainable_folder(packed)
     assert target == converted_folder(packed)
     target.parent.mkdir(parents=True)
     whole = missing_bytes(packed, target)
-    lines = convert(packed, target)
+    lines: Any = convert(packed, target)
     next(lines)
-    next(lines)  # the first file is written when the second begins
+    next(lines)  # The first file is complete when the second one starts.
     lines.close()
     assert not target.exists()
     assert 0 < missing_bytes(packed, target) < whole
@@ -85,10 +86,9 @@ def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed:
     assert list(convert(packed, target)) == []
 
 
-def test_a_full_disk_is_said_before_anything_is_written(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(InputError, match="free"):
-        weights_folder(ModelSpec(id=str(packed)))
+    assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "disk-full"
     assert not list(converted_folder(packed).parent.rglob("*.safetensors"))
 
 
@@ -96,8 +96,7 @@ def test_other_quantisations_are_refused(packed: Path) -> None:
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="fp8"):
-        weights_folder(ModelSpec(id=str(packed)))
+    assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "weights-quantised"
 
 
 @pytest.mark.slow

@@ -10,15 +10,17 @@ import msgspec
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from test_batches import documents, spec
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PreTrainedModel
 
 from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
-from so_tui_trainer.model.build import TrainedModel, without_dropout
+from so_tui_trainer.model.build import TrainedModel, disable_dropout
+from tests.support.documents import documents, spec
+from tests.support.models import causal_model, grad_of
 
 SHAPE = {
     "vocab_size": 2048,
@@ -39,26 +41,28 @@ def model_of(policy: recompute.Policy, model_type: str) -> PreTrainedModel:
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
     config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
-    without_dropout(config)
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    disable_dropout(config)
+    causal = causal_model(config, dtype=torch.float32, attention=attention)
     kernels.install(causal, [kernels.EXPERTS])
     recompute.install(causal, policy)
-    return causal.train()
+    causal.train()
+    return causal
 
 
 def forward(causal: PreTrainedModel) -> Tensor:
     """The loss of one micro-batch."""
     model = TrainedModel(causal, causal.config._attn_implementation)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
-    return model(batch, 1 / len(batch.targets))
+    loss: Tensor = model(batch, 1 / len(batch.targets))
+    return loss
 
 
 def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one micro-batch."""
     causal = model_of(policy, model_type)
     loss = forward(causal)
-    loss.backward()
-    return loss.item(), {name: parameter.grad.clone() for name, parameter in causal.named_parameters()}
+    torch.autograd.backward(loss)
+    return loss.item(), {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
@@ -78,12 +82,15 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
     for name, module in causal.named_modules():
         if name.endswith(("q_proj", "k_proj")):
             module.register_forward_hook(lambda module, inputs, result: products.append(result))
-    kept: set[int] = set()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.add(tensor.untyped_storage().data_ptr()) or tensor, lambda tensor: tensor
-    ):
+    saved: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward(causal)
-    found = {product.untyped_storage().data_ptr() in kept for product in products}
+    found = {product.untyped_storage().data_ptr() in saved for product in products}
 
     shape = architecture(causal.config.to_dict())
     normed = msgspec.structs.replace(shape, model_type="qwen3")
@@ -92,11 +99,11 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
     assert len(found) == 1
 
 
-class Products(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[name-defined]
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts matrix products by the pass they are in."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.label = "forward"
 
@@ -116,13 +123,13 @@ def test_selective_repeats_no_matrix_product(
     """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer feeds nothing that backward needs."""
     monkeypatch.setattr(torch.nn.functional, "linear", linear)  # DeepSpeed puts its own there under ZeRO-3
     torch.manual_seed(0)
-    causal = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attn_implementation="sdpa")
+    causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention="sdpa")
     recompute.install(causal, policy)
     causal.train()
     with Products() as products:
         hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
         products.label = "backward"
-        hidden.sum().backward()
+        torch.autograd.backward(hidden.sum())
     layers = SHAPE["num_hidden_layers"]
     assert products.counts["forward"] == 7 * layers
     assert products.counts["backward"] == (14 + repeated) * layers
@@ -134,14 +141,14 @@ def test_selective_repeats_no_product_of_experts(policy: recompute.Policy, repea
     """Theirs are two a layer. The second one, whose result backward does not need, is never repeated."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE})
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    causal = causal_model(config, dtype=torch.float32, attention="eager")
     kernels.install(causal, [kernels.EXPERTS])
     recompute.install(causal, policy)
     causal.train()
     with Products() as products:
         hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
         products.label = "backward"
-        hidden.sum().backward()
+        torch.autograd.backward(hidden.sum())
     layers = SHAPE["num_hidden_layers"]
     assert products.counts["experts' forward"] == 2 * layers
     assert products.counts["experts' backward"] == (4 + repeated) * layers

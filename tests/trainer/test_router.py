@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from test_batches import documents, spec
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from so_tui.runs.records import StepRecord
@@ -17,7 +16,10 @@ from so_tui_trainer.model import recompute
 from so_tui_trainer.model.build import TrainedModel, load_config
 from so_tui_trainer.model.router import RouterLoss
 from so_tui_trainer.tools.presets import parameter_table
+from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
+from tests.support.models import causal_model
+from tests.support.problems import refusal
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -44,10 +46,10 @@ def mixture(name: str) -> PreTrainedModel:
     shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
     shape.pop("layer_types", None)
     config = load_config(type(full)(id=full.id, weights="random", config=shape))
-    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    causal = causal_model(config, dtype=torch.float32, attention="eager")
     for parameter in causal.parameters():  # routers that choose
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    return causal  # type: ignore[no-any-return]
+    return causal
 
 
 def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -67,10 +69,10 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
     for document in (document for index in indices for document in sequences.of(int(index))):
         ids = torch.tensor(docs.tokens[docs.offsets[document] : docs.offsets[document + 1]], dtype=torch.int64)[None]
         alone.append(list(causal.model(input_ids=ids, output_router_logits=True).router_logits))
+    reference: Any = load_balancing_loss_func  # its annotation allows one layer only
     by_layer = tuple(torch.cat([logits[layer].reshape(-1, 4) for logits in alone]) for layer in range(3))
-    expected = load_balancing_loss_func(by_layer, 4, 2)
-    assert isinstance(expected, torch.Tensor)
-    expected.backward()  # type: ignore[no-untyped-call]
+    expected: torch.Tensor = reference(by_layer, 4, 2)
+    torch.autograd.backward(expected)
     wanted = gradients_of(causal)
     causal.zero_grad()
 
@@ -79,14 +81,14 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
     model = TrainedModel(causal, "eager", RouterLoss(causal, 0.5))
     tokens = int(batch.real.sum())
     plain = model(batch, 1 / len(batch.targets))
-    plain.backward()
+    torch.autograd.backward(plain)
     language = gradients_of(causal)
     causal.zero_grad()
     total = model(batch, 1 / len(batch.targets), 1 / tokens)
     assert model.last_router_loss is not None
     torch.testing.assert_close(model.last_router_loss, expected.detach())
     torch.testing.assert_close(total, plain + 0.5 * expected)
-    total.backward()
+    torch.autograd.backward(total)
     for key, gradient in gradients_of(causal).items():
         torch.testing.assert_close(gradient, language[key] + 0.5 * wanted.get(key, 0.0), rtol=1e-4, atol=1e-6, msg=key)
 
@@ -94,9 +96,8 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(InputError, match="no experts"):
         tiny(train__router_loss_coefficient="0.001")
-    causal = AutoModelForCausalLM.from_config(load_config(tiny().model))
-    with pytest.raises(InputError, match="no routers"):
-        RouterLoss(causal, 0.001)
+    causal = causal_model(load_config(tiny().model))
+    assert refusal(lambda: RouterLoss(causal, 0.001)).code == "model-without-routers"
 
 
 def small_mixture(**changes: str) -> RunSpec:

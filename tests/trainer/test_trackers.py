@@ -5,6 +5,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def fields(message: bytes) -> list[tuple[int, int | bytes]]:
 
 
 def events(path: Path) -> list[Event]:
-    """The events of a file; every checksum is checked."""
+    """Return the events of a file, after checking every checksum."""
     data, at, found = path.read_bytes(), 0, []
 
     def checked(size: int) -> bytes:
@@ -64,10 +65,10 @@ def events(path: Path) -> list[Event]:
         return content
 
     while at < len(data):
-        message = dict(fields(checked(struct.unpack("<Q", checked(8))[0])))
-        values = [dict(fields(value)) for _, value in fields(message.get(5, b""))]  # type: ignore[arg-type]
-        scalars = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}  # type: ignore[union-attr,arg-type]
-        found.append((int(message.get(2, 0)), scalars, message.get(7) == b"\x08\x01"))  # type: ignore[arg-type]
+        message: dict[int, Any] = dict(fields(checked(struct.unpack("<Q", checked(8))[0])))
+        values: list[dict[int, Any]] = [dict(fields(value)) for _, value in fields(message.get(5, b"")) if isinstance(value, bytes)]
+        scalars = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
+        found.append((int(message.get(2, 0)), scalars, message.get(7) == b"\x08\x01"))
     return found
 
 

@@ -35,7 +35,7 @@ def test_numbers_have_units_and_no_noise() -> None:
     ]
     assert significant(float("nan")) == "NaN"
     assert (rate(31234), rate(4730), rate(940)) == ("31.2k", "4.73k", "940")
-    assert (count(14_768_307_200), count(3_100_000)) == ("14.8 B", "3.1 M")
+    assert (count(14_768_307_200, 1), count(3_100_000, 1)) == ("14.8 B", "3.1 M")
     assert (memory(512 << 20), memory(117 << 30), memory(3 << 29)) == ("512 MiB", "117 GiB", "1.5 GiB")
     assert memory_of(30 << 30, 95 << 30) == "30.0 of 95.0 GiB"
     assert disk(207_000_000_000) == "207 GB"

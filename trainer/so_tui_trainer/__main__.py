@@ -1,4 +1,4 @@
-"""What ``deepspeed --module so_tui_trainer`` starts on every rank. Thin and guarded: spawned Adam workers must not train again."""
+"""Entry point of every rank: ``deepspeed --module so_tui_trainer``. Guarded, since spawned Adam workers import it and must not train."""
 
 import sys
 

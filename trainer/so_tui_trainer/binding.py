@@ -1,8 +1,8 @@
-"""Put this rank where the plan wants it: cores and memory policy, before torch starts a thread or allocates a page.
+"""Bind this rank to the cores and the memory policy of the plan, before torch starts a thread or allocates a page.
 
-DeepSpeed's launcher may have bound the rank already, or not, or to the wrong cores (it cannot express every machine). So each rank looks
-where it is, corrects that, and reports both. What the kernel forbids (a container's seccomp profile, a cpuset) is reported, not fatal.
-Imports neither torch nor anything that imports it.
+DeepSpeed's launcher may have bound the rank already, or not at all, or to the wrong cores, since it cannot express every machine. So each
+rank reads its binding, corrects it, and reports both. What the kernel forbids (a container's seccomp profile, a cpuset) is reported, not
+fatal. Imports neither torch nor anything that imports it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when DeepSpeed's launcher dies, however it dies: no orphan ranks."""
+    """Ask the kernel to kill this process when DeepSpeed's launcher dies, however it dies, so that no rank is orphaned.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
     launcher = os.getppid()
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != launcher:  # it died between the two calls
+    if os.getppid() != launcher:  # It died between the two calls.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def bind(binding: RankBinding) -> RankBindingReport:
-    """Move every thread of this process to the rank's cores and set its memory policy. Never raises for what the kernel forbids."""
+    """Move every thread of this process to the rank's cores and set its memory policy.
+
+    Returns:
+        The binding before and after, and what the kernel refused. Nothing is raised for that.
+    """
     found_cpus = _affinity()
     found_policy = memory_policy()
     problems = []
@@ -65,7 +73,10 @@ def bind(binding: RankBinding) -> RankBindingReport:
 
 
 def apply_main_cores(binding: RankBinding) -> None:
-    """Once an Adam worker has its own cores: leave the training process the rest, all its threads, and size torch's pool by them."""
+    """Restrict all threads of the training process to the main cores, and size torch's thread pool by them.
+
+    To be called after an Adam worker has taken its own cores.
+    """
     import torch
 
     _move_threads(binding.main_cpus)
@@ -73,7 +84,7 @@ def apply_main_cores(binding: RankBinding) -> None:
 
 
 def memory_policy() -> str:
-    """This thread's memory policy as text: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` where the kernel does not say."""
+    """Return this thread's memory policy: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` if the kernel does not tell."""
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is None:
         return "unknown"
@@ -82,7 +93,7 @@ def memory_policy() -> str:
     if _libc.syscall(numbers[1], ctypes.byref(mode), mask, ctypes.c_ulong(_MASK_WORDS * _WORD_BITS), None, ctypes.c_ulong(0)) != 0:
         return "unknown"
     nodes = [word * _WORD_BITS + bit for word in range(_MASK_WORDS) for bit in range(_WORD_BITS) if mask[word] >> bit & 1]
-    # The high bits carry flags (static or relative nodes).
+    # The high bits are flags (static or relative nodes).
     name = _MODES.get(mode.value & 0xFF, str(mode.value))
     return f"{name}:{','.join(map(str, nodes))}" if nodes else name
 
@@ -96,7 +107,11 @@ def _policy_text(policy: MemoryPolicy) -> str:
 
 
 def _move_threads(cpus: Iterable[int]) -> list[str]:
-    """Threads that exist already keep their old mask unless each is moved; later ones inherit."""
+    """Move all existing threads, which keep their own masks otherwise; later threads inherit.
+
+    Returns:
+        Problems in words.
+    """
     wanted = set(cpus)
     for thread in Path("/proc/self/task").iterdir():
         try:

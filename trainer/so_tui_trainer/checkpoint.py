@@ -1,7 +1,9 @@
-"""Checkpoints: written by all ranks into ``step-000060.partial``, made valid by one rename, old ones removed once it is proven readable.
+"""Save and load checkpoints, on all ranks together.
 
-A checkpoint holds the masters, moments and counters of the optimizer (the bf16 weights are a cast of the masters), the random number
-generators of every rank, and what the data was. The schedule follows from the step. See ``checkpoint_folder`` for the files.
+All ranks write into ``step-000060.partial``. One rename makes it valid, and older checkpoints are removed once it is proven readable. A
+checkpoint has the fp32 master weights, moments and counters of the optimizer (the bf16 weights are a cast of the master weights), the
+random number generators of every rank, and a description of the data. The learning rate follows from the step. ``checkpoint_folder`` has
+the files.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import RunSpec
 from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import Found, Manifest, folder_of, newest, optimizer_folder, read_manifest, set_aside
-from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.failures import Explanation, TrainingError
 from so_tui_trainer.ranks import Ranks
 
 __all__ = [
@@ -42,15 +44,25 @@ __all__ = [
 ]
 
 _STATE_BYTES = 12
-"""Of one parameter: fp32 master and two moments."""
+"""Bytes per parameter: fp32 master weight and two moments."""
 
 
 def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
-    """Find out, together with the other ranks, whether a checkpoint fits on the disk. Raises TrainingError, on all alike, when not."""
+    """Check, together with the other ranks, that a checkpoint fits on the disk.
+
+    Args:
+        engine: The DeepSpeed engine.
+        folder: The folder of the run's checkpoints.
+        spec: The run's spec.
+        ranks: The process group.
+
+    Raises:
+        TrainingError: It does not fit; raised on all ranks.
+    """
     parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
     share = sum(partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size) for parameter in parameters)
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-    with _together(ranks, "no checkpoint can be written"):
+    with _all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
             checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field, elsewhere=bool(spec.checkpoint.folder))
 
@@ -58,34 +70,45 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
 def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
     """Write a checkpoint, together with the other ranks, and remove those beyond ``checkpoint.keep``.
 
-    Raises TrainingError, on all ranks alike, when it does not fit or some rank could not write; the checkpoints before it stay as they are.
+    Args:
+        engine: The DeepSpeed engine.
+        manifest: What the checkpoint belongs to.
+        folder: The folder of the run's checkpoints.
+        ranks: The process group.
+        attempt: The run's attempt, for the record.
+
+    Raises:
+        TrainingError: It does not fit, or a rank cannot write; raised on all ranks. Earlier checkpoints stay.
     """
     began = time.monotonic()
     make_room(engine, folder, manifest.spec, ranks)
-    with _together(ranks, "the checkpoint cannot be started"):
+    with _all_ranks(ranks, "the checkpoint cannot be started"):
         made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
-    partial = ranks.from_first(made)
+    partial = ranks.broadcast(made)
     written = 0
-    with _together(ranks, "the checkpoint could not be written", cleanup=partial):
+    with _all_ranks(ranks, "the checkpoint could not be written", cleanup=partial):
         written = superoffload.save_state(engine, optimizer_folder(partial))
         _save_random_state(_random_file(partial, ranks.rank))
-    total = int(sum(row[0] for row in ranks.table([float(written)])))
-    with _together(ranks, "the checkpoint could not be finished", cleanup=partial):
+    total = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
+    with _all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
         final = checkpoint_folder.complete(partial, manifest) if ranks.first else None
     seconds = time.monotonic() - began
-    path = str(ranks.from_first(final))
+    path = str(ranks.broadcast(final))
     return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
 
 
 def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> None:
-    """Put the run back to where the checkpoint was made, by however many ranks. Raises TrainingError, on all ranks alike.
+    """Restore the state of a checkpoint, which any number of ranks may have written.
 
-    With another number of ranks the random number generators stay as they were seeded: nothing in training draws from them but dropout.
+    With another number of ranks the random number generators stay as seeded; only dropout uses them in training.
+
+    Raises:
+        TrainingError: A rank cannot load it; raised on all ranks.
     """
-    with _together(ranks, f"{checkpoint} could not be loaded"):
+    with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
         superoffload.load_state(engine, optimizer_folder(checkpoint))
         if manifest.ranks == ranks.size:
-            # Written by ``save`` above: plain tensors and tuples, but numpy's state is not on torch's list of safe types.
+            # Written by ``save`` above. It is safe, but torch does not list the type of numpy's state as such.
             _restore_random_state(torch.load(_random_file(checkpoint, ranks.rank), weights_only=False))
 
 
@@ -94,23 +117,35 @@ def _random_file(checkpoint: Path, rank: int) -> Path:
 
 
 @contextmanager
-def _together(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
-    """Run a part of the work on every rank, then agree on whether it worked: one rank's error is an error of all."""
+def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
+    """Run a block on every rank and agree on whether it worked: an error of one rank is raised on all.
+
+    Args:
+        ranks: The process group.
+        what: Start of the reason.
+        cleanup: A folder that rank 0 removes after an error.
+    """
     error: Exception | None = None
     try:
         yield
     except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
         error = caught
-    told = error.reason if isinstance(error, TrainingError) else "" if error is None else str(error)
-    advice = error.suggestion if isinstance(error, TrainingError) else ""
-    problems = [(text, suggestion) for text, suggestion in ranks.gather((told, advice)) if text]
-    if not problems and error is None:
+    problems = [problem for problem in ranks.all_gather(_explanation(error)) if problem is not None]
+    if not problems:
         return
     if cleanup is not None and ranks.first:
         shutil.rmtree(cleanup, ignore_errors=True)
-    text, suggestion = problems[0]
-    remedy = suggestion or "Look at the disk and the permissions of the folder; earlier checkpoints are untouched."
-    raise TrainingError(f"{what}: {text}", remedy) from error
+    code, reason, suggestion = problems[0]
+    raise TrainingError(code, f"{what}: {reason}", suggestion) from error
+
+
+def _explanation(error: Exception | None) -> Explanation | None:
+    if error is None:
+        return None
+    if isinstance(error, TrainingError):
+        return Explanation(error.code, error.reason, error.suggestion)
+    suggestion = "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged."
+    return Explanation("checkpoint-failed", str(error), suggestion)
 
 
 def _random_state() -> dict[str, Any]:

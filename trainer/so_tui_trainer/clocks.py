@@ -1,4 +1,4 @@
-"""Where a step's time goes, without waiting for the GPU: laps are CUDA events in the stream, read when a record is due."""
+"""Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read when a record is due."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Part = Literal["data", "forward", "backward", "optimizer", "other"]
-PARTS: tuple[Part, ...] = ("data", "forward", "backward", "optimizer", "other")
+StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
+STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
 class StepTimes(NamedTuple):
@@ -26,26 +26,28 @@ class StepTimes(NamedTuple):
 
 
 class Laps:
-    """The laps of one step; ``read`` waits until the GPU has passed the last one."""
+    """The laps of one step."""
 
     def __init__(self, start: torch.cuda.Event | float) -> None:
-        self._stamps: list[tuple[Part, torch.cuda.Event | float]] = []
+        self._stamps: list[tuple[StepPart, torch.cuda.Event | float]] = []
         self._start = start
 
-    def add(self, part: Part, stamp: torch.cuda.Event | float) -> None:
+    def add(self, part: StepPart, stamp: torch.cuda.Event | float) -> None:
+        """Add a lap that ends at ``stamp`` and belongs to ``part``."""
         self._stamps.append((part, stamp))
 
     def read(self) -> StepTimes:
-        seconds = dict.fromkeys(PARTS, 0.0)
+        """Return the seconds of each part. Waits until the GPU has passed the last lap."""
+        seconds = dict.fromkeys(STEP_PARTS, 0.0)
         before = self._start
         for part, stamp in self._stamps:
-            seconds[part] += _between(before, stamp)
+            seconds[part] += _elapsed_s(before, stamp)
             before = stamp
         return StepTimes(**seconds)
 
 
 class StepClock:
-    """A step lasts from the end of the one before to its own end: what happens in between (records, control) is its ``other``."""
+    """Clock of a rank. A step lasts from the end of the one before; what happens in between (records, control) is in ``other``."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -53,17 +55,17 @@ class StepClock:
         self._laps = Laps(self._last)
 
     def restart(self) -> None:
-        """Leave out what happened since the last lap (a checkpoint, an evaluation)."""
+        """Exclude the time since the last lap (a checkpoint, an evaluation)."""
         self._last = self._stamp()
         self._laps = Laps(self._last)
 
-    def lap(self, part: Part) -> None:
-        """Everything since the last lap belongs to ``part``."""
+    def lap(self, part: StepPart) -> None:
+        """Assign the time since the last lap to ``part``."""
         self._last = self._stamp()
         self._laps.add(part, self._last)
 
     def end_step(self) -> Laps:
-        """The step's laps; the next step starts here."""
+        """Return the step's laps, and start the next step."""
         laps, self._laps = self._laps, Laps(self._last)
         return laps
 
@@ -75,7 +77,7 @@ class StepClock:
         return event
 
 
-def _between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+def _elapsed_s(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)

@@ -1,4 +1,4 @@
-"""What users asked for, and what rank 0's clock says, while the run loads and trains: all ranks learn of it for the same step."""
+"""Requests of users, and checkpoints by rank 0's clock: all ranks act on them after the same step."""
 
 from __future__ import annotations
 
@@ -14,52 +14,62 @@ _STOP, _CHECKPOINT = 1, 2
 
 
 class StoppedEarlyError(Exception):
-    """A stop was asked for before this attempt trained anything: there is nothing to save."""
+    """A stop was requested before this attempt trained anything: there is nothing to save."""
 
 
 class Control:
-    """Rank 0 announces after each step what it found in ``control/``; the ranks act on it after the next one.
+    """Rank 0 broadcasts after each step what it finds in ``control/``; the ranks act on it after the next step.
 
-    The announcement travels while that step computes, so no rank ever waits for another here.
+    The broadcast runs while that step computes, so no rank waits for another here.
     """
 
     def __init__(self, run: RunDirectory, ranks: Ranks, *, every_s: float = 0.0) -> None:
-        """``every_s``: seconds between checkpoints by rank 0's clock; 0: none."""
+        """Watch a run's control folder.
+
+        Args:
+            run: The run.
+            ranks: The process group.
+            every_s: Seconds between checkpoints by rank 0's clock; 0 for none.
+        """
         self._run, self._ranks = run, ranks
         self._every_s, self._saved_at = every_s, time.monotonic()
-        self._word = torch.zeros(1, dtype=torch.int64)
-        self._sent: dist.Work | None = None
-        if ranks.first:  # requests of an earlier attempt were meant for it
+        self._flags = torch.zeros(1, dtype=torch.int64)
+        self._broadcast: dist.Work | None = None
+        if ranks.first:  # Requests of an earlier attempt were meant for it.
             control.clear(run, "checkpoint")
 
     def stop_early(self) -> None:
-        """To be called by all ranks, between parts of the loading. Raises StoppedEarlyError, on all alike, when a stop is asked for."""
-        if self._ranks.from_first("stop" in control.pending(self._run)):
+        """Check for a stop request between parts of the loading. All ranks must call it.
+
+        Raises:
+            StoppedEarlyError: A stop is requested; raised on all ranks.
+        """
+        if self._ranks.broadcast("stop" in control.pending(self._run)):
             raise StoppedEarlyError
 
     def poll(self) -> frozenset[control.Action]:
-        """What was announced after the step before; announces what is asked now. Every rank must call it after every step."""
-        if self._sent is not None:
-            self._sent.wait()
-        heard = int(self._word)
-        self._word = torch.zeros(1, dtype=torch.int64)
+        """Return what was broadcast after the step before, and broadcast what is requested now. All ranks must call it after every step."""
+        if self._broadcast is not None:
+            self._broadcast.wait()
+        received = int(self._flags)
+        self._flags = torch.zeros(1, dtype=torch.int64)
         if self._ranks.first:
-            asked = control.pending(self._run)
-            self._word[0] = _STOP * ("stop" in asked) | _CHECKPOINT * ("checkpoint" in asked)
+            requested = control.pending(self._run)
+            self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * ("checkpoint" in requested)
             if self._every_s and time.monotonic() >= self._saved_at + self._every_s:
-                self._word[0] |= _CHECKPOINT
+                self._flags[0] |= _CHECKPOINT
                 self.saved()
-            if "checkpoint" in asked:  # announced once is enough; a stop stays until the run ends
+            if "checkpoint" in requested:  # Broadcast once; a stop request stays until the run ends.
                 control.clear(self._run, "checkpoint")
-        self._sent = dist.broadcast(self._word, src=0, group=self._ranks.group, async_op=True)
+        self._broadcast = dist.broadcast(self._flags, src=0, group=self._ranks.group, async_op=True)
         actions: dict[control.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
-        return frozenset(action for action, bit in actions.items() if heard & bit)
+        return frozenset(action for action, bit in actions.items() if received & bit)
 
     def saved(self) -> None:
-        """A checkpoint was saved, whatever for: the next one by the clock is due a whole interval from now."""
+        """Restart the interval of checkpoints by the clock, after any checkpoint."""
         self._saved_at = time.monotonic()
 
     def close(self) -> None:
-        """Collect the last announcement, so that nothing is under way when the group is torn down."""
-        if self._sent is not None:
-            self._sent.wait()
+        """Wait for the last broadcast, so that the process group can be destroyed."""
+        if self._broadcast is not None:
+            self._broadcast.wait()

@@ -2,7 +2,7 @@
 
     deepspeed ... --module so_tui_trainer --run RUN --attempt N
 
-Exit codes: 0 finished or stopped with what was asked for, 1 failed.
+Exit codes: 0 finished or stopped as requested, 1 failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train this rank's part of a run; returns the exit code, or leaves the process with it."""
+    """Train this rank.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        The exit code. May also leave the process with it.
+    """
     given = _parser().parse_args(arguments)
     binding.die_with_parent()
     run = RunDirectory(Path(given.run).resolve())
@@ -39,7 +46,7 @@ def _bind(plan: Plan) -> RankBindingReport:
     mine = plan.binding[int(os.environ["RANK"])]
     report = binding.bind(mine)
     if not mine.adam_cpus:
-        # Read when the OpenMP runtimes load; with an Adam worker of its own, the launcher sets what that needs.
+        # OpenMP runtimes read it when they load. With an Adam worker, the launcher sets it.
         os.environ["OMP_NUM_THREADS"] = str(len(mine.main_cpus))
     return report
 
@@ -49,15 +56,15 @@ def _prepare_environment(plan: Plan) -> None:
     if plan.binding[0].gpu is None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if plan.spec.train.deterministic:
-        # cuBLAS reads it once, when it is loaded.
+        # cuBLAS reads it when it is loaded.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # One process tokenises, before it has children; transformers warns for every later fork otherwise.
+    # Otherwise transformers warns at every fork after tokenisation.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="so_tui_trainer", description="Train one rank of a run; started by DeepSpeed's launcher.")
     parser.add_argument("--run", required=True, help="folder of the run")
-    parser.add_argument("--attempt", required=True, type=int, help="number of the attempt, whose plan is followed")
-    parser.add_argument("--local_rank", type=int, default=0, help="what the launcher adds; LOCAL_RANK counts")
+    parser.add_argument("--attempt", required=True, type=int, help="number of the attempt whose plan is used")
+    parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher and ignored; LOCAL_RANK is used")
     return parser

@@ -1,4 +1,4 @@
-"""The loss on documents that are never trained on: which they are, and how it is measured."""
+"""Evaluate the loss on documents that are never trained on, and choose those documents."""
 
 from __future__ import annotations
 
@@ -23,81 +23,108 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
 
-class Parts(NamedTuple):
-    """Indices of documents, ascending; no document is in both."""
+class HeldOutSplit(NamedTuple):
+    """Indices of documents, ascending and disjoint."""
 
     training: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.int64]
 
 
-def divide(documents: Documents, spec: RunSpec) -> Parts:
-    """The documents to train on and those to hold out, by seed alone: every rank and every attempt finds the same.
+def divide(documents: Documents, spec: RunSpec) -> HeldOutSplit:
+    """Split the documents into those to train on and those to hold out. It depends only on the seed, so all ranks and attempts agree.
 
-    A row that was cut into several documents is held out whole. Raises InputError when nothing would be left on one of the sides.
+    All documents of a row are held out together.
+
+    Raises:
+        InputError: Nothing would be left on one of the sides.
     """
     row_of = _rows(documents)
     rows = int(row_of[-1]) + 1
     count = held_out_rows(spec, rows)
     out = np.zeros(rows, dtype=np.bool_)
     out[np.random.default_rng((spec.train.seed, rows)).permutation(rows)[:count]] = True
-    return Parts(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
+    return HeldOutSplit(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
 
 
 def held_out_rows(spec: RunSpec, rows: int) -> int:
-    """How many of so many rows are held out. Raises InputError when nothing would be left on one of the sides."""
+    """Return how many of ``rows`` rows are held out.
+
+    Raises:
+        InputError: Nothing would be left on one of the sides.
+    """
     wanted = spec.data.held_out
     count = round(wanted * rows) if wanted < 1 else int(wanted)
     if wanted and not 0 < count < rows:
         message = f"would hold out {count} of {rows} rows"
-        remedy = "Give a share below 1, or a count that leaves rows on both sides."
-        raise InputError([Problem(field="data.held_out", value=f"{wanted:g}", message=message, remedy=remedy)])
+        remedy = "Set a share below 1, or a count that leaves rows on both sides."
+        raise InputError(
+            [Problem(code="held-out-out-of-range", field="data.held_out", value=f"{wanted:g}", message=message, remedy=remedy)]
+        )
     return count
 
 
 def _rows(documents: Documents) -> npt.NDArray[np.int64]:
-    """Of each document, which of all rows it comes from, counted over the sources; a row's documents lie side by side."""
+    """Return the row of each document, counted over all sources, [documents]. Documents of a row are adjacent."""
     if documents.rows is None:
         return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
-    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = True  # every source numbers its own
+    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = True  # Row numbers restart in every source.
     return np.cumsum(begins) - 1
 
 
 def trained_fingerprint(fingerprint: str, spec: RunSpec) -> str:
-    """What is trained on, in a word: the documents' fingerprint, and what of them is held out."""
+    """Return a fingerprint of the trained documents: that of all documents, and what is held out."""
     if not spec.data.held_out:
         return fingerprint
     return hashlib.sha256(f"{fingerprint} {spec.data.held_out} {spec.train.seed}".encode()).hexdigest()[:32]
 
 
 def evaluation_spec(spec: RunSpec) -> RunSpec | None:
-    """The spec whose data are to be evaluated, where they are other data than those to train on."""
+    """Return the spec of separate evaluation data; None if there are none."""
     data = spec.data
     if not data.evaluation and not data.evaluation_split:
         return None
     split = data.evaluation_split or data.split
     if data.evaluation:
         return replace(spec, data=replace(data, source=data.evaluation, subset="", split=split))
-    # The split of the section is for all sources then, also for those that train on one of their own.
+    # The split of the section then applies to all sources, including those that train on a split of their own.
     sources = tuple(replace(part, split="") for part in data.source) if isinstance(data.source, tuple) else data.source
     return replace(spec, data=replace(data, source=sources, split=split))
 
 
 class Evaluation:
-    """Some documents, packed and shared out over the ranks."""
+    """Documents that are packed and shared among the ranks for evaluation."""
 
     def __init__(self, documents: Documents, members: npt.NDArray[np.int64], spec: RunSpec, rank: int, *, pin: bool = False) -> None:
+        """Pack the documents.
+
+        Args:
+            documents: The tokenised data.
+            members: Indices of the documents to evaluate, [documents].
+            spec: The run's spec.
+            rank: The rank whose micro-batches are made.
+            pin: Whether batches are made in pinned memory.
+        """
         self._documents, self._spec, self._rank, self._pin = documents, spec, rank, pin
         self._sequences = fill(documents.lengths, members, spec.data)
         self._lengths = self._sequences.sums(documents.lengths)
         self.documents = len(members)
         self.tokens = int(documents.trained_lengths[members].sum())
-        """Trained tokens: those whose loss is measured."""
+        """Tokens whose loss is measured."""
 
     def measure(self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int) -> EvaluationRecord:
-        """Mean loss over all tokens, however they fall on batches and ranks. All ranks call it together, between two steps.
+        """Measure the mean loss over all tokens, independent of batches and ranks. All ranks must call it, between two steps.
 
-        Nothing of the training changes: no gradient is formed and no random number drawn. Raises NonFiniteError on all ranks alike.
+        Training is not affected: no gradients are computed and no random numbers drawn.
+
+        Args:
+            model: The model.
+            ranks: The process group.
+            attempt: The attempt, for the record.
+            step: The last completed step, for the record.
+
+        Raises:
+            NonFiniteError: The loss is not finite; raised on all ranks.
         """
         began = time.monotonic()
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -109,7 +136,7 @@ class Evaluation:
                     total += model(batch, 1.0)
         finally:
             model.train(training)
-        loss = sum(row[0] for row in ranks.table([float(total)])) / self.tokens
+        loss = sum(row[0] for row in ranks.all_gather_row([float(total)])) / self.tokens
         if not math.isfinite(loss):
             raise NonFiniteError(step, "evaluation loss")
         return EvaluationRecord(
@@ -123,7 +150,10 @@ class Evaluation:
         )
 
     def _batches(self, ranks: int) -> Iterator[Batch]:
-        """This rank's micro-batches. Every rank has as many, since all have to gather the weights together: some without trained tokens."""
+        """Yield this rank's micro-batches.
+
+        Every rank yields the same number, since all take part in the all-gathers of the weights; some batches have no trained tokens.
+        """
         size = self._spec.train.micro_batch
         for first in range(0, len(self._sequences), size * ranks):
             mine = np.arange(first + self._rank * size, min(first + (self._rank + 1) * size, len(self._sequences)))

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: bf16 weights from the masters, configuration, tokenizer. One process, no DeepSpeed, no GPU."""
+"""Export a checkpoint as a Hugging Face folder: bf16 weights, configuration, tokenizer. One process, without DeepSpeed or GPU."""
 
 from __future__ import annotations
 
@@ -25,23 +25,35 @@ from so_tui_trainer.model.matching import meta_model
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-_MARK = "so_tui_export.json"
+_MARKER_NAME = "so_tui_export.json"
 
 
-class Mark(Struct, frozen=True, kw_only=True):
-    """Lies in every export: what it was made from, and that it may be replaced. Models of other origin look alike but for this file."""
+class ExportMarker(Struct, frozen=True, kw_only=True):
+    """File in every export, which says what it was made from and that it may be replaced. Other model folders do not have it."""
 
     run: str
     step: int
     version: str
-    """Of so-tui."""
+    """Version of so-tui."""
 
 
 def export(checkpoint: Path, folder: Path, run_name: str) -> int:
-    """Write the model of a checkpoint into ``folder``, which ``from_pretrained`` loads; returns its bytes.
+    """Write the model of a checkpoint into ``folder``, for ``from_pretrained``.
 
-    The folder appears whole or not at all, and replaces an older export, but nothing else. Raises OSError, InputError (something else lies
-    there; no room; tokenizer or configuration not to be had), ValueError (states that do not fit the model).
+    The folder appears when it is complete, and replaces only an older export.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        folder: Where to write.
+        run_name: The run's name, for the marker.
+
+    Returns:
+        Bytes of the export.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        InputError: The folder holds something else, the disk is full, or tokenizer or configuration cannot be loaded.
+        ValueError: The checkpoint does not fit the model.
     """
     folder = folder.resolve()
     refuse_foreign(folder)
@@ -58,14 +70,25 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)
     model.generation_config = generation_config(spec.model, config, tokenizer)
-    with replacing(folder, Mark(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
+    with replacing(folder, ExportMarker(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """The bf16 weights that a checkpoint's masters stand for, by their name in the model. Raises ValueError for one that does not fit."""
+    """Cast a checkpoint's fp32 master weights to bf16.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        shapes: Shapes of the model's parameters by name.
+
+    Returns:
+        The weights by their name in the model.
+
+    Raises:
+        ValueError: The checkpoint does not fit the model.
+    """
     found = {}
     for full_name, master in superoffload.saved_master_weights(optimizer_folder(checkpoint)):
         name = full_name.removeprefix(PREFIX)
@@ -76,15 +99,15 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, tor
 
 
 def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """How the model that was trained generates, and stops: now also at the token that ends an answer of the data.
+    """Return the model's generation settings, with the token that ends an answer of the data as a further stop token.
 
-    Settings that contradict each other, which transformers refuses to write, are left out.
+    Contradictory settings, which transformers refuses to write, are left out.
     """
     from transformers import GenerationConfig
 
     found = GenerationConfig.from_model_config(config)
     if model.weights == "pretrained":
-        with suppress(OSError):  # it need not have any
+        with suppress(OSError):  # The model may have none.
             found = GenerationConfig.from_pretrained(resolve_source(model.id), revision=model.revision)
     try:
         found.validate(strict=True)
@@ -100,34 +123,43 @@ def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: Pre
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises InputError when something lies at ``folder`` that is neither an export nor an empty folder."""
-    if not folder.exists() or (folder.is_dir() and ((folder / _MARK).is_file() or not any(folder.iterdir()))):
+    """Refuse to overwrite a folder that is neither an export nor empty.
+
+    Raises:
+        InputError: Something else is there.
+    """
+    if not folder.exists() or (folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir()))):
         return
-    message = f"holds files that are no export of so-tui (no {_MARK})" if folder.is_dir() else "is not a folder"
-    raise InputError([Problem(field="--to", value=str(folder), message=message, remedy="Name a new or an empty folder with --to.")])
+    message = f"has files that are not an export of so-tui (no {_MARKER_NAME})" if folder.is_dir() else "is not a folder"
+    remedy = "Name a new or an empty folder with --to."
+    raise InputError([Problem(code="export-would-overwrite", field="--to", value=str(folder), message=message, remedy=remedy)])
 
 
 def refuse_without_room(folder: Path, needed_bytes: int) -> None:
-    """Raises InputError when the disk of ``folder`` has less free; an older export goes only when the new one is whole."""
+    """Refuse a folder whose disk has too little space. An older export is removed only when the new one is complete.
+
+    Raises:
+        InputError: Less than ``needed_bytes`` is free.
+    """
     free_bytes = shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.is_dir())).free
     if free_bytes < needed_bytes:
-        message = f"an export needs {disk_size(needed_bytes)}, and {disk_size(free_bytes)} are free"
-        remedy = "Make room, or name a folder on a larger disk with --to."
-        raise InputError([Problem(field="--to", value=str(folder), message=message, remedy=remedy)])
+        message = f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free"
+        remedy = "Free some space, or name a folder on a larger disk with --to."
+        raise InputError([Problem(code="disk-full", field="--to", value=str(folder), message=message, remedy=remedy)])
 
 
 @contextmanager
-def replacing(folder: Path, mark: Mark) -> Iterator[Path]:
-    """A marked folder beside ``folder`` to write into, which takes its place when everything went well and goes when not."""
+def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
+    """Yield a marked folder to write into. It replaces ``folder`` at the end, and is removed after an error."""
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
-    for left in (partial, old):  # by an export that was killed
+    for left in (partial, old):  # Left behind by an export that was killed.
         refuse_foreign(left)
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
-        (partial / _MARK).write_bytes(msgspec.json.encode(mark))
+        (partial / _MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
-        refuse_foreign(folder)  # writing takes minutes, in which someone else may have put something there
+        refuse_foreign(folder)  # Writing takes minutes; somebody may have put something there meanwhile.
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)

@@ -1,103 +1,139 @@
-"""What ends a run before its end, in words for people: what happened, and what to do next."""
+"""Why a run failed: a code, a reason for people, and what to do next."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
-from so_tui.spec import InputError, RunSpec, SoTuiError
-from superoffload.errors import NonFiniteGradientError, WorkerLostError
+from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
+from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
-_NO_HOST_MEMORY = "this host ran out of memory"
 _LOWER_RATE = (
-    "Lower `train.learning_rate`, keep `train.gradient_clipping` on, look at the data around that step; "
+    "Lower `train.learning_rate`, leave `train.gradient_clipping` on, inspect the data around that step; "
     "then resume from the last checkpoint."
 )
+_ALLOCATION_FAILED = ("DefaultCPUAllocator", "Cannot allocate memory")
+_CONNECTION_LOST = ("closed by peer", "reset by peer")
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """Why a rank failed; written for the others as ``failure.rank<R>.json`` in the attempt's folder."""
+    """Why a rank failed. Written to ``failure.rank<R>.json`` in the attempt's folder, for rank 0 and the supervisor."""
 
     rank: int
+    code: str = ""
+    """What happened, in kebab-case: ``gpu-out-of-memory``. For wrong input it is the code of the first problem."""
     reason: str
     suggestion: str = ""
     step: int = 0
 
 
-class TrainingError(SoTuiError):
-    """A failure with its own words."""
+class Explanation(NamedTuple):
+    """An exception as a code and in words."""
 
-    def __init__(self, reason: str, suggestion: str = "") -> None:
-        self.reason, self.suggestion = reason, suggestion
+    code: str
+    reason: str
+    suggestion: str
+
+
+class TrainingError(SoTuiError):
+    """An error with a code, a reason and a suggestion."""
+
+    def __init__(self, code: str, reason: str, suggestion: str = "") -> None:
+        self.code, self.reason, self.suggestion = code, reason, suggestion
         super().__init__(f"{reason}. {suggestion}" if suggestion else reason)
 
 
 class NonFiniteError(TrainingError):
-    """The weights are spoilt: nothing may be saved from them."""
+    """A loss or a gradient is not finite: the weights must not be saved."""
 
     def __init__(self, step: int, what: str) -> None:
-        super().__init__(
-            f"the {what} was not finite at step {step}",
-            _LOWER_RATE,
-        )
+        super().__init__("not-finite", f"the {what} was not finite at step {step}", _LOWER_RATE)
 
 
 def explain(error: BaseException, spec: RunSpec, rank: int, step: int) -> Failure:
-    """An exception in words. Unknown ones keep their type and message; the log has the traceback."""
-    reason, suggestion = _words(error, spec)
-    return Failure(rank=rank, reason=reason, suggestion=suggestion, step=step)
+    """Explain an exception of a rank.
+
+    Args:
+        error: The exception. The explanation of an unknown one is its type and message; the log has the traceback.
+        spec: The run's spec, for suggestions.
+        rank: The rank that failed.
+        step: The last completed step.
+    """
+    code, reason, suggestion = explanation(error, spec)
+    return Failure(rank=rank, code=code, reason=reason, suggestion=suggestion, step=step)
 
 
 def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
-    """Leave the failure where rank 0 and the supervisor find it."""
+    """Write the failure where rank 0 and the supervisor find it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     _path(run, attempt, failure.rank).write_bytes(msgspec.json.encode(failure))
 
 
 def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
-    """The failure that some rank left first; None when no rank did. Later ones are mostly its consequences."""
+    """Return the failure that was reported first; later ones are mostly its consequences. None if no rank failed."""
     paths = [path for rank in range(ranks) if (path := _path(run, attempt, rank)).exists()]
     if not paths:
         return None
     return msgspec.json.decode(min(paths, key=lambda path: path.stat().st_mtime_ns).read_bytes(), type=Failure)
 
 
-def _path(run: RunDirectory, attempt: int, rank: int) -> Path:
-    return run.attempt_dir(attempt) / f"failure.rank{rank}.json"
-
-
-def _words(error: BaseException, spec: RunSpec) -> tuple[str, str]:
+def explanation(error: BaseException, spec: RunSpec) -> Explanation:
+    """Return the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():
-            return error.reason, error.suggestion
+            return Explanation(error.code, error.reason, error.suggestion)
         case InputError():
-            return "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems), error.problems[
-                0
-            ].remedy
+            reasons = "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems)
+            return Explanation(error.problems[0].code or "input", reasons, error.problems[0].remedy)
         case NonFiniteGradientError():
-            return str(error), _LOWER_RATE
+            return Explanation("not-finite", str(error), _LOWER_RATE)
         case WorkerLostError():
-            return str(error), f"If the kernel ended it for want of memory (`dmesg` says so): {less_host_memory(spec)}"
-        case SoTuiError():  # its message says what to do
-            return str(error), ""
+            suggestion = f"If the kernel killed it for lack of memory (see `dmesg`): {less_host_memory(spec)}"
+            return Explanation("adam-worker-lost", str(error), suggestion)
+        case OffloadError():  # The message includes what to do.
+            return Explanation(error.code or "error", str(error), "")
+        case SoTuiError():  # Likewise.
+            return Explanation("error", str(error), "")
         case MemoryError() | OSError(errno=errno.ENOMEM):
-            return _NO_HOST_MEMORY, less_host_memory(spec)
+            return _host_out_of_memory(spec)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
-            return f"the disk is full{where}", "Make room there, then resume it. A new run can set `checkpoint.folder` to a larger disk."
+            suggestion = "Free some space there, then resume the run. A new run can set `checkpoint.folder` to a larger disk."
+            return Explanation("disk-full", f"the disk is full{where}", suggestion)
         case _ if type(error).__name__ == "OutOfMemoryError":
-            return f"the GPU ran out of memory: {_first_line(error)}", less_gpu_memory(spec)
+            return Explanation("gpu-out-of-memory", f"the GPU ran out of memory: {first_line(error)}", less_gpu_memory(spec))
+        case RuntimeError():
+            return _explain_runtime_error(error, spec)
+    return _unknown(error)
+
+
+def _explain_runtime_error(error: RuntimeError, spec: RunSpec) -> Explanation:
+    """Recognise errors of torch's allocator and of gloo, which have no types of their own, by their texts."""
     text = str(error)
-    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
-        return _NO_HOST_MEMORY, less_host_memory(spec)
-    if "closed by peer" in text or "reset by peer" in text:
-        return "another rank was lost", "Look at the end of the log; the kernel ends the largest process of a host that is out of memory."
-    return f"{type(error).__name__}: {_first_line(error)}", "The log has the details."
+    if any(part in text for part in _ALLOCATION_FAILED):
+        return _host_out_of_memory(spec)
+    if any(part in text for part in _CONNECTION_LOST):
+        suggestion = "See the end of the log. If the host ran out of memory, the kernel killed its largest process."
+        return Explanation("rank-lost", "another rank was lost", suggestion)
+    return _unknown(error)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+def _host_out_of_memory(spec: RunSpec) -> Explanation:
+    return Explanation("host-out-of-memory", "this host ran out of memory", less_host_memory(spec))
+
+
+def _unknown(error: BaseException) -> Explanation:
+    return Explanation("unexpected", f"{type(error).__name__}: {first_line(error)}", "See the log for details.")
+
+
+def _path(run: RunDirectory, attempt: int, rank: int) -> Path:
+    return run.attempt_dir(attempt) / f"failure.rank{rank}.json"

@@ -1,4 +1,4 @@
-"""The training loop: one step reads from top to bottom, and waits for the GPU only where a record or a checkpoint is due."""
+"""The training loop. It waits for the GPU only where a record, an evaluation or a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -16,28 +16,40 @@ from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.control import Control
-from so_tui_trainer.data.batches import Batches, Portion, Work
+from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.metrics import Gauges, Metrics, Recorder, Step
+from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate
 
-_ODD_FIRST_LOSS = 0.5
-_WRONG_FIRST_LOSS = 3.0
+_UNUSUAL_LOSS_DIFFERENCE = 0.5
+"""Nats per token between the first loss and the expected one that cause a warning."""
+_WRONG_LOSS_DIFFERENCE = 3.0
+"""Nats per token that end the run."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
+    """How training ended."""
+
     state: Literal["finished", "stopped"]
     step: int
     saved: str
-    """The checkpoint of the last step; empty when none was asked for."""
+    """Path of the last step's checkpoint; empty if none was written."""
     summary: dict[str, float]
+    """Medians of a benchmark's measured steps."""
 
 
 class Loop:
-    """A run from one step to its end. ``step`` is the last one that is done."""
+    """Trains from one step to the end of the run.
+
+    Attributes:
+        step: The last completed step.
+        useful_tokens: Tokens trained so far that are not padding, over all ranks.
+        trained_tokens: Tokens so far that carried loss.
+        saved: Path of the newest checkpoint; empty if there is none.
+    """
 
     def __init__(
         self,
@@ -53,6 +65,20 @@ class Loop:
         evaluation: Evaluation | None,
         expected_first_loss: float | None,
     ) -> None:
+        """Prepare to train from the first step.
+
+        Args:
+            run: The run's directory.
+            plan: The attempt's plan.
+            engine: The DeepSpeed engine.
+            batches: The batches of this rank.
+            data: Fingerprint of the documents, for checkpoints.
+            metrics: Makes the records of steps.
+            recorder: Writes records.
+            ranks: The process group.
+            evaluation: Held-out documents, if there are any.
+            expected_first_loss: The loss of random weights; None for pretrained ones.
+        """
         self.run, self.spec, self.engine, self.batches, self.data = run, plan.spec, engine, batches, data
         self.metrics, self.recorder, self.ranks = metrics, recorder, ranks
         self.evaluation, self.expected_first_loss = evaluation, expected_first_loss
@@ -63,71 +89,82 @@ class Loop:
         self.clock = StepClock(ranks.device)
 
     def resume(self, path: str, manifest: Manifest) -> None:
-        """Go on after the checkpoint's step, to which ``batches`` have been brought."""
+        """Continue after the step of a checkpoint. ``batches`` must have been resumed there."""
         self.step = self.saved_step = manifest.step
         self.saved, self.last_loss = path, manifest.last_loss
         self.useful_tokens, self.trained_tokens = manifest.useful_tokens, manifest.trained_tokens
 
     def train(self, control: Control) -> Outcome:
-        """Train to the last step, or until someone asks to stop. Raises NonFiniteError, TrainingError, and whatever the engine raises."""
-        with Prefetcher(self.batches.portions(self.step + 1, self.total_steps), self.ranks.device) as feed:
-            self._train(feed, control)
+        """Train to the last step, or until a stop is requested.
+
+        Raises:
+            NonFiniteError: A loss or a gradient is not finite.
+            TrainingError: A checkpoint cannot be written, or the first loss is wrong.
+        """
+        stop_requested = False
+        with Prefetcher(self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device) as micro_batches:
+            self.clock.restart()
+            while self.step < self.total_steps and not stop_requested:
+                step = self.train_step(micro_batches)
+                self.metrics.watch(step)
+                if self._should_log():
+                    self.log(step)
+                actions = control.poll()
+                stop_requested = "stop" in actions
+                if self._should_evaluate(stop_requested):
+                    self.evaluate()
+                if "checkpoint" in actions or self._should_save():
+                    self.save()
+                    control.saved()
         control.close()
         self.metrics.check()
         if self.spec.checkpoint.at_end or self.spec.checkpoint.export:
             self.save()
-        state: Literal["finished", "stopped"] = "finished" if self.step >= self.total_steps else "stopped"
-        saved = self.saved if self.saved_step == self.step else ""
-        return Outcome(state=state, step=self.step, saved=saved, summary=self.metrics.summary())
+        return Outcome(
+            state="finished" if self.step >= self.total_steps else "stopped",
+            step=self.step,
+            saved=self.saved if self.saved_step == self.step else "",
+            summary=self.metrics.summary(),
+        )
 
-    def _train(self, feed: Prefetcher[Portion], control: Control) -> None:
-        stopped = False
-        self.clock.restart()
-        while self.step < self.total_steps and not stopped:
-            step = self.train_step(self.step + 1, feed)
-            self.metrics.watch(step)
-            if step.number % self.spec.train.log_interval == 0 or step.number in (1, self.total_steps):
-                self.log(step)
-            asked = control.poll()
-            stopped = "stop" in asked
-            every = self.spec.train.evaluate_every_steps
-            if step.number == self.total_steps or (every and step.number % every == 0 and not stopped):
-                self.evaluate()
-            every = self.spec.checkpoint.every_steps
-            if "checkpoint" in asked or (every and step.number % every == 0):
-                self.save()
-                control.saved()
-
-    def train_step(self, number: int, feed: Prefetcher[Portion]) -> Step:
-        """One optimizer step: every rank's micro-batches, then the update. Nothing here waits for the GPU."""
+    def train_step(self, micro_batches: Prefetcher[MicroBatch]) -> Step:
+        """Run one optimizer step: forward and backward of every micro-batch, then the update. Does not wait for the GPU."""
+        number = self.step + 1
         rate = learning_rate(number, self.total_steps, self.spec.train)
         superoffload.set_learning_rate(self.engine, rate)
         loss, router_loss = torch.zeros((), device=self.ranks.device), None
         self.clock.lap("other")
         for _ in range(self.spec.gradient_accumulation_steps):
-            work, batch = next(feed)
+            counts, batch = next(micro_batches)
             self.clock.lap("data")
-            # DeepSpeed averages gradients over ranks and sums them over micro-batches: with this weight their sum is that of the mean
-            # over all trained tokens of the step.
-            part = self.engine(batch, self.ranks.size / work.trained_tokens, self.ranks.size / work.useful_tokens)
+            # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these scales the result is the gradient of the
+            # mean over all trained tokens of the step.
+            micro_loss = self.engine(batch, self.ranks.size / counts.trained_tokens, self.ranks.size / counts.useful_tokens)
             self.clock.lap("forward")
-            self.engine.backward(part, scale_wrt_gas=False)
+            self.engine.backward(micro_loss, scale_wrt_gas=False)
             self.clock.lap("backward")
-            self.engine.step()
+            self.engine.step()  # Updates the weights after the last micro-batch.
             self.clock.lap("optimizer")
-            loss += part.detach()
+            loss += micro_loss.detach()
             if (balance := self.engine.module.last_router_loss) is not None:
                 router_loss = balance if router_loss is None else router_loss + balance
-        self._count(number, work)
         if router_loss is not None:
             loss -= self.spec.train.router_loss_coefficient * router_loss
-        return Step(number, work, rate, loss, self.clock.end_step(), router_loss)
+        self.step = number
+        self.useful_tokens += counts.useful_tokens
+        self.trained_tokens += counts.trained_tokens
+        return Step(number, counts, rate, loss, self.clock.end_step(), router_loss)
 
     def log(self, step: Step) -> None:
-        """Write the step's record. Raises NonFiniteError; TrainingError when random weights start where they cannot."""
+        """Write the step's record. Waits for the GPU.
+
+        Raises:
+            NonFiniteError: A loss or the gradient norm is not finite.
+            TrainingError: Random weights start at a loss that they cannot have.
+        """
         cost = superoffload.stats(self.engine)
-        gauges = Gauges(superoffload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
-        record = self.metrics.log(step, gauges)
+        engine_stats = EngineStats(superoffload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
+        record = self.metrics.log(step, engine_stats)
         self.last_loss = record.loss
         if self.ranks.first:
             print(_line(record, self.total_steps), flush=True)
@@ -135,7 +172,11 @@ class Loop:
             self._check_first_loss(record.loss, self.expected_first_loss)
 
     def evaluate(self) -> None:
-        """Measure the loss on what is not trained on, where there is any. Raises NonFiniteError."""
+        """Measure the loss on the held-out documents, if there are any.
+
+        Raises:
+            NonFiniteError: A loss is not finite.
+        """
         if self.evaluation is None:
             return
         self.metrics.check()
@@ -145,10 +186,15 @@ class Loop:
         if self.ranks.first:
             print(f"step {record.step}/{self.total_steps}  evaluation loss {record.loss:.4f}", flush=True)
         self._phase("training", "")
-        self._leave_out()
+        self._restart_clocks()
 
     def save(self) -> None:
-        """Write a checkpoint of the last step, unless there is one. Raises NonFiniteError: spoilt weights are never saved."""
+        """Write a checkpoint of the last step, unless there is one.
+
+        Raises:
+            NonFiniteError: A loss was not finite; such weights are never saved.
+            TrainingError: The checkpoint cannot be written.
+        """
         if self.saved_step == self.step:
             return
         self.metrics.check()
@@ -170,28 +216,37 @@ class Loop:
         self.saved_step, self.saved = self.step, record.path
         if self.step < self.total_steps:
             self._phase("training", "")
-        self._leave_out()
+        self._restart_clocks()
 
-    def _leave_out(self) -> None:
-        """What happened since the last step is no part of the next one."""
+    def _should_log(self) -> bool:
+        return self.step % self.spec.train.log_interval == 0 or self.step in (1, self.total_steps)
+
+    def _should_evaluate(self, stop_requested: bool) -> bool:
+        every = self.spec.train.evaluate_every_steps
+        return self.step == self.total_steps or (bool(every) and self.step % every == 0 and not stop_requested)
+
+    def _should_save(self) -> bool:
+        every = self.spec.checkpoint.every_steps
+        return bool(every) and self.step % every == 0
+
+    def _restart_clocks(self) -> None:
+        """Exclude the time since the last step from the next one."""
         self.clock.restart()
         superoffload.leave_out_waits(self.engine)
-
-    def _count(self, number: int, work: Work) -> None:
-        self.step = number
-        self.useful_tokens += work.useful_tokens
-        self.trained_tokens += work.trained_tokens
 
     def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
         self.recorder.write(PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail))
 
     def _check_first_loss(self, loss: float, expected: float) -> None:
-        """Weights that were left uninitialised train for hours before anyone notices; they show in the first loss."""
-        message = f"the first loss is {loss:.2f}, where random weights of this shape give about {expected:.2f}"
-        if abs(loss - expected) > _WRONG_FIRST_LOSS:
-            raise TrainingError(f"{message}: they are not initialised rightly", "Check `[model.config]` against the model's config.json.")
-        if abs(loss - expected) > _ODD_FIRST_LOSS:
-            self.recorder.write(WarningRecord(attempt=self.recorder.attempt, time=time.time(), message=message))
+        """Compare the first loss with that of random weights: uninitialised weights would otherwise train for hours unnoticed."""
+        difference = abs(loss - expected)
+        message = f"the first loss is {loss:.2f}, but random weights of this shape give about {expected:.2f}"
+        if difference > _WRONG_LOSS_DIFFERENCE:
+            reason = f"{message}: they are not initialised correctly"
+            raise TrainingError("first-loss-wrong", reason, "Compare `[model.config]` with the model's config.json.")
+        if difference > _UNUSUAL_LOSS_DIFFERENCE:
+            warning = WarningRecord(attempt=self.recorder.attempt, time=time.time(), code="first-loss-unusual", message=message)
+            self.recorder.write(warning)
 
 
 def _line(record: StepRecord, total_steps: int) -> str:

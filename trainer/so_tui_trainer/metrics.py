@@ -1,6 +1,6 @@
-"""The one owner of a run's figures: what each rank measured is gathered, and rank 0 writes one record a logged step.
+"""All figures of a run. Each rank measures, the ranks gather, and rank 0 writes one record for each logged step.
 
-Definitions are in ``docs/metrics.md``; formulas in ``so_tui.model.flops``.
+``docs/metrics.md`` has the definitions, ``so_tui.model.flops`` the formulas.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from so_tui.machine.memory import pss_bytes
 from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.model.loss import recomputed_logits
@@ -24,23 +25,24 @@ from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
 from so_tui.spec import RunSpec
 from so_tui_trainer.clocks import Laps, StepTimes
-from so_tui_trainer.data.batches import Work
+from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.trackers import Sidecars, Tracker
 
 _MEMORY_INTERVAL_S = 20.0
-"""Summing up the proportional memory of a process tree walks all its pages: milliseconds per gigabyte."""
+"""The proportional set size of a process is read this often: the kernel walks all its pages, milliseconds per gigabyte."""
 
 
 class Recorder:
-    """Writes records on rank 0, for the run itself and for its trackers; elsewhere it does nothing."""
+    """Writes records on rank 0, for the run and its trackers; does nothing on other ranks."""
 
     def __init__(self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()) -> None:
+        """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
         self._sidecars = Sidecars(trackers)
         self.attempt = attempt
-        self._lost, self._why = 0, ""
+        self._lost, self._lost_because = 0, ""
 
     @property
     def hanging(self) -> bool:
@@ -48,82 +50,116 @@ class Recorder:
         return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
-        """Raises OSError for an end record that cannot be written. What else a full disk does not take is only lost, and said later."""
+        """Write a record. Records that a full disk does not take are lost, and counted in a later warning.
+
+        Raises:
+            OSError: An end record cannot be written.
+        """
         if self._writer is None:
             return
         self._sidecars.offer(record)
         try:
-            self._tell_of_loss()
+            self._record_lost_records()
             self._writer.append(record)
         except OSError as error:
             if isinstance(record, EndRecord):
                 raise
             if not self._lost:
                 print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
-            self._lost, self._why = self._lost + 1, error.strerror or str(error)
-        self._tell()
+            self._lost, self._lost_because = self._lost + 1, error.strerror or str(error)
+        self._record_tracker_errors()
 
     def end_tracking(self) -> None:
-        """Let the trackers send what they have; what they could not do is a warning."""
+        """Let the trackers send what they have; what they cannot send becomes a warning."""
         self._sidecars.close()
-        self._tell()
+        self._record_tracker_errors()
 
     def close(self) -> None:
-        """After the last record."""
+        """Close the file, after the last record."""
         if self._writer is not None:
             self._writer.close()
 
-    def _tell(self) -> None:
+    def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
-            message, suggestion = f"{trouble}; nothing more is sent there", "The run's own records are whole; nothing else is lost"
-            self.write(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+            self.write(
+                WarningRecord(
+                    attempt=self.attempt,
+                    time=time.time(),
+                    code="tracker-failed",
+                    message=f"{trouble}; nothing more is sent there",
+                    suggestion="The run's own records are complete; nothing else is lost",
+                )
+            )
 
-    def _tell_of_loss(self) -> None:
-        """As soon as there is room again. Raises OSError."""
+    def _record_lost_records(self) -> None:
+        """Write a warning about lost records as soon as there is space again.
+
+        Raises:
+            OSError: There is still no space.
+        """
         if self._lost and self._writer is not None:
-            message = f"{self._lost} records could not be written ({self._why}); training went on"
-            suggestion = "Free space on the disk of the run directory; nothing of the training is lost"
-            self._writer.append(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+            self._writer.append(
+                WarningRecord(
+                    attempt=self.attempt,
+                    time=time.time(),
+                    code="records-lost",
+                    message=f"{self._lost} records could not be written ({self._lost_because}); training continued",
+                    suggestion="Free some space on the disk of the run directory; no training is lost",
+                )
+            )
             self._lost = 0
 
 
 class Step(NamedTuple):
-    """A finished step as the loop hands it over: nothing in it has waited for the GPU."""
+    """A completed step, as the loop hands it over; nothing in it has waited for the GPU."""
 
     number: int
-    work: Work
+    counts: StepCounts
     learning_rate: float
     loss: Tensor
-    """This rank's share of the step's loss; the sum over ranks is the token-weighted mean times the number of ranks."""
+    """This rank's share of the loss. The sum over ranks is the mean over trained tokens times the number of ranks."""
     laps: Laps
     router_loss: Tensor | None = None
-    """As ``loss``: this rank's share of the load-balancing loss."""
+    """This rank's share of the load-balancing loss, like ``loss``."""
 
 
-class Gauges(NamedTuple):
-    """What only the offload engine knows of a step."""
+class EngineStats(NamedTuple):
+    """What the offload engine measured in a step."""
 
     gradient_norm: float | None
+    """Global norm before clipping; None if the engine does not compute it."""
     adam_busy_s: float
     exposed_in_forward_s: float
-    """How long the forward pass waited for weights of the step before: it is the optimizer's time, not the forward's."""
+    """How long the forward pass waited for weights of the step before. It counts as the optimizer's time."""
 
 
 class AllRankMetrics(NamedTuple):
-    """What the ranks measured, put together."""
+    """Measurements reduced over all ranks."""
 
     loss: float
+    """Mean over the trained tokens of all ranks."""
     gpu_memory_peak_bytes: int | None
+    """Maximum over the ranks."""
     host_memory_bytes: int
+    """Sum over the ranks."""
     slowest_rank: int
     adam_busy_s: float
+    """Maximum over the ranks."""
     router_loss: float | None
 
 
 class Metrics:
-    """Turns steps into records, at logging steps only; watches for values that are not finite in between."""
+    """Makes records of logged steps, and checks all losses for being finite."""
 
     def __init__(self, spec: RunSpec, ranks: Ranks, recorder: Recorder, parameters: int) -> None:
+        """Prepare the formulas of a run.
+
+        Args:
+            spec: The run's spec.
+            ranks: The process group.
+            recorder: Writes the records.
+            parameters: Number of parameters of the model.
+        """
         self._spec, self._ranks, self._recorder, self._parameters = spec, ranks, recorder, parameters
         self._shape: Architecture = architecture(spec.model.config)
         self._flops: Flops = flops_of(spec.model)
@@ -131,105 +167,116 @@ class Metrics:
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self._memory_bytes, self._memory_at = 0, -math.inf
         self._measured: list[Step] = []
-        self._gauges: dict[int, Gauges] = {}
+        self._engine_stats: dict[int, EngineStats] = {}
 
     def watch(self, step: Step) -> None:
-        """Remember on the device the first step whose loss was not finite; keep a benchmark's steps."""
+        """Note, on the device, the first step whose loss is not finite; collect a benchmark's steps."""
         bad = ~torch.isfinite(step.loss) & (self._first_bad_step == 0)
         self._first_bad_step = torch.where(bad, step.number, self._first_bad_step)
         if self._spec.benchmark.measured_steps and step.number > self._spec.benchmark.warmup_steps:
             self._measured.append(step)
 
     def check(self) -> None:
-        """Waits for the GPU. Raises NonFiniteError, on all ranks alike, when some rank's loss was not finite in any step so far."""
-        self._raise_if_bad(row[0] for row in self._ranks.table([float(self._first_bad_step)]))
+        """Check all steps so far. Waits for the GPU.
 
-    def log(self, step: Step, gauges: Gauges) -> StepRecord:
-        """The record of a step, written by rank 0. Waits for the GPU. Raises NonFiniteError on all ranks alike."""
-        times = _optimizer_apart(step.laps.read(), gauges.exposed_in_forward_s)
+        Raises:
+            NonFiniteError: A loss of some rank was not finite; raised on all ranks.
+        """
+        self._raise_if_bad(row[0] for row in self._ranks.all_gather_row([float(self._first_bad_step)]))
+
+    def log(self, step: Step, engine_stats: EngineStats) -> StepRecord:
+        """Write the record of a step on rank 0. Waits for the GPU. All ranks must call it.
+
+        Raises:
+            NonFiniteError: A loss or the gradient norm was not finite; raised on all ranks.
+        """
+        times = _separate_exposed_optimizer(step.laps.read(), engine_stats.exposed_in_forward_s)
         if self._spec.benchmark.measured_steps:
-            self._gauges[step.number] = gauges
-        alone = times.data + times.optimizer + times.other
+            self._engine_stats[step.number] = engine_stats
+        unsynchronised = times.data + times.optimizer + times.other
         peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
-        table = self._ranks.table(
+        table = self._ranks.all_gather_row(
             [
                 float(self._first_bad_step),
                 float(step.loss),
-                alone,
+                unsynchronised,
                 peak,
                 float(self._host_memory()),
-                gauges.adam_busy_s,
+                engine_stats.adam_busy_s,
                 0.0 if step.router_loss is None else float(step.router_loss),
             ]
         )
-        bad, losses, alone_s, peaks, memory, busy, router = zip(*table, strict=True)
+        bad, losses, unsynchronised_s, peaks, memory, busy, router = zip(*table, strict=True)
         self._raise_if_bad(bad)
-        if gauges.gradient_norm is not None and not math.isfinite(gauges.gradient_norm):
+        if engine_stats.gradient_norm is not None and not math.isfinite(engine_stats.gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
-        everyone = AllRankMetrics(
+        all_ranks = AllRankMetrics(
             loss=sum(losses) / self._ranks.size,
             gpu_memory_peak_bytes=int(max(peaks)) or None,
             host_memory_bytes=int(sum(memory)),
-            # In forward and backward the ranks wait for each other; who is late shows in what each does alone.
-            slowest_rank=alone_s.index(max(alone_s)),
+            # Ranks wait for each other in forward and backward, so only the other parts show which rank is late.
+            slowest_rank=unsynchronised_s.index(max(unsynchronised_s)),
             adam_busy_s=max(busy),
             router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
         )
-        record = self._record(step, times, gauges.gradient_norm, everyone)
+        record = self._record(step, times, engine_stats.gradient_norm, all_ranks)
         self._recorder.write(record)
         return record
 
     def summary(self) -> dict[str, float]:
-        """Medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
+        """Return medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
 
-        What the engine measures is known of logged steps only: Adam's time, and how long a forward pass waited for the optimizer. Where
-        there are any, the medians of these parts are over them.
+        The engine's figures (Adam's time, waits of the forward pass) exist for logged steps only. If there are any, the medians that
+        depend on them are over logged steps.
         """
         if not self._measured:
             return {}
-        logged = [step for step in self._measured if step.number in self._gauges]
+        logged = [step for step in self._measured if step.number in self._engine_stats]
         every, split = self._measured_rates(self._measured), self._measured_rates(logged or self._measured)
         medians = {name: statistics.median(rates[name] for rates in every) for name in every[0]}
         for name in ("forward_s", "exposed_optimizer_s"):
             medians[name] = statistics.median(rates[name] for rates in split)
         if logged:
-            medians["adam_busy_s"] = statistics.median(self._gauges[step.number].adam_busy_s for step in logged)
+            medians["adam_busy_s"] = statistics.median(self._engine_stats[step.number].adam_busy_s for step in logged)
         return medians | {"measured_steps": float(len(every))}
 
     def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
-        nothing = Gauges(None, 0.0, 0.0)
+        nothing = EngineStats(None, 0.0, 0.0)
         return [
-            self._rates(step.work, _optimizer_apart(step.laps.read(), self._gauges.get(step.number, nothing).exposed_in_forward_s))
+            self._rates(
+                step.counts,
+                _separate_exposed_optimizer(step.laps.read(), self._engine_stats.get(step.number, nothing).exposed_in_forward_s),
+            )
             for step in steps
         ]
 
-    def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, everyone: AllRankMetrics) -> StepRecord:
-        rates = self._rates(step.work, times)
+    def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, all_ranks: AllRankMetrics) -> StepRecord:
+        rates = self._rates(step.counts, times)
         return StepRecord(
             attempt=self._recorder.attempt,
             time=time.time(),
             step=step.number,
-            loss=everyone.loss,
+            loss=all_ranks.loss,
             learning_rate=step.learning_rate,
             gradient_norm=gradient_norm,
-            useful_tokens=step.work.useful_tokens,
-            trained_tokens=step.work.trained_tokens,
+            useful_tokens=step.counts.useful_tokens,
+            trained_tokens=step.counts.trained_tokens,
             mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,
-            gpu_memory_peak_bytes=everyone.gpu_memory_peak_bytes,
-            host_memory_bytes=everyone.host_memory_bytes,
-            slowest_rank=everyone.slowest_rank,
-            adam_busy_s=everyone.adam_busy_s or None,
-            router_loss=everyone.router_loss,
+            gpu_memory_peak_bytes=all_ranks.gpu_memory_peak_bytes,
+            host_memory_bytes=all_ranks.host_memory_bytes,
+            slowest_rank=all_ranks.slowest_rank,
+            adam_busy_s=all_ranks.adam_busy_s or None,
+            router_loss=all_ranks.router_loss,
             **rates,
         )
 
-    def _rates(self, work: Work, times: StepTimes) -> dict[str, Any]:
-        """Every field of a record that is a time or a quantity by time."""
-        checkpointing, lengths = self._spec.model.repeats_whole_layers, work.document_lengths.tolist()
-        model = model_flops(self._flops, work.useful_tokens, lengths)
-        hardware = executed_flops(self._spec, self._flops, self._shape, work)
+    def _rates(self, counts: StepCounts, times: StepTimes) -> dict[str, Any]:
+        """Return every field of a record that is a time or a quantity per time."""
+        checkpointing, lengths = self._spec.model.repeats_whole_layers, counts.document_lengths.tolist()
+        model = model_flops(self._flops, counts.useful_tokens, lengths)
+        hardware = executed_flops(self._spec, self._flops, self._shape, counts)
         seed = seed_tflops_total(
-            self._parameters, self._shape, self._spec.data.sequence_length, work.sequences, times.total, checkpointing=checkpointing
+            self._parameters, self._shape, self._spec.data.sequence_length, counts.sequences, times.total, checkpointing=checkpointing
         )
         return {
             "step_s": times.total,
@@ -238,7 +285,7 @@ class Metrics:
             "backward_s": times.backward,
             "exposed_optimizer_s": times.optimizer,
             "other_s": times.other,
-            "useful_tokens_per_s_total": work.useful_tokens / times.total,
+            "useful_tokens_per_s_total": counts.useful_tokens / times.total,
             "model_tflops_per_gpu": model / times.total / self._ranks.size / 1e12,
             "hw_tflops_per_gpu": hardware / times.total / self._ranks.size / 1e12,
             "seed_tflops_total": seed,
@@ -249,42 +296,35 @@ class Metrics:
             raise NonFiniteError(min(bad), "loss")
 
     def _host_memory(self) -> int:
-        """Proportional set size of this rank and its children (Adam workers), looked up now and then."""
+        """Return the proportional set size of this rank and its children (Adam workers) in bytes, read at intervals."""
         if time.monotonic() - self._memory_at > _MEMORY_INTERVAL_S:
             self._memory_at = time.monotonic()
-            self._memory_bytes = sum(map(_pss, _tree(os.getpid())))
+            self._memory_bytes = sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
         return self._memory_bytes
 
 
-def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, work: Work) -> float:
-    """What all GPUs execute for a step: with what is computed again, padding included. The head runs on trained tokens only."""
-    lengths = work.document_lengths.tolist()
-    executed = hw_flops(flops, work.computed_tokens, lengths, checkpointing=spec.model.repeats_whole_layers, head_recomputed=False)
-    executed -= 6.0 * flops.head_parameters * (work.computed_tokens - work.trained_tokens)
+def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: StepCounts) -> float:
+    """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head runs on trained tokens only."""
+    lengths = counts.document_lengths.tolist()
+    executed = hw_flops(flops, counts.computed_tokens, lengths, checkpointing=spec.model.repeats_whole_layers, head_recomputed=False)
+    executed -= 6.0 * flops.head_parameters * (counts.computed_tokens - counts.trained_tokens)
     micro_batches = spec.gradient_accumulation_steps * spec.ranks
-    twice = recomputed_logits(work.trained_tokens // micro_batches, shape.vocabulary)
+    twice = recomputed_logits(counts.trained_tokens // micro_batches, shape.vocabulary)
     return executed + 2.0 * shape.hidden * twice * micro_batches
 
 
-def _optimizer_apart(times: StepTimes, exposed_in_forward_s: float) -> StepTimes:
+def _separate_exposed_optimizer(times: StepTimes, exposed_in_forward_s: float) -> StepTimes:
+    """Move the forward pass's wait for weights to the optimizer's time."""
     moved = min(exposed_in_forward_s, times.forward)
     return times._replace(forward=times.forward - moved, optimizer=times.optimizer + moved)
 
 
-def _tree(pid: int) -> Iterator[int]:
+def _process_tree(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
     yield pid
     try:
         children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except OSError:  # it ended meanwhile
+    except OSError:  # The process has ended.
         return
     for child in children:
-        yield from _tree(int(child))
-
-
-def _pss(pid: int) -> int:
-    """Bytes; 0 for a process that ended meanwhile."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0)
+        yield from _process_tree(int(child))

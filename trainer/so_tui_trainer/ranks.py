@@ -1,4 +1,4 @@
-"""The ranks of a run and the CPU group they talk over: what they say never touches the GPU, and never waits for it."""
+"""The ranks of a run, and collectives over a CPU process group that involve no GPU."""
 
 from __future__ import annotations
 
@@ -12,34 +12,38 @@ Value = TypeVar("Value")
 
 
 class Ranks(NamedTuple):
+    """This rank and its process group."""
+
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup
-    """gloo, whatever the accelerator's group is."""
+    """A gloo group, whatever the accelerator's backend is."""
 
     @property
     def first(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         dist.barrier(group=self.group)
 
-    def gather(self, value: Value) -> list[Value]:
-        """Everyone's value, in rank order, on every rank."""
+    def all_gather(self, value: Value) -> list[Value]:
+        """Return every rank's value, in rank order. The values are pickled."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def from_first(self, value: Value | None) -> Value:
-        """Rank 0's value on every rank; what the others pass does not matter."""
+    def broadcast(self, value: Value | None) -> Value:
+        """Return rank 0's value; the values of other ranks are ignored."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         result: Value = box[0]
         return result
 
-    def table(self, row: list[float]) -> list[list[float]]:
-        """Everyone's row of numbers, in rank order, on every rank; rows are equally long. Cheaper than ``gather``."""
+    def all_gather_row(self, row: list[float]) -> list[list[float]]:
+        """Return every rank's row of numbers, in rank order. Rows must have the same length. Cheaper than ``all_gather``."""
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.group)

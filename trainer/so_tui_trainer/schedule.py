@@ -1,4 +1,4 @@
-"""The learning rate of a step. Pure."""
+"""The learning rate of a step. A pure function."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from so_tui.spec import TrainSpec
 
 
 def learning_rate(step: int, total_steps: int, train: TrainSpec) -> float:
-    """Learning rate of step ``step`` (from 1): a linear rise over the warm-up steps to the peak, then the schedule down to its floor.
+    """Return the learning rate of a step.
 
-    Warm-up takes ``ceil(warmup_ratio * total_steps)`` steps and reaches the peak at its last one. ``cosine`` and ``linear`` fall from
-    there on, ``wsd`` (warm-up, stable, decay) linearly over the last ``ceil(decay_ratio * total_steps)`` steps, of those after the
-    warm-up. All would reach the floor one step after the last, so that no step is wasted on a rate of 0.
+    It rises linearly over the warm-up of ``ceil(warmup_ratio * total_steps)`` steps and reaches the peak at the last of them. ``cosine``
+    and ``linear`` decay from there, ``wsd`` (warm-up, stable, decay) decays linearly over the last ``ceil(decay_ratio * total_steps)``
+    steps, as far as they come after the warm-up. The floor would be reached one step after the last, so that no step has a learning rate
+    of 0.
+
+    Args:
+        step: From 1.
+        total_steps: Steps of the run.
+        train: The train section.
     """
     warmup = math.ceil(train.warmup_ratio * total_steps)
     if step <= warmup:
@@ -25,7 +31,7 @@ def learning_rate(step: int, total_steps: int, train: TrainSpec) -> float:
 
 
 def _height(progress: float, train: TrainSpec) -> float:
-    """From 1 at the start of the fall towards 0 at its end."""
+    """Return the share of the decay that is left, from 1 at its start towards 0 at its end."""
     match train.schedule:
         case "cosine":
             return 0.5 * (1 + math.cos(math.pi * progress))

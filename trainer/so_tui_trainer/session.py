@@ -35,6 +35,7 @@ from so_tui.runs.records import (
 from so_tui.spec import RunSpec
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import Failure
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -44,9 +45,19 @@ from so_tui_trainer.trackers import trackers_of
 
 
 def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> int:
-    """Load, train, save, and write the end record; 0 when the run did what was asked, 1 when it failed."""
+    """Load, train, save, and write the end record.
+
+    Args:
+        run: The run.
+        attempt: The attempt.
+        plan: The attempt's plan.
+        report: This rank's binding.
+
+    Returns:
+        0 if the run did what was requested. After a failure the process exits with 1.
+    """
     session = Session(run, attempt, plan, report)
-    session.obey_signals()
+    session.install_signal_handlers()
     try:
         session.finish(session.train())
     except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
@@ -54,15 +65,15 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
         session.fail(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by return: on the way out NCCL's and CUDA's destructors may wait for a rank that is gone. Workers die with this process.
+        # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers die with this process.
         os._exit(1)
     if session.recorder.hanging:
-        os._exit(0)  # not by return either: what a tracker has registered to run at exit would wait for its server
+        os._exit(0)  # Not by return: an exit handler of the tracker would wait for its server.
     return 0
 
 
 class Session:
-    """Holds what must be told or closed however the attempt ends."""
+    """Everything that must be reported or closed, however the attempt ends."""
 
     def __init__(self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> None:
         self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
@@ -74,14 +85,18 @@ class Session:
         self.loop: Loop | None = None
 
     def train(self) -> Outcome:
-        """The attempt itself. Raises whatever goes wrong."""
-        # DeepSpeed calls torch by a name that will go.
+        """Run the attempt.
+
+        Raises:
+            Exception: Whatever goes wrong; ``fail`` explains it.
+        """
+        # DeepSpeed uses a deprecated name of torch.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._phase("loading", "starting the ranks")
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
-        bindings = ranks.gather(self.report)
+        bindings = ranks.all_gather(self.report)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
-        found = ranks.from_first(self._newest() if ranks.first else None)
+        found = ranks.broadcast(self._newest() if ranks.first else None)
         control = Control(self.run, ranks, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
             self.loop = loop = self._load(ranks, found, control)
@@ -97,17 +112,18 @@ class Session:
         return outcome
 
     def finish(self, outcome: Outcome) -> None:
-        """Close everything, then say how it ended: the record is the last thing that is written."""
-        self._phase("saving", "giving the memory back and ending the processes")
+        """Close everything, then write the end record, which must be the last thing that is written."""
+        self._phase("saving", "releasing memory and ending the processes")
         self._close()
         self.recorder.end_tracking()
-        reason = "" if outcome.state == "finished" else self._who_stopped()
+        code, reason = ("", "") if outcome.state == "finished" else self._stop_reason()
         self.recorder.write(
             EndRecord(
                 attempt=self.attempt,
                 time=time.time(),
                 state=outcome.state,
                 step=outcome.step,
+                code=code,
                 reason=reason,
                 saved=outcome.saved,
                 summary=outcome.summary,
@@ -115,33 +131,40 @@ class Session:
         )
         self.recorder.close()
 
-    def _who_stopped(self) -> str:
-        asked = run_control.details(self.run, "stop")
-        why = f" ({asked.reason})" if asked and asked.reason else ""
-        return f"stopped on request{why}{'' if self.loop else ' while it was loading'}"
+    def _stop_reason(self) -> tuple[str, str]:
+        """Return the code and the words for a requested stop."""
+        request = run_control.details(self.run, "stop")
+        cause = f" ({request.reason})" if request and request.reason else ""
+        if self.loop is None:
+            return "stopped-while-loading", f"stopped on request{cause} while it was loading"
+        return "stopped", f"stopped on request{cause}"
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks and the run what happened. Closes nothing that would wait for a rank that is gone."""
+        """Report a failure to the other ranks and the run. Closes nothing that would wait for a lost rank."""
         step = self.loop.step if self.loop else 0
         failure = failures.explain(error, self.spec, self.rank, step)
         try:
             failures.report(failure, self.run, self.attempt)
             self._write_failure()
-        except OSError as trouble:  # a full disk, say: the log, on its own descriptor, may still take it
-            print(f"{failure.reason}. {failure.suggestion} (not written down: {trouble})", file=sys.stderr)
+        except OSError as write_error:  # A full disk, say. The log may still have space.
+            print(f"{failure.reason}. {failure.suggestion} (cannot be recorded: {write_error})", file=sys.stderr)
 
-    def obey_signals(self) -> None:
-        """Ask the run to stop with a checkpoint when a scheduler warns, as any user would; say why it ends when it is told to."""
-        signals.heed(self._ask_to_stop, self._write_failure)
+    def install_signal_handlers(self) -> None:
+        """On USR1 request a stop with a checkpoint; on TERM write why the run failed, if it did."""
+        signals.install_handlers(self._request_stop, self._write_failure)
 
-    def _ask_to_stop(self) -> None:
+    def _request_stop(self) -> None:
         try:
             run_control.request(self.run, "stop", reason=f"rank {self.rank} received SIGUSR1")
-        except OSError as error:  # the supervisor and the other ranks have been warned too
-            print(f"the wish to stop cannot be written: {error}", file=sys.stderr, flush=True)
+        except OSError as error:  # The supervisor and the other ranks receive the signal too.
+            print(f"the stop request cannot be written: {error}", file=sys.stderr, flush=True)
 
     def _load(self, ranks: Ranks, found: checkpoint.Found | None, control: Control) -> Loop:
-        """Everything before the first step, in parts that take minutes with large models. Raises StoppedEarlyError between them."""
+        """Do everything that precedes the first step; with large models each part takes minutes.
+
+        Raises:
+            StoppedEarlyError: A stop was requested meanwhile.
+        """
         self._seed(0)
         control.stop_early()
         self._phase("loading", "reading the data")
@@ -157,15 +180,16 @@ class Session:
         return loop
 
     def _newest(self) -> checkpoint.Found | None:
-        """The checkpoint to go on from. Newer ones that cannot be read are set aside, and said to be."""
+        """Return the checkpoint to resume from. Newer ones that cannot be read are renamed, with a warning."""
         found = checkpoint.newest(checkpoint.folder_of(self.run, self.spec))
         if found is None:
             return None
         for damage in found.damaged:
-            kept = checkpoint.set_aside(damage.path)
+            moved_to = checkpoint.set_aside(damage.path)
             self._warn(
-                f"{damage.path.name} cannot be read ({damage.reason}); going on from {found.path.name}",
-                f"It is kept as {kept}; delete it when nothing in it is wanted.",
+                "checkpoint-damaged",
+                f"{damage.path.name} cannot be read ({damage.reason}); resuming from {found.path.name}",
+                f"It was renamed to {moved_to}. Delete it if you do not need it.",
             )
         return found
 
@@ -178,11 +202,11 @@ class Session:
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
-        self.engine = superoffload.initialize(model, parameter_groups(model, self.spec), ds_config, self.spec, mine)
+        self.engine = superoffload.initialize(model, parameter_groups(model, self.spec), ds_config, engine_settings(self.spec, mine))
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:
-            data.batches.go_on(found.manifest.step, found.manifest.consumed_sequences)
+            data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
         expected = expected_first_loss(model.causal.config) if self.spec.model.weights == "random" else None
@@ -203,13 +227,16 @@ class Session:
         self._phase("loading", f"resuming from step {found.manifest.step}")
         before, now = found.manifest.spec, self.spec
         if found.manifest.data != data.fingerprint or _order(before) != _order(now):
-            message = f"the data or its order changed since the checkpoint; it goes on at sequence {found.manifest.consumed_sequences + 1}"
-            self._warn(message, "Resume with the same data, seed, sequence length and packing to neither skip nor repeat any.")
+            message = (
+                f"the data or their order changed since the checkpoint; continuing at sequence {found.manifest.consumed_sequences + 1}"
+            )
+            suggestion = "Resume with the same data, seed, sequence length and packing to neither skip nor repeat sequences."
+            self._warn("data-changed", message, suggestion)
         checkpoint.load(self.engine, found.path, found.manifest, ranks)
         loop.resume(str(found.path), found.manifest)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
-        hostnames = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+        hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname())))
         cuda = ranks.device.type == "cuda"
         device_name = torch.cuda.get_device_name(ranks.device) if cuda else ""
         peak = peak_flops(device_name) if cuda else None
@@ -249,11 +276,12 @@ class Session:
     def _phase(self, phase: Literal["loading", "training", "saving"], detail: str) -> None:
         self.recorder.write(PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail))
 
-    def _warn(self, message: str, suggestion: str) -> None:
-        self.recorder.write(WarningRecord(attempt=self.attempt, time=time.time(), message=message, suggestion=suggestion))
+    def _warn(self, code: str, message: str, suggestion: str) -> None:
+        record = WarningRecord(attempt=self.attempt, time=time.time(), code=code, message=message, suggestion=suggestion)
+        self.recorder.write(record)
 
     def _write_failure(self) -> None:
-        """Rank 0's last record, from the failure that came first on any rank; none when no rank failed (someone ended us)."""
+        """Write the end record on rank 0, from the failure that was reported first. Does nothing if no rank failed."""
         failure: Failure | None = failures.reported(self.run, self.attempt, self.plan.gpus)
         if failure is None or self.rank != 0:
             return
@@ -265,6 +293,7 @@ class Session:
                 time=time.time(),
                 state="failed",
                 step=failure.step,
+                code=failure.code,
                 reason=reason,
                 suggestion=failure.suggestion,
                 saved=saved,
@@ -280,5 +309,5 @@ class Session:
 
 
 def _order(spec: RunSpec) -> tuple[int, int, bool]:
-    """What the order of the sequences depends on, beside the documents."""
+    """Return the settings that determine the order of the sequences, besides the documents."""
     return spec.train.seed, spec.data.sequence_length, spec.data.packing

@@ -1,4 +1,4 @@
-"""What a rank does about signals, also while its main thread waits in a collective."""
+"""Signal handling of a rank that also works while its main thread waits in a collective."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import threading
 from collections.abc import Callable
 
 
-def heed(warned: Callable[[], None], ended: Callable[[], None]) -> None:
-    """On USR1, a scheduler's warning, call ``warned``. On TERM call ``ended`` and leave at once, with 143.
+def install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], None]) -> None:
+    """Handle SIGUSR1 and SIGTERM in a thread.
 
-    Both are called in a thread, even when the main thread waits for a rank that will never come: Python runs signal handlers in the main
-    thread only, and between two instructions of it; what its C part writes to the wake-up descriptor is seen by any thread.
+    Python runs signal handlers only in the main thread, between two of its instructions, so they would wait for a collective. The wake-up
+    descriptor, which its C code writes to, can be read by any thread.
+
+    Args:
+        on_warning: Called on SIGUSR1, a scheduler's warning.
+        on_terminate: Called on SIGTERM; then the process exits with 143.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -23,8 +27,8 @@ def heed(warned: Callable[[], None], ended: Callable[[], None]) -> None:
     def wait() -> None:
         while (received := os.read(reading, 1)[0]) != signal.SIGTERM:
             if received == signal.SIGUSR1:
-                warned()
-        ended()
+                on_warning()
+        on_terminate()
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()

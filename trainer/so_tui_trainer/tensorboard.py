@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written without TensorBoard: a format of length-prefixed, checksummed protocol buffers.
+"""Write TensorBoard's event files without TensorBoard: length-prefixed, checksummed protocol buffers.
 
 Event {1: wall time, 2: step, 3: file version, 5: summary, 7: session log}, Summary {1: Value {1: tag, 2: float}}, SessionLog {1: status}.
 """
@@ -17,10 +17,15 @@ _SESSION_START = b"\x08\x01"
 
 
 class EventFile:
-    """One file of scalars; a later attempt writes another one into the same folder. Raises OSError (disk full) from every method."""
+    """One file of scalars; a later attempt adds another file to the folder. Every method raises OSError if the disk is full."""
 
     def __init__(self, folder: Path, *, purge_after: int | None = None) -> None:
-        """``purge_after``: a resume from that step, which takes back what earlier files hold of later ones."""
+        """Create a file.
+
+        Args:
+            folder: Where to create it.
+            purge_after: The step that a resumed run continues from; TensorBoard then ignores later steps in earlier files.
+        """
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
@@ -29,11 +34,18 @@ class EventFile:
             self._write(time.time(), purge_after + 1, _bytes(7, _SESSION_START))
 
     def scalars(self, values: Mapping[str, float], step: int, when: float) -> None:
-        """Values by tag, of one step; ``when`` in Unix seconds."""
+        """Write the values of a step.
+
+        Args:
+            values: Values by tag.
+            step: The step.
+            when: Unix time in seconds.
+        """
         summary = b"".join(_bytes(1, _bytes(1, tag.encode()) + b"\x15" + struct.pack("<f", value)) for tag, value in values.items())
         self._write(when, step, _bytes(5, summary))
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _write(self, when: float, step: int, content: bytes) -> None:
@@ -43,7 +55,7 @@ class EventFile:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli)."""
+    """Return the CRC-32C (Castagnoli) of ``data``."""
     value = 0xFFFFFFFF
     for byte in data:
         value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)
@@ -51,7 +63,7 @@ def crc32c(data: bytes) -> int:
 
 
 def _masked_checksum(data: bytes) -> bytes:
-    """Rotated and shifted, so that checksums of data that contain checksums stay good."""
+    """Return the checksum rotated and shifted, so that checksums of data that contain checksums stay meaningful."""
     value = crc32c(data)
     return struct.pack("<I", (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
 

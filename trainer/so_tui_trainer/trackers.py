@@ -1,6 +1,6 @@
-"""Weights & Biases and TensorBoard beside the run's own records: each in a thread of its own, and nothing of theirs can hurt the run.
+"""Weights & Biases and TensorBoard besides the run's own records. Each runs in a thread, and none of them can harm the run.
 
-A tracker that fails is left alone from then on, and one that hangs only fills its queue; either is said once, as a warning of the run.
+A tracker that fails gets no more records; one that hangs only fills its queue. Either becomes one warning of the run.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from so_tui.spec import RunSpec, spec_tree
 from so_tui_trainer.tensorboard import EventFile
 
 QUEUE_RECORDS = 10_000
+"""Records that may wait for a tracker."""
 CLOSE_S = 20.0
-"""How long the end of a run waits for its trackers to send what they have."""
+"""Seconds that the end of a run waits for its trackers."""
 _NOT_FIGURES = frozenset({"v", "attempt", "time", "step", "kind"})
+"""Fields of records that are not logged."""
 
 
 class Tracker(Protocol):
-    """Used from one thread; may raise anything and take any time."""
+    """A service that takes records. Used from one thread; may raise anything and take any time."""
 
     name: str
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Connect to the service."""
 
-    def write(self, record: MetricRecord) -> None: ...
+    def write(self, record: MetricRecord) -> None:
+        """Send a record."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is left."""
 
 
 def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[Tracker, ...]:
-    """Those that the spec asks for."""
+    """Return the trackers that the spec asks for."""
     found: list[Tracker] = []
     if spec.tracking.wandb:
         found.append(WeightsAndBiases(run, spec))
@@ -61,7 +66,7 @@ class Sidecar:
         self._thread.start()
 
     def offer(self, record: MetricRecord) -> None:
-        """Give it a record; it is dropped when the tracker has failed or does not keep up."""
+        """Queue a record. It is dropped if the tracker has failed or does not keep up."""
         if self._given_up:
             return
         try:
@@ -70,12 +75,19 @@ class Sidecar:
             self._given_up, self._trouble = True, f"has not answered for {QUEUE_RECORDS} records"
 
     def trouble(self) -> str | None:
-        """What went wrong, told once."""
+        """Return what went wrong, once."""
         found, self._trouble = self._trouble, None
         return found
 
     def close(self, timeout_s: float) -> bool:
-        """Let it finish. Returns whether it did."""
+        """Let the tracker finish.
+
+        Args:
+            timeout_s: Seconds to wait.
+
+        Returns:
+            Whether it finished.
+        """
         try:
             self._queue.put_nowait(None)
         except queue.Full:
@@ -91,7 +103,7 @@ class Sidecar:
             while (record := self._queue.get()) is not None:
                 self._tracker.write(record)
             self._tracker.close()
-        except Exception as error:  # noqa: BLE001 -- whatever others' code and servers come up with ends the tracker and not the run
+        except Exception as error:  # noqa: BLE001 -- an error of other people's code or servers must not end the run
             self._given_up, self._trouble = True, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
 
 
@@ -104,22 +116,23 @@ class Sidecars:
         """One did not end: leaving the process the usual way might wait for it for ever."""
 
     def offer(self, record: MetricRecord) -> None:
+        """Queue a record for every tracker."""
         for sidecar in self._sidecars:
             sidecar.offer(record)
 
     def troubles(self) -> list[str]:
-        """What went wrong since last asked, by name."""
+        """Return what went wrong since the last call, with the trackers' names."""
         return [f"{sidecar.name} {trouble}" for sidecar in self._sidecars if (trouble := sidecar.trouble())]
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for all of them together, ``timeout_s`` at most. Safe to call twice."""
+        """Wait at most ``timeout_s`` seconds for all trackers together. Safe to call twice."""
         deadline = time.monotonic() + timeout_s
         ended = [sidecar.close(max(0.1, deadline - time.monotonic())) for sidecar in self._sidecars]
         self.hanging = not all(ended)
 
 
 class TensorBoard:
-    """Event files in the run's folder: ``tensorboard --logdir RUN/tensorboard``."""
+    """Writes event files into the run's folder: ``tensorboard --logdir RUN/tensorboard``."""
 
     name = "TensorBoard"
 
@@ -128,7 +141,7 @@ class TensorBoard:
         self._file: EventFile | None = None
 
     def start(self) -> None:
-        """The file is made with the first record, which says whether this is a resume."""
+        """Do nothing: the first record, which creates the file, tells whether the run was resumed."""
 
     def write(self, record: MetricRecord) -> None:
         if isinstance(record, ResumedRecord):
@@ -143,7 +156,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on W&B, the same one for all attempts. What ``WANDB_*`` variables say holds (account, offline mode)."""
+    """Logs all attempts to the same run on W&B. ``WANDB_*`` variables apply (account, offline mode)."""
 
     name = "Weights & Biases"
 
@@ -163,7 +176,7 @@ class WeightsAndBiases:
             config=spec_tree(self._spec, full=False),
             settings=wandb.Settings(console="off"),
         )
-        # Not W&B's own counter, which cannot go back: a resume repeats steps.
+        # Not W&B's own counter, which cannot decrease: a resumed run repeats steps.
         self._session.define_metric("step")
         self._session.define_metric("*", step_metric="step")
 
@@ -175,7 +188,7 @@ class WeightsAndBiases:
         self._session.finish()
 
     def _id(self) -> str:
-        """Kept in the run's folder: names of runs are unique there, not on W&B."""
+        """Return the run's id on W&B, which is stored in the run's folder: run names are unique there, but not on W&B."""
         path = self._run.path / "wandb.id"
         if not path.exists():
             path.write_text(uuid.uuid4().hex[:12])
@@ -183,7 +196,7 @@ class WeightsAndBiases:
 
 
 def figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
-    """The numbers of a record by tag: ``train/loss``, ``evaluation/perplexity``; what is not known is left out."""
+    """Return the numbers of a record by tag (``train/loss``, ``evaluation/perplexity``), without those that are None."""
     group = "train" if isinstance(record, StepRecord) else "evaluation"
     values: Mapping[str, Any] = msgspec.structs.asdict(record)
     return {

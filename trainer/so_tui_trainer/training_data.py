@@ -1,4 +1,4 @@
-"""What a rank trains and evaluates on: read from the cache, which rank 0 fills, and divided by the spec."""
+"""Read what a rank trains and evaluates on, from the cache that rank 0 fills."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.ranks import Ranks
 
-Tell = Callable[[str], None]
-"""Takes what is being done now."""
-Warn = Callable[[str, str], None]
-"""Takes a message and a suggestion."""
+OnProgress = Callable[[str], None]
+"""Takes what is being done."""
+OnWarning = Callable[[str, str, str], None]
+"""Takes a code, a message and a suggestion."""
 
 
 class TrainingData(NamedTuple):
+    """The data of one rank."""
+
     documents: Documents
     batches: Batches
     fingerprint: str
-    """Changes when a step would train on other documents."""
+    """Changes if a step would train on other documents."""
     evaluation: Evaluation | None
 
 
-def read(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> TrainingData:
-    """The data of the spec, tokenised by rank 0 where they are not yet. Raises InputError: unreadable, or nothing would be left."""
-    documents = _documents(spec, ranks, tell, warn)
+def read(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> TrainingData:
+    """Read the spec's data; rank 0 tokenises them if needed.
+
+    Raises:
+        InputError: They cannot be read, or nothing would be left to train on.
+    """
+    documents = _documents(spec, ranks, on_progress, warn)
     training, held_out = divide(documents, spec)
     other = evaluation_spec(spec)
-    evaluated = documents if other is None else _documents(other, ranks, tell, warn)
+    evaluated = documents if other is None else _documents(other, ranks, on_progress, warn)
     members = held_out if other is None else np.arange(len(evaluated.lengths))
     pin = ranks.device.type == "cuda"
     return TrainingData(
@@ -44,26 +50,45 @@ def read(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> TrainingData:
     )
 
 
-def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: Warn) -> None:
-    """Hold the documents against the model's shape. Raises InputError when its vocabulary has no room for some token."""
+def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarning) -> None:
+    """Compare the documents with the model's shape.
+
+    Args:
+        config: The model's configuration.
+        documents: The tokenised data.
+        spec: The run's spec.
+        warn: Called if documents are longer than the model's positions.
+
+    Raises:
+        InputError: A token id exceeds the model's vocabulary.
+    """
     largest = int(documents.tokens.max())
     if largest >= config.vocab_size:
-        message = f"the tokenizer gives ids up to {largest}, and the model's vocabulary has {config.vocab_size}"
-        problem = Problem(field="model.tokenizer", value=spec.model.tokenizer, message=message, remedy="Use the model's own tokenizer.")
-        raise InputError([problem])
+        raise InputError(
+            [
+                Problem(
+                    code="tokenizer-too-large",
+                    field="model.tokenizer",
+                    value=spec.model.tokenizer,
+                    message=f"has ids up to {largest}, but the model's vocabulary has {config.vocab_size} tokens",
+                    remedy="Use the model's own tokenizer.",
+                )
+            ]
+        )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
-        warn(f"some documents are longer than the {positions} positions the model was made for", "Lower `data.sequence_length`.")
+        message = f"some documents are longer than the {positions} positions that the model supports"
+        warn("documents-exceed-positions", message, "Lower `data.sequence_length`.")
 
 
-def _documents(spec: RunSpec, ranks: Ranks, tell: Tell, warn: Warn) -> Documents:
-    """Tokenised by rank 0, read by all."""
+def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> Documents:
+    """Tokenise on rank 0, and read on all ranks."""
 
     def progress(rows: int, total: int) -> None:
-        tell(f"tokenising the data, {rows:,} of {total:,} rows")
+        on_progress(f"tokenising the data, {rows:,} of {total:,} rows")
 
-    folder = ranks.from_first(tokens.prepare(spec, tell=progress) if ranks.first else None)
+    folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None)
     documents = cache.read(folder, spec.data)
     for warning in documents.warnings:
-        warn(warning, "")
+        warn("data", warning, "")
     return documents

@@ -1,7 +1,7 @@
-"""An AdamW for DeepSpeed ZeRO-3 whose states live in GPU and host memory, and which both processors step while training goes on.
+"""AdamW for DeepSpeed ZeRO-3 with optimizer states in GPU and host memory, stepped by both processors while backward and forward run.
 
-``initialize`` makes a DeepSpeed engine with this optimizer; the other functions save, load, measure and close what DeepSpeed cannot.
-Names are imported on first use, so that ``superoffload.ds_config`` needs neither torch nor DeepSpeed.
+``initialize`` makes a DeepSpeed engine with this optimizer. Names are imported on first use, so that ``superoffload.ds_config`` needs
+neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from superoffload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
     from superoffload.meter import OffloadStats
     from superoffload.resharding import saved_master_weights
+    from superoffload.settings import Settings
 
 __all__ = [
     "NonFiniteGradientError",
     "OffloadError",
     "OffloadStats",
     "Override",
+    "Settings",
     "StateMismatchError",
     "WorkerLostError",
     "close",
@@ -80,6 +82,7 @@ _MODULES = {
     "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),
     "meter": ("OffloadStats",),
     "resharding": ("saved_master_weights",),
+    "settings": ("Settings",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

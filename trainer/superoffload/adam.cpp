@@ -1,11 +1,12 @@
-// AdamW on the CPU, one pass over memory: what the Adam worker computes.
+// AdamW on the CPU in one pass over memory. The Adam worker calls these functions.
 //
-// A sub-group of n parameters has three fp32 arrays (master, first and second moment), optionally a fourth (gradients accumulated
-// over micro-steps), and an exchange array of the weights' own type (bf16 or fp32), in which a gradient comes from the GPU and the new
-// weights go back. Per parameter an update moves 28 bytes (bf16, nothing accumulated): 12 read and 12 written for the fp32 arrays, 2
-// for the gradient, 2 for the weight. All arithmetic is fp32 in the order of torch.optim.AdamW.
+// A sub-group of n parameters has three fp32 arrays (master weights, first and second moment), a fourth for the accumulated gradient
+// if there are several gradient accumulation steps, and a staging buffer of the weights' own type (bf16 or fp32), through which the
+// gradient arrives from the GPU and the new weights return. With bf16 and no accumulation, an update moves 28 bytes per parameter:
+// 12 read and 12 written for the fp32 arrays, 2 for the gradient, 2 for the weight. All arithmetic is fp32, in the order of
+// torch.optim.AdamW.
 //
-// Results do not depend on the number of threads: the sum of squares is added up per chunk, then over the chunks in order.
+// Results do not depend on the number of threads: sums of squares are taken per chunk and then added in the order of the chunks.
 
 #include <cmath>
 #include <cstdint>
@@ -14,8 +15,8 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 16;  // what a thread takes at a time, and reports as progress
-constexpr int64_t TILE = 1 << 10;   // stays in the first-level cache between the loops over it
+constexpr int64_t CHUNK = 1 << 16;  // elements that a thread takes at a time and counts as progress
+constexpr int64_t TILE = 1 << 10;   // elements that stay in the L1 cache between the loops over them
 
 struct bfloat16 {
     uint16_t bits;
@@ -49,7 +50,7 @@ inline double sum_of_squares(const float* values, int64_t count)
     return sum;
 }
 
-// Runs body(begin, end) -> double over all chunks and adds the results up, in order.
+// Runs body(begin, count) -> double over all tiles and returns the sum of the results, added in the order of the chunks.
 template <typename Body>
 double over_chunks(int64_t n, uint64_t* progress, const Body& body)
 {
@@ -74,12 +75,12 @@ double over_chunks(int64_t n, uint64_t* progress, const Body& body)
 extern "C" {
 
 struct Constants {
-    float scale;               // of the gradient: the clip factor
-    float keep;                // 1 - learning rate * weight decay
+    float scale;                  // factor of the gradient, from clipping
+    float decay_factor;           // 1 - learning rate * weight decay
     float beta1, one_minus_beta1;
     float beta2, one_minus_beta2;
-    float step_size;           // learning rate / (1 - beta1 ** step)
-    float root_correction;     // sqrt(1 - beta2 ** step)
+    float step_size;              // learning rate / (1 - beta1 ** step)
+    float root_bias_correction2;  // sqrt(1 - beta2 ** step)
     float epsilon;
 };
 }
@@ -87,55 +88,56 @@ struct Constants {
 namespace {
 
 template <typename T>
-double step(const Constants c, float* p, float* m, float* v, const float* accumulated, T* x, bool take_x, int64_t n, uint64_t* progress)
+double step(const Constants c, float* p, float* m, float* v, const float* accumulated, T* staging, bool add_staging, int64_t n,
+            uint64_t* progress)
 {
     return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
         float gradient[TILE];
         float* const pt = p + begin;
         float* const mt = m + begin;
         float* const vt = v + begin;
-        T* const xt = x + begin;
-        if (accumulated && take_x)
-            for (int64_t i = 0; i < count; i++) gradient[i] = accumulated[begin + i] + to_float(xt[i]);
+        T* const st = staging + begin;
+        if (accumulated && add_staging)
+            for (int64_t i = 0; i < count; i++) gradient[i] = accumulated[begin + i] + to_float(st[i]);
         else if (accumulated)
             for (int64_t i = 0; i < count; i++) gradient[i] = accumulated[begin + i];
         else
-            for (int64_t i = 0; i < count; i++) gradient[i] = to_float(xt[i]);
+            for (int64_t i = 0; i < count; i++) gradient[i] = to_float(st[i]);
         const double sum = sum_of_squares(gradient, count);
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) {
             const float g = gradient[i] * c.scale;
             const float first = mt[i] + c.one_minus_beta1 * (g - mt[i]);
             const float second = c.beta2 * vt[i] + c.one_minus_beta2 * g * g;
-            const float denominator = std::sqrt(second) / c.root_correction + c.epsilon;
+            const float denominator = std::sqrt(second) / c.root_bias_correction2 + c.epsilon;
             mt[i] = first;
             vt[i] = second;
-            pt[i] = pt[i] * c.keep - c.step_size * (first / denominator);
+            pt[i] = pt[i] * c.decay_factor - c.step_size * (first / denominator);
         }
-        for (int64_t i = 0; i < count; i++) store(xt[i], pt[i]);
+        for (int64_t i = 0; i < count; i++) store(st[i], pt[i]);
         return sum;
     });
 }
 
 template <typename T>
-double accumulate(float* accumulated, const T* x, bool first, int64_t n, uint64_t* progress)
+double accumulate(float* accumulated, const T* staging, bool first, int64_t n, uint64_t* progress)
 {
     return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
         float* const at = accumulated + begin;
-        const T* const xt = x + begin;
+        const T* const st = staging + begin;
         if (first)
-            for (int64_t i = 0; i < count; i++) at[i] = to_float(xt[i]);
+            for (int64_t i = 0; i < count; i++) at[i] = to_float(st[i]);
         else
-            for (int64_t i = 0; i < count; i++) at[i] += to_float(xt[i]);
+            for (int64_t i = 0; i < count; i++) at[i] += to_float(st[i]);
         return sum_of_squares(at, count);
     });
 }
 
 template <typename T>
-double begin(float* p, float* m, float* v, float* accumulated, const T* x, int64_t n, uint64_t* progress)
+double initialize(float* p, float* m, float* v, float* accumulated, const T* staging, int64_t n, uint64_t* progress)
 {
     return over_chunks(n, progress, [=](int64_t start, int64_t count) {
-        for (int64_t i = start; i < start + count; i++) p[i] = to_float(x[i]);
+        for (int64_t i = start; i < start + count; i++) p[i] = to_float(staging[i]);
         std::memset(m + start, 0, count * sizeof(float));
         std::memset(v + start, 0, count * sizeof(float));
         if (accumulated) std::memset(accumulated + start, 0, count * sizeof(float));
@@ -147,26 +149,28 @@ double begin(float* p, float* m, float* v, float* accumulated, const T* x, int64
 
 extern "C" {
 
-// Masters from the weights in x, everything else zero. Its threads are the first to touch the pages.
-double so_tui_begin(float* p, float* m, float* v, float* accumulated, void* x, int is_bf16, int64_t n, uint64_t* progress)
+// Copies the weights in the staging buffer to the master weights and zeroes the other arrays. Its threads are the first to touch
+// the pages.
+double superoffload_initialize(float* p, float* m, float* v, float* accumulated, void* staging, int is_bf16, int64_t n,
+                               uint64_t* progress)
 {
-    return is_bf16 ? begin(p, m, v, accumulated, static_cast<bfloat16*>(x), n, progress)
-                   : begin(p, m, v, accumulated, static_cast<float*>(x), n, progress);
+    return is_bf16 ? initialize(p, m, v, accumulated, static_cast<bfloat16*>(staging), n, progress)
+                   : initialize(p, m, v, accumulated, static_cast<float*>(staging), n, progress);
 }
 
-// accumulated (first ? = : +=) x. Returns the sum of squares of accumulated.
-double so_tui_accumulate(float* accumulated, void* x, int is_bf16, int first, int64_t n, uint64_t* progress)
+// Adds the staging buffer to accumulated, or overwrites accumulated with it if first. Returns the sum of squares of accumulated.
+double superoffload_accumulate(float* accumulated, void* staging, int is_bf16, int first, int64_t n, uint64_t* progress)
 {
-    return is_bf16 ? accumulate(accumulated, static_cast<bfloat16*>(x), first, n, progress)
-                   : accumulate(accumulated, static_cast<float*>(x), first, n, progress);
+    return is_bf16 ? accumulate(accumulated, static_cast<bfloat16*>(staging), first, n, progress)
+                   : accumulate(accumulated, static_cast<float*>(staging), first, n, progress);
 }
 
-// One AdamW step with the gradient accumulated (may be null) + x (if take_x); the new weights are left in x.
-// Returns the sum of squares of the gradient before scaling.
-double so_tui_step(const Constants* c, float* p, float* m, float* v, float* accumulated, void* x, int is_bf16, int take_x, int64_t n,
-                   uint64_t* progress)
+// Takes one AdamW step and leaves the new weights in the staging buffer. The gradient is accumulated + staging; accumulated may be
+// null, and staging is left out unless add_staging. Returns the sum of squares of the gradient before scaling.
+double superoffload_step(const Constants* c, float* p, float* m, float* v, float* accumulated, void* staging, int is_bf16,
+                         int add_staging, int64_t n, uint64_t* progress)
 {
-    return is_bf16 ? step(*c, p, m, v, accumulated, static_cast<bfloat16*>(x), take_x, n, progress)
-                   : step(*c, p, m, v, accumulated, static_cast<float*>(x), take_x, n, progress);
+    return is_bf16 ? step(*c, p, m, v, accumulated, static_cast<bfloat16*>(staging), add_staging, n, progress)
+                   : step(*c, p, m, v, accumulated, static_cast<float*>(staging), add_staging, n, progress);
 }
 }

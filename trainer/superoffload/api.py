@@ -1,9 +1,6 @@
-"""Where the optimizer works: on the GPU, on the CPU, or overlapped between both.
+"""The functions of the package: make a DeepSpeed engine for an offload mode, and save, load, measure and close it.
 
-The trainer knows this module only. It makes a DeepSpeed ZeRO-3 engine for a run's offload mode and saves, loads, measures and ends what
-DeepSpeed itself has no way to save, load, measure or end.
-
-All functions are called by every rank, from the main thread.
+DeepSpeed itself has no way to do the latter. All functions must be called by every rank, from the main thread.
 """
 
 from __future__ import annotations
@@ -15,72 +12,81 @@ from typing import Any
 import deepspeed
 import torch
 
-from so_tui.model.profile import profile_of
-from so_tui.model.sharding import run_ahead_parameters
-from so_tui.plan.types import RankBinding
-from so_tui.spec.types import RunSpec
 from superoffload import checkpoint, resharding
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.deepspeed_adapter import stage3
+from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import engine_config
 from superoffload.errors import OffloadError
 from superoffload.meter import OffloadStats
+from superoffload.settings import Settings
+from superoffload.sub_groups import SubGroupState
 
 shard = adapter.shard
 local_shard = adapter.local_shard
 
 ParameterGroups = Sequence[dict[str, Any]]
-"""As torch's optimizers take them: ``{"params": [...], "weight_decay": ...}``; frozen parameters are left out by the caller or here."""
+"""As torch's optimizers take them: ``{"params": [...], "weight_decay": ...}``. Frozen parameters are ignored."""
 
 
-def initialize(
-    model: torch.nn.Module,
-    parameter_groups: ParameterGroups,
-    ds_config: Mapping[str, Any],
-    spec: RunSpec,
-    binding: RankBinding,
-    *,
-    watchdog_timeout_s: float = 30.0,
-) -> Any:
-    """A ``deepspeed.DeepSpeedEngine`` whose optimizer is AdamW with the spec's settings, working where ``spec.offload`` says.
+def initialize(model: torch.nn.Module, parameter_groups: ParameterGroups, ds_config: Mapping[str, Any], settings: Settings) -> Any:
+    """Make a DeepSpeed engine whose optimizer is AdamW and runs where ``settings.mode`` says.
 
-    ``ds_config`` is the run's DeepSpeed config (ZeRO-3). The learning rate of a step is what the engine's parameter groups say when the
-    step's last backward begins: set it before. ``watchdog_timeout_s``: how long our Adam worker may compute without progress
-    before it counts as stuck. Raises OffloadError for another DeepSpeed version or a mode that cannot run here.
+    Sub-groups are stepped while backward runs, so set the learning rate of a step before its last backward begins.
+
+    Args:
+        model: The model, sharded (``shard``) or whole.
+        parameter_groups: The parameters to train.
+        ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied unless it already was.
+        settings: How this rank's optimizer runs.
+
+    Returns:
+        A ``deepspeed.DeepSpeedEngine``.
+
+    Raises:
+        OffloadError: For another DeepSpeed version (``deepspeed-version``), or a mode that cannot run here.
     """
     adapter.check_version()
     groups = _trainable(parameter_groups)
-    if spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui":
-        engine = _initialize_super_offload(model, groups, ds_config, spec, binding, watchdog_timeout_s)
+    if settings.replaces_deepspeeds_optimizer:
+        with own_super_offload(settings):
+            engine, *_ = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, settings), config=engine_config(ds_config))
+        if adapter.super_offload(engine) is None:
+            raise OffloadError(
+                f"DeepSpeed did not use our optimizer but made a {type(engine.optimizer).__name__}.", code="optimizer-not-used"
+            )
     else:
         config = {"zero_allow_untested_optimizer": True, **ds_config}
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, spec), config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, settings), config=config)
         adapter.share_hyperparameters(engine)
-    adapter.limit_run_ahead(engine, run_ahead_parameters(profile_of(spec.model).largest_layer))
-    engine.so_tui_spec = spec
+    adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
+    engine.superoffload_settings = settings
     return engine
 
 
 def uses_worker(engine: Any) -> bool:
-    """Whether Adam runs in a process of its own, on the binding's ``adam_cpus``."""
+    """Return whether Adam runs in our worker process, on ``Settings.adam_cpus``."""
     return worker_pid(engine) is not None
 
 
 def worker_pid(engine: Any) -> int | None:
-    """Process of our Adam worker, where there is one."""
-    core = adapter.super_offload(engine)
-    return core.worker_pid if core else None
+    """Return the process id of our Adam worker, if there is one."""
+    optimizer = adapter.super_offload(engine)
+    return optimizer.worker_pid if optimizer else None
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """For the step whose last backward begins next: sub-groups are stepped while backward runs."""
+    """Set the learning rate of the step whose last backward begins next."""
     adapter.set_learning_rate(engine, learning_rate)
 
 
 def save_state(engine: Any, folder: Path) -> int:
-    """Writes this rank's masters, moments and step counts into ``folder``; returns the bytes. Every rank calls it; none waits for another.
+    """Write this rank's master weights, moments and step counts into ``folder`` and return their size in bytes.
 
-    Raises OffloadError when the state in memory is not one to keep (after a non-finite gradient), OSError when the disk does not take it.
+    No rank waits for another.
+
+    Raises:
+        OffloadError: If the state in memory is not sound, for example after a gradient that is not finite.
+        OSError: If the disk does not take it.
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)
@@ -88,10 +94,13 @@ def save_state(engine: Any, folder: Path) -> int:
 
 
 def load_state(engine: Any, folder: Path) -> None:
-    """Puts this rank's share of a saved state into the engine and rebuilds the weights from it, as if training had never stopped.
+    """Load this rank's shards of a saved state and cast the weights from it, so that training continues as if it had never stopped.
 
-    The state may come from any number of ranks and any offload mode and ratio: it is the state of AdamW, found by parameter name. Raises
-    StateMismatchError, before anything is changed, when it belongs to another model or lacks the moments; OffloadError when it is torn.
+    Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name.
+
+    Raises:
+        StateMismatchError: If it belongs to another model or lacks the moments. Nothing was changed.
+        OffloadError: If a file is missing or cut short.
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)
@@ -101,40 +110,43 @@ def load_state(engine: Any, folder: Path) -> None:
 
 
 def verify_state(folder: Path) -> None:
-    """Proves a saved state of all ranks readable: all files there, of the right size, and a thousandth of their bytes as written.
+    """Check that all ranks' files of a saved state exist, have the right size and hold what was written, by sampling a thousandth of it.
 
-    One process does it for all; no engine is needed. Raises OffloadError with what is wrong.
+    One process checks the files of all ranks. No engine is needed.
+
+    Raises:
+        OffloadError: If they do not.
     """
     checkpoint.verify(folder)
 
 
 def gradient_norm(engine: Any) -> float | None:
-    """Global norm of the last step's gradients, before clipping; None before the first step. May wait for the GPU."""
+    """Return the norm of the last step's gradients over all ranks, before clipping; None before the first step. May wait for the GPU."""
     return adapter.last_gradient_norm(engine)
 
 
 def stats(engine: Any) -> OffloadStats:
-    """What the last step cost, from the end of the step before. May wait for the GPU."""
-    core = adapter.super_offload(engine)
-    return core.stats() if core else OffloadStats()
+    """Return what the last step cost, from the end of the step before it. May wait for the GPU."""
+    optimizer = adapter.super_offload(engine)
+    return optimizer.stats() if optimizer else OffloadStats()
 
 
 def leave_out_waits(engine: Any) -> None:
-    """Keeps what was waited for since the last step (to save or to evaluate) out of the next step's ``stats``."""
-    core = adapter.super_offload(engine)
-    if core:
-        core.leave_out_waits()
+    """Leave waits since the last step (to save or to evaluate) out of the next step's ``stats``."""
+    optimizer = adapter.super_offload(engine)
+    if optimizer:
+        optimizer.leave_out_waits()
 
 
 def synchronize(engine: Any) -> None:
-    """Waits until the weights are those of the last step. Raises OffloadError when the state in memory is not sound."""
-    core = adapter.super_offload(engine)
-    if core:
-        core.synchronize()
+    """Wait until the weights are those of the last step. Raises OffloadError if the state in memory is not sound."""
+    optimizer = adapter.super_offload(engine)
+    if optimizer:
+        optimizer.synchronize()
 
 
 def close(engine: Any) -> None:
-    """Ends what the engine started and gives its memory back. Safe to call twice."""
+    """End the processes that the engine started and release its memory. Safe to call twice."""
     adapter.end_deepspeed_worker(engine)
     engine.destroy()
 
@@ -143,72 +155,48 @@ def _trainable(parameter_groups: ParameterGroups) -> list[dict[str, Any]]:
     groups = [{**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]} for group in parameter_groups]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise OffloadError("The model has no trainable parameter.")
+        raise OffloadError("The model has no trainable parameter.", code="nothing-trainable")
     return groups
 
 
-def _settings(spec: RunSpec) -> dict[str, Any]:
-    train = spec.train
+def _hyperparameters(settings: Settings) -> dict[str, Any]:
     return {
-        "lr": train.learning_rate,
-        "betas": (train.beta1, train.beta2),
-        "eps": train.epsilon,
-        "weight_decay": train.weight_decay,
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+        "weight_decay": settings.weight_decay,
     }
 
 
-def _initialize_super_offload(
-    model: torch.nn.Module,
-    groups: list[dict[str, Any]],
-    ds_config: Mapping[str, Any],
-    spec: RunSpec,
-    binding: RankBinding,
-    watchdog_timeout_s: float,
-) -> Any:
-    settings = stage3.SuperOffloadSettings(
-        ratio=spec.offload.ratio,
-        accumulation=spec.gradient_accumulation_steps,
-        clipping=spec.train.gradient_clipping,
-        cpus=binding.adam_cpus or binding.cpus,
-        watchdog_timeout_s=watchdog_timeout_s,
-    )
-    config = engine_config(ds_config)
-    with stage3.own_super_offload(settings):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, spec), config=config)
-    if adapter.super_offload(engine) is None:
-        raise OffloadError(f"DeepSpeed did not take our optimizer; it made a {type(engine.optimizer).__name__}.")
-    return engine
+def _deepspeed_optimizer(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+    if settings.mode == "gpu":
+        return _torch_adamw(groups, settings)
+    if settings.mode == "superoffload" and not torch.cuda.is_available():
+        raise OffloadError(
+            'DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or offload.mode = "zerooffload".',
+            code="needs-cuda",
+        )
+    return _cpu_adam(groups, settings)
 
 
-def _deepspeed_optimizer(groups: list[dict[str, Any]], spec: RunSpec) -> torch.optim.Optimizer:
-    mode = spec.offload.mode
-    if mode == "gpu":
-        return _torch_adamw(groups, spec)
-    if mode == "superoffload" and not torch.cuda.is_available():
-        raise OffloadError('DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or mode = "zerooffload".')
-    if mode in ("zerooffload", "superoffload"):
-        return _cpu_adam(groups, spec)
-    raise OffloadError(f"offload.mode = {mode} must be resolved by the planner before training starts.")
-
-
-def _torch_adamw(groups: list[dict[str, Any]], spec: RunSpec) -> torch.optim.Optimizer:
+def _torch_adamw(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
     fast: dict[str, Any] = {"fused": True} if torch.cuda.is_available() else {"foreach": True}
-    return torch.optim.AdamW(groups, **_settings(spec), **fast)
+    return torch.optim.AdamW(groups, **_hyperparameters(settings), **fast)
 
 
-def _cpu_adam(groups: list[dict[str, Any]], spec: RunSpec) -> torch.optim.Optimizer:
+def _cpu_adam(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(groups, **_settings(spec), adamw_mode=True)  # type: ignore[no-any-return]
+    return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
 
 
-def _manifest(engine: Any, states: Sequence[adapter.SubGroupState]) -> checkpoint.Manifest:
-    spec: RunSpec = engine.so_tui_spec
+def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manifest:
+    settings: Settings = engine.superoffload_settings
     return checkpoint.Manifest(
         deepspeed=deepspeed.__version__,
-        mode=spec.offload.mode,
-        engine=spec.offload.engine if spec.offload.mode == "superoffload" else "deepspeed",
-        ratio=spec.offload.ratio if spec.offload.mode != "gpu" else 0.0,
+        mode=settings.mode,
+        engine=settings.engine if settings.mode == "superoffload" else "deepspeed",
+        ratio=settings.ratio if settings.mode != "gpu" else 0.0,
         rank=torch.distributed.get_rank(),
         ranks=torch.distributed.get_world_size(),
         sub_groups=checkpoint.records(states, adapter.sub_group_parameters(engine)),

@@ -1,10 +1,10 @@
-"""Optimizer states on disk: every rank writes one file of its own, without copies in between.
+"""Optimizer states on disk. Every rank writes one file of its own, directly from the states.
 
-``rank_00000.states`` holds, sub-group after sub-group, the fp32 master weights, the first and the second moments, as raw little-endian
-floats; ``rank_00000.json`` says what they belong to and is written last, so a state without it is incomplete. The bf16 weights are not
-saved: they are a cast of the masters, and are made from them on loading.
+``rank_00000.states`` holds the fp32 master weights and the first and second moments of one sub-group after another, as raw little-endian
+floats. ``rank_00000.json`` describes them and is written last, so a state without it is incomplete. The bf16 weights are not saved: loading
+casts them from the master weights.
 
-What is read is in ``resharding``.
+``resharding`` reads the states.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
-from superoffload.deepspeed_adapter.engine import SubGroupState
 from superoffload.errors import OffloadError
+from superoffload.sub_groups import SubGroupState
 
 SCHEMA = 2
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
-"""A thousandth is read again to prove a file readable: what was torn, never reached the disk or belongs to another file shows, and the
-proof of hundreds of GB takes seconds. A single bit that flipped elsewhere does not show."""
+"""``verify`` reads only a thousandth of a file, so that checking hundreds of GB takes seconds. It detects a file that was cut short, never
+reached the disk or holds something else, but not a single flipped bit outside the samples."""
 
 
 class SubGroupRecord(msgspec.Struct, frozen=True):
+    """One sub-group in a manifest."""
+
     numel: int
-    """Of one rank's shares, padding included."""
+    """Elements of this rank's shards, padding included."""
     device: str
     step: int
     moments: bool
+    """Whether the moments were saved."""
     names: tuple[str, ...]
     numels: tuple[int, ...]
-    """Of the whole parameters, all ranks together."""
+    """Elements of the whole parameters, over all ranks."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's state file belongs to."""
+    """Description of one rank's state file."""
 
     schema: int = SCHEMA
     deepspeed: str
@@ -62,10 +65,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def records(states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple[str, int]]]) -> tuple[SubGroupRecord, ...]:
-    """The manifest's view of the sub-groups; ``parameters``: name and elements (of all ranks) of each one in them."""
+    """Return the manifest's records of the sub-groups; ``parameters`` has the name and the elements over all ranks of their members."""
     return tuple(
         SubGroupRecord(
-            state.master.numel(),
+            state.master_weights.numel(),
             state.device,
             state.step,
             state.exp_avg is not None,
@@ -77,7 +80,7 @@ def records(states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple
 
 
 def write(folder: Path, manifest: Manifest, states: Iterable[SubGroupState]) -> int:
-    """Writes this rank's state, synced to disk; returns its bytes. Raises OSError."""
+    """Write this rank's state, sync it to disk and return its size in bytes. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     data_path, manifest_path = _paths(folder, manifest.rank)
     manifest_path.unlink(missing_ok=True)
@@ -89,7 +92,7 @@ def write(folder: Path, manifest: Manifest, states: Iterable[SubGroupState]) -> 
                 samples = zlib.crc32(view[start : start + length], samples)
             _write_all(file.fileno(), view)
         os.fsync(file.fileno())
-        # Out of the page cache: whoever proves the file readable asks the disk, and the host's memory belongs to training.
+        # Dropped from the page cache, so that ``verify`` reads from the disk and training has the host memory.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     partial = manifest_path.with_suffix(".json.partial")
     with partial.open("wb") as file:
@@ -101,7 +104,7 @@ def write(folder: Path, manifest: Manifest, states: Iterable[SubGroupState]) -> 
 
 
 def verify(folder: Path) -> None:
-    """Opens every rank's file again. Raises OffloadError, with what is wrong, when a file is missing, torn or holds something else."""
+    """Check every rank's file. Raises OffloadError if one is missing, cut short (``torn``) or holds other bytes (``checksum``)."""
     for manifest in manifests(folder):
         samples = 0
         with open_states(folder, manifest) as file:
@@ -109,25 +112,27 @@ def verify(folder: Path) -> None:
                 for start, length in _sampled(size):
                     samples = zlib.crc32(os.pread(file.fileno(), length, begin + start), samples)
         if samples != manifest.samples:
-            raise OffloadError(f"{file.name} does not hold what was written (its checksum is another).")
+            raise OffloadError(f"{file.name} does not hold what was written: its checksum differs.", code="checksum")
 
 
 def manifests(folder: Path) -> tuple[Manifest, ...]:
-    """Of all ranks that saved, in their order. Raises OffloadError when they are not complete or cannot be read."""
+    """Return the manifests of all ranks that saved, in order. Raises OffloadError if one is missing or cannot be read."""
     found: list[Manifest] = []
     while not found or len(found) < found[0].ranks:
         _, path = _paths(folder, len(found))
         try:
             found.append(msgspec.json.decode(path.read_bytes(), type=Manifest))
         except FileNotFoundError:
-            raise OffloadError(f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.") from None
+            raise OffloadError(
+                f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.", code="incomplete"
+            ) from None
         except (OSError, msgspec.DecodeError) as error:
-            raise OffloadError(f"{path} cannot be read: {error}") from error
+            raise OffloadError(f"{path} cannot be read: {error}", code="unreadable") from error
     return tuple(found)
 
 
 def _extents(sub_groups: Sequence[SubGroupRecord]) -> Iterator[tuple[int, int]]:
-    """First byte and length of every tensor in a rank's file."""
+    """Yield the first byte and the length of every tensor in a rank's file."""
     begin = 0
     for group in sub_groups:
         for _ in range(3 if group.moments else 1):
@@ -136,7 +141,7 @@ def _extents(sub_groups: Sequence[SubGroupRecord]) -> Iterator[tuple[int, int]]:
 
 
 def _sampled(size: int) -> Iterator[tuple[int, int]]:
-    """First byte and length of the stretches of a tensor of ``size`` bytes that are summed up: at regular distances, and the end."""
+    """Yield the first byte and the length of the samples of a tensor of ``size`` bytes: one at regular distances, and one at the end."""
     for start in (*range(0, size, _SAMPLE_DISTANCE_BYTES), max(0, size - _SAMPLE_BYTES)):
         yield start, min(_SAMPLE_BYTES, size - start)
 
@@ -146,21 +151,21 @@ def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
 
 
 def open_states(folder: Path, manifest: Manifest) -> BinaryIO:
-    """The rank's file, for reading. Raises OffloadError when it is not there or not of its size."""
+    """Open a rank's file for reading. Raises OffloadError if that fails or the size is wrong."""
     path, _ = _paths(folder, manifest.rank)
     try:
         file = path.open("rb", buffering=0)
     except OSError as error:
-        raise OffloadError(f"{path} cannot be read: {error.strerror}.") from error
+        raise OffloadError(f"{path} cannot be read: {error.strerror}.", code="unreadable") from error
     if (size := os.fstat(file.fileno()).st_size) != manifest.bytes:
         file.close()
-        raise OffloadError(f"{path} has {size} bytes where its manifest says {manifest.bytes}: it is torn.")
+        raise OffloadError(f"{path} is torn: it has {size} bytes, its manifest says {manifest.bytes}.", code="torn")
     return file
 
 
 def tensors_of(state: SubGroupState) -> Iterator[torch.Tensor]:
-    """Master, first and second moment, in the order of the file; the master alone where the moments are out of reach."""
-    yield state.master
+    """Yield master weights, first and second moment, in the order of the file; only the master weights if the moments are out of reach."""
+    yield state.master_weights
     if state.exp_avg is not None and state.exp_avg_sq is not None:
         yield state.exp_avg
         yield state.exp_avg_sq
@@ -177,10 +182,10 @@ def _write_all(descriptor: int, view: memoryview) -> None:
 
 
 def read_into(file: BinaryIO, begin: int, target: torch.Tensor) -> None:
-    """Fills a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError when the file ends before."""
+    """Fill a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError if the file ends before."""
     view = _bytes_of(target)
     while view:
         got = os.preadv(file.fileno(), [view], begin)
         if got == 0:
-            raise OffloadError(f"{file.name} ended early: it is torn.")
+            raise OffloadError(f"{file.name} is torn: it ended early.", code="torn")
         view, begin = view[got:], begin + got

@@ -1,10 +1,10 @@
-"""The sub-groups whose states are on the CPU: their shared memory, what their Adam worker was told, and what has come back.
+"""The sub-groups whose states are in host memory: their shared arrays, the commands for their Adam worker, and its results.
 
-One exchange array per sub-group carries the gradient down and the new weights back. Who may write it when:
+One staging buffer per sub-group carries the gradient to the host and the new weights back. It may be written by:
 
-    gradient arrives    after the weights of the step before have left it, or the worker has added up the last micro-step's gradient
-    worker              once the gradient is there
-    weights leave       once the worker is done
+    the gradient's copy   after the last step's weights have been copied from it, or the worker has accumulated the last micro-batch
+    the worker            when the gradient has been copied
+    (then the new weights are copied to the GPU)
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from superoffload import kernel, worker
-from superoffload.arena import Arena
 from superoffload.meter import Meter
 from superoffload.norm import non_finite
+from superoffload.shared_states import SharedStates, host_available_bytes
 from superoffload.sub_groups import SubGroup
-from superoffload.transfers import Copy, Done, Event, Transfers
+from superoffload.transfers import CompletedEvent, Copy, Event, Transfers
 from superoffload.worker_client import WorkerClient
 
 
 class CpuStates:
-    """With no sub-group on the CPU there is neither memory nor worker, and nothing to wait for.
+    """States of the CPU sub-groups. Without CPU sub-groups there is neither memory nor a worker, and nothing to wait for.
 
-    Raises OffloadError when there is no compiler for the kernel, or not enough memory; nothing is left behind then.
+    Raises:
+        OffloadError: If there is no kernel, not enough memory, or no worker. Nothing is left behind then.
     """
 
     def __init__(
@@ -39,132 +40,142 @@ class CpuStates:
         accumulate: bool,
         cpus: Sequence[int],
         watchdog_timeout_s: float,
+        available_bytes: Callable[[], int | None] = host_available_bytes,
     ) -> None:
         self._sub_groups = sub_groups
         self._transfers = transfers
         self._meter = meter
         self.indices = [index for index, group in enumerate(sub_groups) if not group.on_gpu]
         self.in_order_of_use = sorted(self.indices, key=lambda index: sub_groups[index].first_use)
-        """Norms, say, are few, last in the list, and wanted by the very first layer."""
+        """Differs from the order of the sub-groups: the norms' group is last in the list and used by the first layer."""
         self.slot = {index: slot for slot, index in enumerate(self.indices)}
-        """Sub-group -> its place in the arena."""
+        """Index of a sub-group -> its position in the shared memory and in the worker's commands."""
         self.squares: dict[int, float] = {}
-        """Of the gradients that the worker has added up or stepped with, as far as it has said so."""
-        self._beginning: set[int] = set()
+        """Sums of squares of the gradients that the worker has accumulated or stepped with, as far as results have arrived."""
+        self._initializing: set[int] = set()
         self._accumulating: set[int] = set()
-        """Sub-groups whose exchange the worker is still reading."""
-        self._pending: set[int] = set()
-        """Sub-groups whose new weights the computing stream has not waited for yet."""
-        self._landed: dict[int, Event] = {}
-        """When the copy of a sub-group's new weights is done."""
-        self._arena: Arena | None = None
-        self._link: WorkerClient | None = None
+        """Sub-groups whose staging buffer the worker is still reading."""
+        self._unawaited: set[int] = set()
+        """Sub-groups for whose new weights the computing stream has not waited yet."""
+        self._weights_copied: dict[int, Event] = {}
+        """The event of the copy of a sub-group's new weights."""
+        self._states: SharedStates | None = None
+        self._client: WorkerClient | None = None
         if self.indices:
             try:
-                self._start(accumulate, cpus, watchdog_timeout_s)
+                self._start(accumulate, cpus, watchdog_timeout_s, available_bytes)
             except BaseException:
                 self.close()
                 raise
 
     @property
     def worker_pid(self) -> int | None:
-        return self._link.process.pid if self._link else None
+        return self._client.process.pid if self._client else None
 
     def check(self) -> None:
-        """Raises what has gone wrong with the worker."""
-        if self._link:
-            self._link.check()
+        """Raise what went wrong with the worker, if anything did."""
+        if self._client:
+            self._client.check()
 
-    def place(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
-        """The copies that bring a gradient into the exchange, to be made when ``readers`` are done with it."""
-        if index in self._accumulating:  # it was told to a whole forward ago
+    def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
+        """Return the copies that bring a gradient into the staging buffer. They must wait for ``weight_copies``."""
+        if index in self._accumulating:  # rarely: the command was sent before a whole forward pass
             self._wait(lambda: index not in self._accumulating)
-        exchange = self._exchange(index)
+        staging = self._staging(index)
         begin, end = self._sub_groups[index].span(member)
         after = begin + values.numel()
-        copies = [(exchange[begin:after], values.to(exchange.dtype))]
+        copies = [(staging[begin:after], values.to(staging.dtype))]
         if after < end:  # the last rank's padding still holds weights
-            copies.append((exchange[after:end], values.new_zeros(end - after, dtype=exchange.dtype)))
+            copies.append((staging[after:end], values.new_zeros(end - after, dtype=staging.dtype)))
         return copies
 
-    def readers(self, index: int) -> list[Event]:
-        """When the weights of the step before have left the exchange."""
-        return [self._landed[index]] if index in self._landed else []
+    def weight_copies(self, index: int) -> list[Event]:
+        """Return the event after which the last step's weights have been copied from the staging buffer; none before a step."""
+        return [self._weights_copied[index]] if index in self._weights_copied else []
 
-    def accumulate(self, index: int, step: int, *, first: bool, after: Event) -> None:
-        """Has the worker add the gradient in the exchange to the accumulated one, or begin a new sum with it."""
+    def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
+        """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
         self._accumulating.add(index)
-        self._send(worker.Command(worker.Operation.ACCUMULATE, self.slot[index], step, first=int(first)), after)
+        self._send(worker.Command(worker.Operation.ACCUMULATE, self.slot[index], step, first_micro_batch=int(first_micro_batch)), after)
 
     def step(self, index: int, command: worker.Command, after: Event) -> None:
-        """Has the worker do what ``command`` says, a step of this sub-group."""
-        self._landed.pop(index, None)
+        """Have the worker step this sub-group by ``command``."""
+        self._weights_copied.pop(index, None)
         self.squares.pop(index, None)
-        self._pending.add(index)
+        self._unawaited.add(index)
         self._send(command, after)
 
     def wait_for_accumulation(self) -> None:
+        """Block until the worker has accumulated all gradients."""
         if self.indices:
             self._wait(lambda: not self._accumulating)
 
     def wait_for_steps(self) -> None:
-        """Until the worker is done with all sub-groups."""
+        """Block until the worker has stepped all sub-groups."""
         if self.indices:
-            self._wait(lambda: len(self.squares) == len(self._landed) == len(self.indices))
+            self._wait(lambda: len(self.squares) == len(self._weights_copied) == len(self.indices))
 
     def wait_for_weights(self, sub_groups: Iterable[int] | None = None) -> None:
-        """Lets the current stream wait for the new weights of these sub-groups, or all; blocks until the worker is done with them."""
-        waiting = sorted(self._pending if sub_groups is None else self._pending.intersection(sub_groups))
+        """Make the current stream wait for the new weights of these sub-groups, or of all.
+
+        Blocks until the worker has stepped them.
+        """
+        waiting = sorted(self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups))
         if not waiting:
             return
         begin = self._transfers.mark()
         for index in waiting:
-            self._wait(lambda index=index: index in self._landed)  # type: ignore[misc]
-            self._transfers.join(self._landed[index])
-        self._pending.difference_update(waiting)
-        self._meter.current.landing.append((begin, self._transfers.mark()))
+            self._wait(lambda index=index: index in self._weights_copied)  # type: ignore[misc]
+            self._transfers.wait_event(self._weights_copied[index])
+        self._unawaited.difference_update(waiting)
+        self._meter.current.weight_waits.append((begin, self._transfers.mark()))
 
-    def master(self, index: int) -> torch.Tensor:
-        assert self._arena is not None
-        return self._arena.master(self.slot[index])
+    def master_weights(self, index: int) -> torch.Tensor:
+        assert self._states is not None
+        return self._states.master_weights(self.slot[index])
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._arena is not None
-        return self._arena.first_moment(self.slot[index]), self._arena.second_moment(self.slot[index])
+        assert self._states is not None
+        return self._states.first_moment(self.slot[index]), self._states.second_moment(self.slot[index])
 
     def close(self) -> None:
-        """Ends the worker and gives the memory back. Safe to call twice."""
-        if self._link:
-            self._link.close()
-        if self._arena:
+        """End the worker and release the memory. Safe to call twice."""
+        if self._client:
+            self._client.close()
+        if self._states:
             device = self._sub_groups[0].weights.device
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # no copy may be under way when its pages are unlocked
-            self._arena.close()
+                torch.cuda.synchronize(device)  # no copy may be in flight when its pages are unpinned
+            self._states.close()
 
-    def _start(self, accumulate: bool, cpus: Sequence[int], watchdog_timeout_s: float) -> None:
+    def _start(self, accumulate: bool, cpus: Sequence[int], watchdog_timeout_s: float, available_bytes: Callable[[], int | None]) -> None:
         library = kernel.library()
         weights = [self._sub_groups[index].weights for index in self.indices]
-        page_lock = weights[0].device.type == "cuda"
-        self._arena = Arena([flat.numel() for flat in weights], weights[0].dtype, accumulate=accumulate, page_lock=page_lock)
-        self._link = WorkerClient(self._arena, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s)
-        self._begin_all()  # the worker's many threads are the first to touch the pages
-        self._arena.lock_pages()
+        self._states = SharedStates(
+            [flat.numel() for flat in weights],
+            weights[0].dtype,
+            accumulate=accumulate,
+            pin=weights[0].device.type == "cuda",
+            available_bytes=available_bytes,
+        )
+        self._client = WorkerClient(self._states, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s)
+        self._initialize_all()  # so that the worker's many threads are the first to touch the pages
+        self._states.pin_staging()
         for index in self.indices:
-            self._exchange(index).copy_(self._sub_groups[index].weights)
-        self._begin_all()
+            self._staging(index).copy_(self._sub_groups[index].weights)
+        self._initialize_all()
 
-    def _begin_all(self) -> None:
-        self._beginning = set(self.indices)
+    def _initialize_all(self) -> None:
+        self._initializing = set(self.indices)
         for index in self.indices:
-            self._send(worker.Command(worker.Operation.BEGIN, self.slot[index]), Done())
-        self._wait(lambda: not self._beginning)
+            self._send(worker.Command(worker.Operation.INITIALIZE, self.slot[index]), CompletedEvent())
+        self._wait(lambda: not self._initializing)
 
     def _on_result(self, result: worker.Result) -> None:
-        """In the link's thread."""
+        """Handle a result, in the worker client's thread."""
         index = self.indices[result.sub_group]
-        if result.operation == worker.Operation.BEGIN:
-            self._beginning.discard(index)
+        if result.operation == worker.Operation.INITIALIZE:
+            self._initializing.discard(index)
             return
         self._meter.current.adam_busy_s += result.seconds
         self.squares[index] = result.sum_of_squares
@@ -173,20 +184,20 @@ class CpuStates:
             return
         if not math.isfinite(result.sum_of_squares):
             raise non_finite(self._sub_groups, index, result.step, poisoned=True)
-        transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, self._exchange(index))
-        self._meter.current.to_gpu.append(transfer)
-        self._landed[index] = transfer.done
+        transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, self._staging(index))
+        self._meter.current.h2d.append(transfer)
+        self._weights_copied[index] = transfer.done
 
-    def _exchange(self, index: int) -> torch.Tensor:
-        assert self._arena is not None
-        return self._arena.exchange(self.slot[index])
+    def _staging(self, index: int) -> torch.Tensor:
+        assert self._states is not None
+        return self._states.staging(self.slot[index])
 
     def _send(self, command: worker.Command, after: Event) -> None:
-        assert self._link is not None
-        self._link.submit(command, after)
+        assert self._client is not None
+        self._client.submit(command, after)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        assert self._link is not None
+        assert self._client is not None
         begin = time.perf_counter()
-        self._link.wait(ready)
+        self._client.wait(ready)
         self._meter.current.host_wait_s += time.perf_counter() - begin

@@ -1,27 +1,57 @@
-"""What can go wrong in the offload engine, in the user's words."""
+"""Errors of the offload engine. Messages are for users: what happened, why, and what to do."""
 
 from __future__ import annotations
 
-from so_tui.spec.errors import SoTuiError
+from dataclasses import dataclass
 
 
-class OffloadError(SoTuiError):
-    """The run cannot go on: the message says what happened and what to do next."""
+class OffloadError(Exception):
+    """Raised when the run cannot go on.
+
+    Attributes:
+        code: What went wrong, in kebab case, for callers and tests; empty where nobody needs to distinguish it.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class NonFiniteGradientError(OffloadError):
-    """A gradient was not finite. ``poisoned`` tells whether weights in memory were already changed by it."""
+    """Raised for a gradient that is NaN or infinite.
+
+    Attributes:
+        step: Optimizer step in which the gradient was found, counted from 1.
+        sub_group: Index of the first sub-group with such a gradient.
+        poisoned: Whether weights or moments in memory were already updated with it.
+    """
 
     def __init__(self, message: str, *, step: int, sub_group: int, poisoned: bool) -> None:
-        super().__init__(message)
+        super().__init__(message, code="non-finite-gradient")
         self.step = step
         self.sub_group = sub_group
         self.poisoned = poisoned
 
 
 class WorkerLostError(OffloadError):
-    """The Adam worker died or stopped making progress."""
+    """Raised when the Adam worker died (``worker-ended``) or stopped making progress (``worker-stuck``)."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One reason why a saved state cannot be loaded."""
+
+    code: str
+    """``schema``, ``byte-order``, ``no-moments``, ``different-steps``, ``different-ranks``, ``only-saved``, ``only-here`` or ``size``."""
+    message: str
+    names: tuple[str, ...] = ()
+    """The parameters concerned, where the reason is about parameters."""
 
 
 class StateMismatchError(OffloadError):
-    """A saved state does not belong to this engine: other ranks, sub-groups, parameters, ratio or DeepSpeed version."""
+    """Raised when a saved state belongs to another model, or lacks what this engine needs."""
+
+    def __init__(self, folder: object, mismatches: tuple[Mismatch, ...]) -> None:
+        reasons = "\n  ".join(mismatch.message for mismatch in mismatches)
+        super().__init__(f"The optimizer state in {folder} does not fit this run:\n  {reasons}", code="state-mismatch")
+        self.mismatches = mismatches

@@ -1,4 +1,4 @@
-"""The sub-groups whose states stay on the GPU: fp32 masters, gradients and moments, stepped by torch's AdamW."""
+"""The sub-groups whose states stay on the GPU: fp32 master weights, gradients and moments, stepped by torch's AdamW."""
 
 from __future__ import annotations
 
@@ -10,60 +10,66 @@ from superoffload.sub_groups import SubGroup
 
 
 class GpuStates:
-    """``adamw`` steps them; its parameter groups are borrowed for that and hold no parameters otherwise."""
+    """States of the GPU sub-groups.
+
+    ``adamw`` steps them. Its parameter groups hold the master weights during a step only, and are empty otherwise.
+    """
 
     def __init__(self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW) -> None:
         self._sub_groups = sub_groups
         self._adamw = adamw
         self.indices = [index for index, group in enumerate(sub_groups) if group.on_gpu]
-        self._masters = {index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_() for index in self.indices}
-        self._gradients = {index: torch.zeros_like(master) for index, master in self._masters.items()}
+        self._master_weights = {
+            index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_() for index in self.indices
+        }
+        self._gradients = {index: torch.zeros_like(master_weights) for index, master_weights in self._master_weights.items()}
 
-    def add(self, index: int, begin: int, values: torch.Tensor, *, first: bool) -> None:
-        """A parameter's gradient; ``first``: of the step's first micro-step, replacing that of the step before."""
+    def add(self, index: int, begin: int, values: torch.Tensor, *, first_micro_batch: bool) -> None:
+        """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch overwrites the step before's."""
         target = self._gradients[index].narrow(0, begin, values.numel())
-        if first:
+        if first_micro_batch:
             target.copy_(values)
         else:
             target.add_(values)
 
     def gradients(self) -> Iterable[tuple[int, torch.Tensor]]:
-        """What came in during this step, by sub-group."""
+        """Return the gradients of the current step with their sub-groups' indices."""
         return self._gradients.items()
 
     def step(self, factor: float) -> None:
-        """With the gradients times ``factor``."""
+        """Step all GPU sub-groups with their gradients times ``factor``, and cast the new weights."""
         if not self.indices:
             return
-        self._lend_nothing()
+        self._empty_parameter_groups()
         for index in self.indices:
             if factor != 1.0:
                 self._gradients[index].mul_(factor)
-            self._masters[index].grad = self._gradients[index]
-            self._adamw.param_groups[self._sub_groups[index].parameter_group]["params"].append(self._masters[index])
+            self._master_weights[index].grad = self._gradients[index]
+            self._adamw.param_groups[self._sub_groups[index].parameter_group]["params"].append(self._master_weights[index])
         self._adamw.step()
-        self._lend_nothing()
+        self._empty_parameter_groups()
         for index in self.indices:
-            self._sub_groups[index].weights.copy_(self._masters[index])
+            self._sub_groups[index].weights.copy_(self._master_weights[index])
 
-    def master(self, index: int) -> torch.Tensor:
-        return self._masters[index].detach()
+    def master_weights(self, index: int) -> torch.Tensor:
+        return self._master_weights[index].detach()
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        master = self._masters[index]
-        state = self._adamw.state[master]
+        """Return the first and second moment, creating them before the first step."""
+        master_weights = self._master_weights[index]
+        state = self._adamw.state[master_weights]
         if not state:
             on_device = self._adamw.defaults.get("fused")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if on_device else "cpu")
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master_weights.device if on_device else "cpu")
+            state["exp_avg"] = torch.zeros_like(master_weights)
+            state["exp_avg_sq"] = torch.zeros_like(master_weights)
         return state["exp_avg"], state["exp_avg_sq"]
 
     def set_steps_taken(self, steps: int) -> None:
         for index in self.indices:
             self.moments(index)
-            self._adamw.state[self._masters[index]]["step"].fill_(steps)
+            self._adamw.state[self._master_weights[index]]["step"].fill_(steps)
 
-    def _lend_nothing(self) -> None:
+    def _empty_parameter_groups(self) -> None:
         for group in self._adamw.param_groups:
             group["params"] = []

@@ -1,4 +1,4 @@
-"""What the offload engine costs: collected while it runs, told for the last optimizer step."""
+"""Times and bytes of the offload engine, collected while it runs and reported for the last step."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from superoffload.transfers import Mark, Transfer, Transfers
 
 
 class OffloadStats(Struct, frozen=True, kw_only=True):
-    """Times of one step, this rank. All zero in the modes in which DeepSpeed's own optimizer runs (it does not tell)."""
+    """Times of one step of this rank. All zero where DeepSpeed's own optimizer runs, which does not report them."""
 
     adam_busy_s: float = 0.0
-    """Seconds the Adam worker computed."""
+    """Time for which the Adam worker computed."""
     exposed_wait_s: float = 0.0
-    """Seconds for which the GPU had nothing to do but wait for the worker, its copies or the gradient norm."""
+    """Time for which the GPU had nothing to do but wait for the worker, its copies or the gradient norm."""
     exposed_in_forward_s: float = 0.0
-    """The part of it that fell into the forward pass: waiting for the weights of the step before."""
+    """The part of ``exposed_wait_s`` in the forward pass: waiting for the weights of the step before."""
     host_wait_s: float = 0.0
-    """Seconds for which the main thread was held up by the engine. Not all of it is lost: the GPU may still have had work."""
-    to_host_bytes: int = 0
-    to_host_s: float = 0.0
-    """Seconds during which gradients were being copied (0 on a machine without GPU: nothing is copied)."""
-    to_gpu_bytes: int = 0
-    to_gpu_s: float = 0.0
+    """Time for which the engine blocked the main thread. The GPU may still have had work during it."""
+    d2h_bytes: int = 0
+    d2h_s: float = 0.0
+    """Time during which gradients were being copied; without a GPU, the time of the plain copies."""
+    h2d_bytes: int = 0
+    h2d_s: float = 0.0
 
 
 @dataclass
 class Interval:
     """Measurements from the end of one step to the end of the next."""
 
-    landing: list[tuple[Mark, Mark]] = field(default_factory=list)
+    weight_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     """Waits for weights, in forward."""
-    stepping: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Waits for the norm, in ``step``."""
+    norm_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits for the gradient norm, in ``step``."""
     host_wait_s: float = 0.0
     adam_busy_s: float = 0.0
-    to_host: list[Transfer] = field(default_factory=list)
-    to_gpu: list[Transfer] = field(default_factory=list)
+    d2h: list[Transfer] = field(default_factory=list)
+    h2d: list[Transfer] = field(default_factory=list)
 
 
 class Meter:
-    """Whoever measures adds to ``current``. The link's thread adds what it alone knows: Adam's time, and copies to the GPU."""
+    """Collects measurements of the current step in ``current``.
+
+    The training thread adds most of them, the worker client's thread Adam's time and the copies to the GPU.
+    """
 
     def __init__(self, transfers: Transfers) -> None:
         self.current = Interval()
@@ -53,20 +56,20 @@ class Meter:
         self._last, self.current = self.current, Interval()
 
     def leave_out_waits(self) -> None:
-        """Forget who waited for weights since the last step: it was no forward pass of a step."""
-        self.current.landing.clear()
+        """Drop the waits for weights since the last step: they were not part of a step's forward pass."""
+        self.current.weight_waits.clear()
 
     def stats(self) -> OffloadStats:
-        """From the end of the step before the last to the end of the last one. May wait for the GPU."""
+        """Return the measurements of the last step, from the end of the step before it. May wait for the GPU."""
         last, seconds = self._last, self._transfers.seconds
-        landing = sum(seconds(*wait) for wait in last.landing)
+        in_forward = sum(seconds(*wait) for wait in last.weight_waits)
         return OffloadStats(
             adam_busy_s=last.adam_busy_s,
-            exposed_wait_s=landing + sum(seconds(*wait) for wait in last.stepping),
-            exposed_in_forward_s=landing,
+            exposed_wait_s=in_forward + sum(seconds(*wait) for wait in last.norm_waits),
+            exposed_in_forward_s=in_forward,
             host_wait_s=last.host_wait_s,
-            to_host_bytes=sum(transfer.bytes for transfer in last.to_host),
-            to_host_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.to_host),
-            to_gpu_bytes=sum(transfer.bytes for transfer in last.to_gpu),
-            to_gpu_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.to_gpu),
+            d2h_bytes=sum(transfer.bytes for transfer in last.d2h),
+            d2h_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.d2h),
+            h2d_bytes=sum(transfer.bytes for transfer in last.h2d),
+            h2d_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.h2d),
         )

@@ -1,4 +1,4 @@
-"""The gradient norm over all parameters and ranks, and the gradients that are not finite, which show in it."""
+"""The norm of a step's gradients over all parameters and ranks, in which gradients that are not finite show up."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from superoffload.transfers import Event, Transfers
 class GradientNorm:
     """Sums of squares of a step's gradients, one per sub-group, in double precision.
 
-    They are added up on the GPU while backward runs. Clipping has to read them within the step. Otherwise they are read a step later,
-    when they have long been on the host and nothing waits for them; ``poisons``: by then the gradients are in the states.
+    They are summed on the GPU while backward runs. Clipping reads them within the step. Otherwise they are read a step later: by then they
+    have been copied to the host, and nothing waits for them.
+
+    Args:
+        sub_groups: All sub-groups of the rank.
+        transfers: Copies the sums to the host.
+        all_reduce: Sums a tensor over all ranks, in place.
+        poisons: Whether gradients are already in the optimizer states when their norm is read.
     """
 
     def __init__(
@@ -33,38 +39,43 @@ class GradientNorm:
         self._poisons = poisons
         self._squares = torch.zeros(len(sub_groups), dtype=torch.float64, device=sub_groups[0].weights.device)
         self._last: tuple[int, torch.Tensor, Event] | None = None
-        """Step, values on the host, when they are there."""
+        """The last step's number, its sums on the host, and the event after which they are valid."""
         self._fault: NonFiniteGradientError | None = None
 
     def add(self, gradients: Sequence[Gradient]) -> None:
-        """What the current stream has computed."""
+        """Add gradients that the current stream has computed."""
         for index in dict.fromkeys(gradient.sub_group for gradient in gradients):
             values = [gradient.values for gradient in gradients if gradient.sub_group == index and gradient.values.numel()]
             if values:
                 norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float64))
                 self._squares[index] += norms.square().sum()
 
-    def total(self, whole: Iterable[tuple[int, torch.Tensor]], known: Mapping[int, float]) -> torch.Tensor:
-        """The sums of squares over all ranks. ``whole``: gradients of sub-groups that were not added; ``known``: squares of others."""
+    def all_rank_squares(self, whole: Iterable[tuple[int, torch.Tensor]], by_worker: Mapping[int, float]) -> torch.Tensor:
+        """Return the sums of squares over all ranks, one per sub-group.
+
+        Args:
+            whole: Whole gradients of sub-groups for which ``add`` was not called, with their indices.
+            by_worker: Sums of squares that the Adam worker took, by sub-group.
+        """
         squares = self._squares.clone()
         for index, gradient in whole:
-            # vector_norm would make a copy in double precision, 8 bytes for each of up to hundreds of millions of elements.
+            # vector_norm would make a copy in double precision: 8 bytes an element, for hundreds of millions of elements.
             squares[index] = torch._foreach_norm([gradient], 2, dtype=torch.float64)[0].square()
-        for index, value in known.items():
+        for index, value in by_worker.items():
             squares[index] = value
         self._all_reduce(squares)
         return squares
 
     def read(self, squares: torch.Tensor, step: int) -> float:
-        """The norm, now. Waits for the GPU. Raises NonFiniteGradientError."""
+        """Return the norm now. Waits for the GPU. Raises NonFiniteGradientError."""
         return self._norm(squares.tolist(), step)
 
-    def keep(self, squares: torch.Tensor, step: int) -> None:
-        """For ``last`` to read."""
-        self._last = (step, *self._transfers.fetch(squares))
+    def read_later(self, squares: torch.Tensor, step: int) -> None:
+        """Copy the sums to the host without waiting, for ``last``."""
+        self._last = (step, *self._transfers.copy_to_host(squares))
 
     def last(self) -> float | None:
-        """The norm that was kept; None if none was. Raises NonFiniteGradientError."""
+        """Return the norm passed to ``read_later`` last; None if there is none. Raises NonFiniteGradientError."""
         if self._last is None:
             return None
         step, values, event = self._last
@@ -74,12 +85,12 @@ class GradientNorm:
     def begin_step(self) -> None:
         self._squares.zero_()
 
-    def forget(self) -> None:
-        """There is no last step: other states were loaded."""
+    def forget_last(self) -> None:
+        """Drop the last step's norm, because other states were loaded."""
         self._last = None
 
     def check(self) -> None:
-        """Raises NonFiniteGradientError when the states have taken in a gradient that was not finite."""
+        """Raise NonFiniteGradientError if the states were updated with a gradient that is not finite."""
         if self._fault is not None and self._fault.poisoned:
             raise self._fault
 
@@ -92,12 +103,12 @@ class GradientNorm:
 
 
 def non_finite(sub_groups: Sequence[SubGroup], index: int, step: int, *, poisoned: bool) -> NonFiniteGradientError:
-    """The error for a gradient in this sub-group. ``poisoned``: something was stepped with it."""
+    """Return the error for a gradient of sub-group ``index``; ``poisoned`` if weights or moments were updated with it."""
     names = sub_groups[index].names
     state = (
-        "Weights and moments in memory have taken it in and are not saved; resume from the last checkpoint"
+        "Weights and moments in memory were updated with it and will not be saved; resume from the last checkpoint"
         if poisoned
-        else "Nothing was stepped with it; the last checkpoint stands"
+        else "No weights were updated with it; the last checkpoint is valid"
     )
     return NonFiniteGradientError(
         f"Step {step}: the gradient of sub-group {index} ({names[0]} ... {names[-1]}) is not finite. {state}. "

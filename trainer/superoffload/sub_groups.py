@@ -1,8 +1,8 @@
-"""What the optimizer steps at once, and the gradients that come for it."""
+"""Sub-groups: parameters that are stepped together, the gradients that arrive for them, and their states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,35 +12,58 @@ from superoffload.errors import OffloadError
 
 @dataclass(frozen=True)
 class SubGroup:
-    """Parameters that are stepped together: this rank's share of them, flat."""
+    """This rank's shards of the parameters that are stepped together, in one flat tensor."""
 
     weights: torch.Tensor
+    """What the model computes with: bf16 or fp32, on the GPU, padding included."""
     parameter_group: int
-    """Index into the optimizer's parameter groups, whose learning rate and weight decay apply."""
+    """Index of the optimizer's parameter group, whose learning rate and weight decay apply."""
     names: tuple[str, ...]
     offsets: tuple[int, ...]
-    """Where each parameter begins."""
+    """First element of each parameter's shard."""
     on_gpu: bool
+    """Whether the optimizer states are on the GPU."""
     first_use: int = 0
-    """When a forward pass first wants its weights: the place of its earliest parameter in the model's order."""
+    """When a forward pass first needs the weights: the position of the earliest parameter in the model's order."""
 
     def span(self, member: int) -> tuple[int, int]:
-        """Where a parameter begins and ends, padding included."""
+        """Return the first element of a parameter's shard and the one after its last, padding included."""
         bounds = (*self.offsets, self.weights.numel())
         return bounds[member], bounds[member + 1]
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The reduced gradient of one parameter: this rank's share, without padding, in memory that is not used for anything else later."""
+    """The reduced gradient of this rank's shard of one parameter."""
 
     sub_group: int
     member: int
+    """Position of the parameter in the sub-group."""
     values: torch.Tensor
+    """Without padding, in memory that nothing else will be written to."""
 
 
-def check_types(sub_groups: Sequence[SubGroup]) -> None:
-    """Raises OffloadError unless all weights are bf16, or all fp32: what the Adam kernel can read and write."""
+@dataclass(frozen=True)
+class SubGroupState:
+    """The optimizer state of one sub-group of one rank: flat tensors of equal length, padding included."""
+
+    device: str
+    """``gpu`` or ``cpu``; where DeepSpeed offloads nothing, the type of the torch device."""
+    weights: torch.Tensor
+    """What the model computes with (bf16, on the GPU): a cast of ``master_weights``."""
+    master_weights: torch.Tensor
+    exp_avg: torch.Tensor | None
+    """First moment; None where it is out of reach, in the process of DeepSpeed's own SuperOffload worker."""
+    exp_avg_sq: torch.Tensor | None
+    """Second moment, likewise."""
+    step: int
+    set_step: Callable[[int], None]
+
+
+def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
+    """Raise OffloadError (``dtype``) unless all weights are bf16 or all are fp32, which the Adam kernel can read and write."""
     found = sorted({str(group.weights.dtype).removeprefix("torch.") for group in sub_groups})
     if found not in (["bfloat16"], ["float32"]):
-        raise OffloadError(f"SuperOffload trains weights in bfloat16, or all in float32, but these are in {' and '.join(found)}.")
+        raise OffloadError(
+            f"SuperOffload trains models whose weights are all bfloat16 or all float32. These are {' and '.join(found)}.", code="dtype"
+        )

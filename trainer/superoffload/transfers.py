@@ -1,4 +1,7 @@
-"""Copies between GPU and host beside computing, and their times; on a machine without GPU the same steps as plain copies."""
+"""Copies between GPU and host memory that run concurrently with computation, and their times.
+
+Without a GPU the same calls are plain copies.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """(target, source)"""
 
 Event = Any
-"""Something that will have happened: a ``torch.cuda.Event``, or ``Done``."""
+"""A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
 
 Mark = Any
-"""A moment in the GPU's own time (a timing ``torch.cuda.Event``), or in the host's without GPU (seconds)."""
+"""A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without a GPU."""
 
-IN_FLIGHT = 2
-"""Batches of gradients that may wait for the bus before computing waits for them: bounds the GPU memory they hold."""
+MAX_D2H_IN_FLIGHT = 2
+"""Batches of gradients that may wait for the bus before computation waits for them. Bounds the GPU memory that they hold."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copies under way."""
+    """Copies that were queued together."""
 
     begin: Mark
     end: Mark
@@ -34,31 +37,36 @@ class Transfer:
 
 
 class Transfers(Protocol):
-    """All but ``attach`` and ``weights_to_gpu`` are called from the training thread, on the stream it computes on."""
+    """Copies in both directions.
+
+    ``attach`` and ``weights_to_gpu`` may be called from any thread, all other methods from the training thread only, on the stream on
+    which it computes.
+    """
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
-        """Copies what the current stream has computed so far; ``after``: what must be done before the targets may be overwritten."""
+        """Copy what the current stream has computed so far; ``after``: events before which the targets must not be overwritten."""
 
     def attach(self) -> None:
-        """Called first in any other thread."""
+        """Prepare the calling thread for ``weights_to_gpu``. Call it first in every thread but the training thread."""
 
     def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """May be called from any thread that is attached."""
+        """Copy ``source``, in pinned memory, to ``target``."""
 
-    def join(self, event: Event) -> None:
-        """Lets the current stream wait for ``event``; the host goes on."""
+    def wait_event(self, event: Event) -> None:
+        """Make the current stream wait for ``event``. The host does not wait."""
 
-    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """A copy on the host that holds the values once the event has happened."""
+    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Queue a copy of a small tensor; it is valid once the returned event has completed."""
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> Mark:
+        """Record the current point in time."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Between two marks; waits until both have passed."""
+        """Return the time between two marks. Waits until both have passed."""
 
 
-class Done:
-    """An event of the past."""
+class CompletedEvent:
+    """An event that has completed."""
 
     def query(self) -> bool:
         return True
@@ -68,7 +76,7 @@ class Done:
 
 
 class HostTransfers:
-    """Without GPU: every copy is done when the call returns."""
+    """Transfers on a machine without a GPU: every copy is complete when its call returns."""
 
     def attach(self) -> None:
         return None
@@ -77,16 +85,16 @@ class HostTransfers:
         begin = time.perf_counter()
         for target, source in copies:
             target.copy_(source)
-        return Transfer(begin, time.perf_counter(), Done(), _bytes(copies))
+        return Transfer(begin, time.perf_counter(), CompletedEvent(), _bytes(copies))
 
     def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         return self.gradients_to_host([(target, source)], ())
 
-    def join(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         return None
 
-    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        return values.clone(), Done()
+    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        return values.clone(), CompletedEvent()
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -96,37 +104,40 @@ class HostTransfers:
 
 
 class CudaTransfers:
-    """One stream in each direction: the bus carries both at once, and copies of one direction stay in order."""
+    """One stream per direction: the bus carries both directions at the same time, and copies in one direction stay in order."""
 
     def __init__(self, device: torch.device) -> None:
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._waiting: deque[Event] = deque()
+        self._d2h = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._h2d = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in_flight: deque[Event] = deque()
 
     def attach(self) -> None:
-        """A thread stands on the first GPU until told otherwise, and leaving another's stream would open a CUDA context there."""
-        torch.cuda.set_device(self._down.device)
+        """Set the calling thread's device.
+
+        A new thread starts on the first GPU. Leaving another GPU's stream would then open a CUDA context there.
+        """
+        torch.cuda.set_device(self._d2h.device)
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
         computing = torch.cuda.current_stream()
-        self._down.wait_stream(computing)
+        self._d2h.wait_stream(computing)
         for event in after:
-            self._down.wait_event(event)
-        transfer = _copy(self._down, copies)
+            self._d2h.wait_event(event)
+        transfer = _copy(self._d2h, copies)
         for _, source in copies:
-            source.record_stream(self._down)
-        self._waiting.append(transfer.done)
-        if len(self._waiting) > IN_FLIGHT:
-            computing.wait_event(self._waiting.popleft())
+            source.record_stream(self._d2h)
+        self._in_flight.append(transfer.done)
+        if len(self._in_flight) > MAX_D2H_IN_FLIGHT:
+            computing.wait_event(self._in_flight.popleft())
         return transfer
 
     def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        return _copy(self._up, [(target, source)])
+        return _copy(self._h2d, [(target, source)])
 
-    def join(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
-    def fetch(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         host = torch.empty_like(values, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host, self.mark()
@@ -160,6 +171,7 @@ def _bytes(copies: Sequence[Copy]) -> int:
 
 
 def transfers_for(device: torch.device) -> Transfers:
+    """Return the transfers for a device."""
     if device.type == "cuda":
         return CudaTransfers(device)
     return HostTransfers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
 
-from so_tui.spec import InputError, Refused, RunSpec, field_index, with_values
+from so_tui.spec import InputError, Problem, Refused, RunSpec, field_index, with_values
 from so_tui.ui.advice import advice, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, typed_over, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
@@ -161,22 +160,20 @@ class ConfigureScreen(Page):
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
-        from so_tui.launch import prepare
-        from so_tui.plan import make_plan
+        from so_tui.launch import draft
 
         machine = self.app.machine
         assert machine is not None
         try:
-            spec = with_values(base, edits)
-            plan = make_plan(spec, machine)
+            plan, launch = draft(with_values(base, edits), machine)
         except InputError as error:
             self.post_message(Planned(serial, None, error.problems))
             return
-        try:
-            command = shlex.join(prepare(spec, machine, force=True).argv)
-        except Refused:
-            command = ""  # the plan's own reasons say why nothing can be started
-        self.post_message(Planned(serial, plan, (), command))
+        except Refused as error:
+            problems = (Problem(code=error.codes[0], field="gpus", value="", message=error.reasons[0], remedy=""),)
+            self.post_message(Planned(serial, None, problems))
+            return
+        self.post_message(Planned(serial, plan, (), launch))
 
     @on(Planned)
     def _show_plan(self, message: Planned) -> None:
@@ -249,10 +246,10 @@ class ConfigureScreen(Page):
         if planned.plan is None or not planned.plan.possible:
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
-            forced = planned.plan.spec if planned.command else None
-            self.app.post_message(Failed(f"{planned.plan.spec.label} does not fit here", planned.plan.reason_texts, retry_forced=forced))
-        else:
-            self.app.ask_launch(planned.plan.spec, plan_view.launch_facts(planned.plan))
+            title = f"{planned.plan.spec.label} does not fit here"
+            self.app.post_message(Failed(title, planned.plan.reason_texts, retry_forced=planned.launch))
+        elif planned.launch is not None:
+            self.app.ask_launch(planned.launch, plan_view.launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         if planned.problems:

@@ -100,11 +100,11 @@ class LookAtData(ModalScreen[None]):
 
     @work(thread=True, group="data", name="look at the data", exit_on_error=False)
     def _look(self, rows: int, cancel: Cancel) -> None:
-        from so_tui.launch.data_preview import Progress, look_at
+        from so_tui.launch.data_preview import Progress, preview_data
         from so_tui.spec.errors import SoTuiError
 
         try:
-            for event in look_at(self._spec, rows, cancel):
+            for event in preview_data(self._spec, rows, cancel):
                 self.post_message(Progressed(event) if isinstance(event, Progress) else Looked(event[0]))
         except InputError as error:
             lines = [

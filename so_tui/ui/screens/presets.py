@@ -170,9 +170,9 @@ class PresetsScreen(Page):
         for ranks in self.counts:
             table.add_column("    " + plural(ranks, noun), width=22 if wide else 14)
         for row in self._shown_rows():
-            size = count(row.parameters)
+            size = count(row.parameters, 1)
             if row.active_parameters < row.parameters:
-                size += f" MoE, {count(row.active_parameters)} active" if spacious else " MoE"
+                size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
             fixed = [Text(shorten(row.title, 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
@@ -264,7 +264,16 @@ class PresetsScreen(Page):
         if not plan.fits:
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
-        self.app.ask_launch(plan.spec, plan_view.launch_facts(plan))
+        from so_tui.launch import launch_of
+        from so_tui.spec import Refused
+
+        assert self.app.machine is not None
+        try:
+            launch = launch_of(plan, self.app.machine)
+        except Refused as error:
+            self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
+            return
+        self.app.ask_launch(launch, plan_view.launch_facts(plan))
 
     def action_look(self) -> None:
         if (chosen := self._chosen()) is not None:

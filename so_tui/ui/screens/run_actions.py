@@ -86,11 +86,11 @@ def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
 
 def _resume(app: SoTuiApp, run: RunDirectory) -> None:
     """Start another attempt of ``run`` on this machine. Runs in a thread."""
-    from so_tui.launch import resume
+    from so_tui.launch import prepare_resume, resume
     from so_tui.machine import inspect_machine
 
     try:
-        resume(run, inspect_machine())
+        resume(run, prepare_resume(run, inspect_machine()))
     except SoTuiError as error:
         app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
     else:

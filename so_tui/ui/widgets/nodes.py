@@ -14,7 +14,7 @@ from textual.widget import Widget
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import GpuView, NodeView
 from so_tui.ui.series import Axis
-from so_tui.ui.text import GIB, plural, shorten
+from so_tui.ui.text import memory, memory_of, plural, shorten
 from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows, repaint
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, Scale
@@ -172,7 +172,7 @@ class NumaNodes(Widget, can_focus=True):
         mean = sum(sample.cores) / len(sample.cores)
         name = f"node {picture.view.id}" + (f" · {picture.ranks}" if picture.ranks else "")
         colours = {"adam": "adam", "main": "main-core", "other": "other"}
-        memory = f"{sample.memory_used_bytes / GIB:.0f} of {sample.memory_total_bytes / GIB:.0f} GiB"
+        used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
         # File cache gives way, so a node full of it is not full.
         full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
         for long in (True, False):
@@ -197,10 +197,10 @@ class NumaNodes(Widget, can_focus=True):
                     Segment(f"{group.name}{cores}", styles[colours[group.role]]),
                     Segment(f" {group.mean:.0f} %", styles["label"]),
                 ]
-            cache = f", cache {sample.file_cache_bytes / GIB:.0f} GiB" if long else ""
+            cache = f", cache {memory(sample.file_cache_bytes, 0)}" if long else ""
             segments += [
                 Segment("  memory " if long else "  ", styles["note"]),
-                Segment(memory, styles["full" if full else "value"]),
+                Segment(used, styles["full" if full else "value"]),
                 Segment(cache, styles["note"]),
             ]
             if sum(len(segment.text) for segment in segments) <= width:

@@ -9,7 +9,7 @@ from textual.content import Content
 from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
-from so_tui.ui.text import GIB, age, duration, shorten
+from so_tui.ui.text import age, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
 from so_tui.units import thousands
 
@@ -154,7 +154,7 @@ def _gpu_line(view: GpuView, width: int) -> Content:
         pieces.append(fill(gpu.busy_percent / 100, bar, "$secondary") + f" {gpu.busy_percent:3} %")
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_used_bytes / gpu.memory_total_bytes
-        text = f"{gpu.memory_used_bytes / GIB:.1f} of {gpu.memory_total_bytes / GIB:.1f} GiB"
+        text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
         pieces.append(fill(share, bar, verdict_style(share)) + f" {text}" if width > 60 else Content(text))
     if gpu.power_w is not None:
         pieces.append(Content(f"{gpu.power_w:.0f} W"))

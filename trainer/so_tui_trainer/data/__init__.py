@@ -1,1 +1,1 @@
-"""From rows to micro-batches: read, written as conversations, tokenised once, packed, made ahead of need."""
+"""From rows to micro-batches: reading, chat templates, tokenisation, packing and prefetching."""

@@ -1,8 +1,8 @@
-"""Which sequences a step trains on, as tensors. The order of all sequences is a pure function of (seed, epoch); a step takes the next ones,
-and the ranks share them out: how many ranks there are does not change what comes next.
+"""Choose the sequences of a step and make tensors of them.
 
-Every rank knows the counts of the whole step, all ranks and micro-batches, from the lengths alone: the exact weight of a token in the
-loss needs no communication, and no wait for the GPU.
+The order of all sequences is a pure function of seed and epoch. A step takes the next sequences of that order and the ranks share them, so
+the number of ranks does not change what is trained next. Every rank knows the token counts of the whole step, of all ranks and gradient
+accumulation steps, from the document lengths: the exact weight of a token in the loss takes no communication and no wait for the GPU.
 """
 
 from __future__ import annotations
@@ -23,44 +23,46 @@ from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.packing import Sequences, fill
 
 _PADDING_MULTIPLE = 8
+"""Without packing, the width of a micro-batch is a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank; ``rows`` x ``width`` tokens, documents end to end in each row, padding at its end.
+    """The tensors of one micro-batch of one rank: ``rows`` x ``width`` tokens, documents end to end in each row, padding at its end.
 
-    Padding is a document of its own: nothing attends to it, and it carries no loss.
+    Padding is a document of its own: no token attends to it, and it carries no loss.
     """
 
     input_ids: Tensor
     """[rows, width] int64"""
     position_ids: Tensor
-    """[rows, width] int64, restarting at every document"""
+    """[rows, width] int64; restarts at every document"""
     real: Tensor
-    """[rows, width] bool: whether a token belongs to a document; False in padding"""
+    """[rows, width] bool; False in padding"""
     boundaries: Tensor
-    """[documents + 1] int32: cumulative document lengths over the flattened rows, padding included"""
+    """[documents + 1] int32; cumulative document lengths over the flattened rows, padding included"""
     predictors: Tensor
-    """[trained] int64: places in the flattened rows whose next token carries loss. Found on the host: the device need not be asked."""
+    """[trained] int64; indices into the flattened rows whose next token carries loss"""
     targets: Tensor
-    """[trained] int64: these next tokens"""
+    """[trained] int64; those next tokens"""
     longest: int
-    """Tokens of the longest document: the kernels want it on the host."""
+    """Tokens of the longest document. The attention kernels need it on the host."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the batch."""
         return (self.input_ids, self.position_ids, self.real, self.boundaries, self.predictors, self.targets)
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device; does not wait for the copy."""
+        """Copy the batch to a device, without waiting for the copy."""
         return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
     def untrained(self) -> Batch:
-        """The same rows without a token that carries loss."""
+        """Return the same rows without tokens that carry loss."""
         return replace(self, predictors=self.predictors[:0], targets=self.targets[:0])
 
     def pinned(self) -> Batch:
-        """The batch in pinned memory, from which ``to`` copies without waiting."""
+        """Return the batch in pinned memory, from which ``to`` copies without waiting."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -69,33 +71,36 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step works on, all ranks and micro-batches together."""
+class StepCounts:
+    """Token and document counts of a step, over all ranks and gradient accumulation steps."""
 
     useful_tokens: int
     trained_tokens: int
     document_lengths: npt.NDArray[np.int64]
+    """[documents]"""
     computed_tokens: int
-    """With the padding that is really there."""
+    """Useful tokens and padding."""
     sequences: int
 
 
-class Portion(NamedTuple):
-    """A micro-batch of one rank, and the step it is part of."""
+class MicroBatch(NamedTuple):
+    """A micro-batch of one rank, with the counts of the step it belongs to."""
 
-    work: Work
+    counts: StepCounts
     batch: Batch
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the batch."""
         return self.batch.tensors
 
-    def to(self, device: torch.device) -> Portion:
-        return Portion(self.work, self.batch.to(device))
+    def to(self, device: torch.device) -> MicroBatch:
+        """Copy the batch to a device, without waiting for the copy."""
+        return MicroBatch(self.counts, self.batch.to(device))
 
 
 class Batches:
-    """The sequences of a data set, cut into steps. Shuffled anew every epoch; a step may span two epochs."""
+    """Cuts the sequences of a data set into steps. They are shuffled anew every epoch; a step may span two epochs."""
 
     def __init__(
         self,
@@ -107,7 +112,16 @@ class Batches:
         padding_id: int = 0,
         pin: bool = False,
     ) -> None:
-        """``members``: what an epoch meets, by default all that ``documents`` says."""
+        """Pack the documents of an epoch.
+
+        Args:
+            documents: The tokenised data.
+            spec: The run's spec.
+            rank: The rank whose micro-batches are made.
+            members: Indices of an epoch's documents; by default ``documents.epoch``.
+            padding_id: Token id of padding.
+            pin: Whether batches are made in pinned memory.
+        """
         self._documents = documents
         self._lengths = documents.lengths
         epoch = documents.epoch(spec.train.seed) if members is None else members
@@ -119,16 +133,20 @@ class Batches:
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
         self._step_before, self._consumed_before = 0, 0
 
-    def go_on(self, step: int, consumed: int) -> None:
-        """After a resume: step ``step`` is done, and with it the first ``consumed`` sequences of the order, whatever a step takes now."""
+    def resume_at(self, step: int, consumed: int) -> None:
+        """Continue after step ``step``, with ``consumed`` sequences of the order trained, whatever the size of the steps so far."""
         self._step_before, self._consumed_before = step, consumed
 
     def consumed(self, step: int) -> int:
-        """Sequences that are trained on when step ``step`` is done, counted over epochs and ranks."""
+        """Return how many sequences have been trained after step ``step``, counted over epochs and ranks."""
         return self._consumed_before + (step - self._step_before) * self.sequences_per_step
 
     def total_steps(self) -> int:
-        """Optimizer steps of the run, from whichever of steps, epochs and tokens the spec gives; at least one."""
+        """Return the optimizer steps of the run, from whichever of steps, epochs and tokens the spec sets; at least one.
+
+        Raises:
+            InputError: None of them is set.
+        """
         train, benchmark = self._spec.train, self._spec.benchmark
         if benchmark.measured_steps:
             return benchmark.warmup_steps + benchmark.measured_steps
@@ -139,18 +157,20 @@ class Batches:
         if train.tokens:
             return self._steps_for(math.ceil(train.tokens / float(self._useful.mean())))
         remedy = "Set one of `train.steps`, `train.epochs`, `train.tokens`."
-        raise InputError([Problem(field="train.steps", value="0", message="the run has no length", remedy=remedy)])
+        raise InputError(
+            [Problem(code="run-length-missing", field="train.steps", value="0", message="the run has no length", remedy=remedy)]
+        )
 
     def _steps_for(self, sequences: int) -> int:
-        """The step that ends ``sequences``, counted from the start of the run."""
+        """Return the step that completes ``sequences``, counted from the start of the run."""
         left = max(0, sequences - self._consumed_before)
         return max(1, self._step_before + math.ceil(left / self.sequences_per_step))
 
-    def work(self, step: int) -> Work:
-        """What step ``step`` (from 1) works on."""
+    def counts(self, step: int) -> StepCounts:
+        """Return the counts of step ``step`` (from 1)."""
         indices = self._indices(self.consumed(step - 1), self.sequences_per_step)
         micro_batches = indices.reshape(-1, self._spec.train.micro_batch)
-        return Work(
+        return StepCounts(
             useful_tokens=int(self._useful[indices].sum()),
             trained_tokens=int(self._trained[indices].sum()),
             document_lengths=np.concatenate([self._lengths[self.sequences.of(int(index))] for index in indices]),
@@ -159,23 +179,26 @@ class Batches:
         )
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches of step ``step`` (from 1), on the CPU."""
+        """Yield this rank's batches of step ``step`` (from 1), in host memory."""
         micro_batch, ranks = self._spec.train.micro_batch, self._spec.ranks
-        for micro_step in range(self._spec.gradient_accumulation_steps):
-            turn = micro_step * ranks + self._rank
-            yield self._batch(self._indices(self.consumed(step - 1) + turn * micro_batch, micro_batch))
+        for accumulation_step in range(self._spec.gradient_accumulation_steps):
+            first = (accumulation_step * ranks + self._rank) * micro_batch
+            yield self._batch(self._indices(self.consumed(step - 1) + first, micro_batch))
 
-    def portions(self, first_step: int, last_step: int) -> Iterator[Portion]:
-        """This rank's micro-batches of these steps (the last one included), in order."""
+    def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of steps ``first_step`` to ``last_step`` (inclusive) in order."""
         for step in range(first_step, last_step + 1):
-            work = self.work(step)
+            counts = self.counts(step)
             for batch in self.micro_batches(step):
-                yield Portion(work, batch)
+                yield MicroBatch(counts, batch)
 
     def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the indices of the next ``count`` sequences from position ``first`` of the order."""
         positions = np.arange(first, first + count)
-        epochs, places = np.divmod(positions, len(self.sequences))
-        return np.array([self._epoch_order(int(epoch))[place] for epoch, place in zip(epochs, places, strict=True)], dtype=np.int64)
+        epochs, indices_in_epoch = np.divmod(positions, len(self.sequences))
+        return np.array(
+            [self._epoch_order(int(epoch))[index] for epoch, index in zip(epochs, indices_in_epoch, strict=True)], dtype=np.int64
+        )
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(len(self.sequences))
@@ -189,9 +212,14 @@ class Batches:
 
 
 def width(lengths: npt.NDArray[np.int64], spec: RunSpec) -> int:
-    """Columns of a micro-batch of sequences of these lengths.
+    """Return the columns of a micro-batch.
 
-    Packed sequences are nearly full and keep one width, which the allocator likes; others end with the longest of the batch.
+    Packed sequences are nearly full and always have the full width, which spares the allocator new sizes. Otherwise the longest sequence
+    decides.
+
+    Args:
+        lengths: Useful tokens of each sequence, [rows].
+        spec: The run's spec.
     """
     if spec.data.packing:
         return spec.data.sequence_length
@@ -199,7 +227,15 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec) -> int:
 
 
 def assemble(documents: Documents, sequences: Sequences, indices: npt.NDArray[np.int64], width: int, padding_id: int) -> Batch:
-    """The sequences ``indices`` as the rows of a micro-batch, on the CPU."""
+    """Make a micro-batch in host memory.
+
+    Args:
+        documents: The tokenised data.
+        sequences: All sequences.
+        indices: The sequences that become rows, [rows].
+        width: Columns.
+        padding_id: Token id of padding.
+    """
     ids = np.full((len(indices), width), padding_id, dtype=np.int64)
     positions = np.zeros_like(ids)
     real, trained = np.zeros(ids.shape, dtype=np.bool_), np.zeros(ids.shape, dtype=np.bool_)
@@ -208,12 +244,12 @@ def assemble(documents: Documents, sequences: Sequences, indices: npt.NDArray[np
         column = 0
         for document in sequences.of(int(sequence)):
             start, stop = documents.offsets[document], documents.offsets[document + 1]
-            place = slice(column, column + int(stop - start))
-            ids[row, place] = documents.tokens[start:stop]
-            trained[row, place] = documents.trained[start:stop]
-            positions[row, place] = np.arange(stop - start)
+            columns = slice(column, column + int(stop - start))
+            ids[row, columns] = documents.tokens[start:stop]
+            trained[row, columns] = documents.trained[start:stop]
+            positions[row, columns] = np.arange(stop - start)
             lengths.append(int(stop - start))
-            column = place.stop
+            column = columns.stop
         real[row, :column] = True
         if column < width:
             positions[row, column:] = np.arange(width - column)

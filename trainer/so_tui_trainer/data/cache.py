@@ -1,7 +1,7 @@
-"""Tokenised data on disk, named by its content: whole or absent, checked before it is used, shared by ranks, runs and hosts.
+"""Cache of tokenised data, shared by ranks, runs and hosts.
 
-An entry is a folder of raw arrays and ``info.json`` with their sizes and checksums. It is written beside its place and renamed into it,
-so that two runs that start at once at most do the same work twice.
+An entry is a folder of raw arrays and an ``info.json`` with their sizes and checksums, named by its content. It is written under a
+temporary name and renamed when it is complete; two runs that start together may do the same work twice, but never damage an entry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from so_tui.spec import DataSpec, InputError, Problem, RunSpec
 from so_tui.spec.folders import cache_home
-from so_tui_trainer.data.documents import Counts, Documents, Part
+from so_tui_trainer.data.documents import Counts, Documents, SourcePart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,11 +35,11 @@ _VERSION = 8
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "trained": np.bool_, "offsets": np.int64, "rows": np.int64}
 _BLOCK_BYTES = 1 << 22
 _STALE_S = 86_400.0
-"""A partial entry that nobody wrote to for so long belongs to a process that was killed."""
+"""A partial entry that nothing was written to for this long belongs to a process that was killed."""
 
 
 class Tally(Struct, frozen=True):
-    """What became of a source, however it is called and weighted."""
+    """What became of the rows of a source, whatever its name and weight."""
 
     layout: str
     documents: int
@@ -50,16 +50,16 @@ class _Info(Struct, frozen=True):
     tallies: tuple[Tally, ...]
     warnings: tuple[str, ...]
     files: dict[str, tuple[int, int]]
-    """Of each array: bytes and CRC-32."""
+    """Bytes and CRC-32 of each array."""
 
 
 def default_folder() -> Path:
-    """Where tokenised data lies, by the XDG rules."""
+    """Return the cache folder for tokenised data, by the XDG rules."""
     return cache_home() / "data"
 
 
 def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec) -> str:
-    """Hash of the rows, the tokenizer with its chat template, and every option that decides what becomes of them."""
+    """Return a hash of the rows, the tokenizer with its chat template, and every option that affects the tokens."""
     digest = hashlib.sha256()
     for opened in sources:
         digest.update(f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode())
@@ -74,11 +74,16 @@ def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, s
 
 
 def read(folder: Path, data: DataSpec) -> Documents:
-    """Documents of the entry that was made for ``data``, memory-mapped: ranks of one host share the pages."""
+    """Return the documents of an entry, memory-mapped so that the ranks of a host share the pages.
+
+    Args:
+        folder: The entry.
+        data: The data section that it was made for.
+    """
     info = _info(folder)
     tokens, trained, offsets, rows = (np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items())
     parts = tuple(
-        Part(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))
@@ -86,7 +91,7 @@ def read(folder: Path, data: DataSpec) -> Documents:
 
 
 def intact(folder: Path) -> bool:
-    """Whether an entry is there, whole and unchanged since it was written."""
+    """Return whether an entry is complete and unchanged since it was written."""
     try:
         files = _info(folder).files
         return set(files) == set(_ARRAYS) and all(_checksum(folder / f"{name}.bin") == found for name, found in files.items())
@@ -95,10 +100,14 @@ def intact(folder: Path) -> bool:
 
 
 class Writer:
-    """Appends to a new entry; ``close`` puts it in its place, leaving the block without that leaves nothing behind."""
+    """Context manager that writes a new entry. ``close`` publishes it; leaving the block without it removes everything."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError when nothing can be written there."""
+        """Create a partial entry.
+
+        Raises:
+            InputError: The folder cannot be written.
+        """
         self._folder = folder
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +123,11 @@ class Writer:
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def append(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Add to an array. Raises InputError when the disk is full."""
+        """Append to an array.
+
+        Raises:
+            InputError: The disk is full.
+        """
         try:
             with (self.partial / f"{name}.bin").open("ab") as file:
                 file.write(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
@@ -122,7 +135,11 @@ class Writer:
             raise _unwritable(self._folder, error) from error
 
     def take(self, name: str, source: Path) -> None:
-        """Move the content of a raw file to the end of an array. Raises InputError when the disk is full."""
+        """Move the content of a raw file to the end of an array.
+
+        Raises:
+            InputError: The disk is full.
+        """
         try:
             with (self.partial / f"{name}.bin").open("ab") as file, source.open("rb") as piece:
                 shutil.copyfileobj(piece, file, _BLOCK_BYTES)
@@ -131,12 +148,16 @@ class Writer:
             raise _unwritable(self._folder, error) from error
 
     def close(self, tallies: tuple[Tally, ...], warnings: tuple[str, ...]) -> None:
-        """Put the entry in its place; where another run was quicker, its entry stays."""
+        """Publish the entry. If another run was faster, its entry stays.
+
+        Raises:
+            InputError: The entry cannot be written.
+        """
         try:
             files = {name: _checksum(self.partial / f"{name}.bin") for name in _ARRAYS}
             (self.partial / "info.json").write_bytes(msgspec.json.encode(_Info(tallies, warnings, files)))
             if self._folder.exists() and not intact(self._folder):
-                with contextlib.suppress(OSError):  # another run may be replacing it as well
+                with contextlib.suppress(OSError):  # Another run may be replacing it as well.
                     self._folder.rename(self.partial / "damaged")
             self.partial.rename(self._folder)
             shutil.rmtree(self._folder / "damaged", ignore_errors=True)
@@ -159,13 +180,20 @@ def _checksum(path: Path) -> tuple[int, int]:
 
 def _remove_stale(folder: Path) -> None:
     for path in folder.glob("*.partial-*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or gone
+        with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
             if time.time() - path.stat().st_mtime > _STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> InputError:
-    remedy = "Free space there, or set XDG_CACHE_HOME to a folder that has some."
     return InputError(
-        [Problem(field="XDG_CACHE_HOME", value=str(folder.parent), message=f"cannot be written ({error.strerror})", remedy=remedy)]
+        [
+            Problem(
+                code="cache-unwritable",
+                field="XDG_CACHE_HOME",
+                value=str(folder.parent),
+                message=f"cannot be written ({error.strerror})",
+                remedy="Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
+            )
+        ]
     )

@@ -1,7 +1,7 @@
-"""Conversations as text, cut where training starts and stops, by the tokenizer's chat template or in the Alpaca layout without one.
+"""Write conversations as text, cut where training starts and stops: by the tokenizer's chat template, or in the Alpaca layout without one.
 
-Where the answers lie in what a template writes is found by rendering the conversation a second time with placeholders for them: no
-template has to be prepared for it.
+To find the answers in the rendered text, the conversation is rendered a second time with placeholders in their place, so any chat template
+works unchanged.
 """
 
 from __future__ import annotations
@@ -19,39 +19,52 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
+"""Start and end (exclusive) in the rendered text, in characters."""
 _CALLED = "so_tui_called_this"
-"""Stands for the name of a tool: letters, since templates write names as JSON, or as they please."""
+"""Placeholder for the name of a tool. Letters only, since templates may write names as JSON or as plain text."""
 
 
 class Segment(NamedTuple):
+    """A piece of text, and whether its tokens carry loss."""
+
     text: str
     trained: bool
 
 
 class TemplateError(Exception):
-    """A chat template that does not take a conversation."""
+    """A chat template cannot render a conversation."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How a tokenizer writes conversations; make it with ``chat_of``."""
+    """How a tokenizer writes conversations; made by ``chat_of``."""
 
     tokenizer: PreTrainedTokenizerBase
     templated: bool
+    """Whether the tokenizer has a chat template."""
     stop: str
-    """The special token that ends an answer; empty where the template closes it with none, so that the text's own end is put there."""
+    """The special token that ends an answer. Empty if the template ends it without one; the end-of-text token is then added."""
     end: str
     """The tokenizer's end-of-text token."""
     asking: str
-    """What the template adds to ask for an answer."""
+    """The generation prompt: what the template adds to ask for an answer."""
     warnings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
+        """How conversations are written, for people."""
         return "the tokenizer's chat template" if self.templated else "the Alpaca layout (the tokenizer has no chat template)"
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
-        """What the template writes. Raises TemplateError."""
+        """Render messages with the chat template.
+
+        Args:
+            messages: The conversation.
+            ask: Whether to add the generation prompt.
+
+        Raises:
+            TemplateError: The template rejects them.
+        """
         from jinja2.exceptions import TemplateError as JinjaError
 
         turns = [{**dict(message.extra), "role": message.role, "content": message.content} for message in messages if message.role != TOOLS]
@@ -63,32 +76,53 @@ class Chat:
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """How this tokenizer writes conversations. Raises InputError when nothing could ever tell a model to stop."""
+    """Return how a tokenizer writes conversations.
+
+    Raises:
+        InputError: No token could ever tell the model to stop.
+    """
     end = str(tokenizer.eos_token or "")
     plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")
     if not plain.templated:
         if not end:
-            raise InputError([_endless("has no end-of-text token", tokenizer)])
+            raise InputError([_no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)])
         return plain
     question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
     try:
         closing = plain.render([question, answer]).partition(answer.content)[2]
         asked, asking = plain.render([question]), plain.render([question], ask=True)
     except TemplateError as error:
-        raise InputError([_endless(f"has a chat template that takes no conversation ({error})", tokenizer)]) from error
+        message = f"has a chat template that cannot render a conversation ({error})"
+        raise InputError([_no_stop_token("chat-template-unusable", message, tokenizer)]) from error
     asking = asking.removeprefix(asked) if asking.startswith(asked) else ""
     stop = _special_at_start(tokenizer, closing)
     if stop == "" and not end:
-        raise InputError([_endless("has no end-of-text token, and its chat template ends an answer with no special token", tokenizer)])
+        raise InputError(
+            [
+                _no_stop_token(
+                    "tokenizer-no-end-token",
+                    "has no end-of-text token, and its chat template ends answers without a special token",
+                    tokenizer,
+                )
+            ]
+        )
     return Chat(tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing)))
 
 
 def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[Segment]:
-    """A conversation cut where training starts and stops; each answer ends with its stop token, once. Raises TemplateError.
+    """Cut a conversation where training starts and stops. Each answer ends with one stop token.
 
-    Of a conversation without answers nothing is left. An answer that only calls tools, which the layout does not write, is context.
+    A conversation without answers gives an empty segment. Tool calls that the layout does not write are context.
+
+    Args:
+        chat: The tokenizer's way of writing conversations.
+        conversation: The messages.
+        loss: The value of ``data.loss``.
+
+    Raises:
+        TemplateError: The template rejects the conversation.
     """
-    conversation = tuple(_unended(chat, message) if message.role in ("assistant", TEXT) else message for message in conversation)
+    conversation = tuple(_without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message for message in conversation)
     answers = [index for index, message in enumerate(conversation) if message.answers]
     if loss == "last-turn":
         answers = answers[-1:]
@@ -100,8 +134,8 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
     return [Segment("".join(part.text for part in parts), any(part.trained for part in parts))] if loss == "all" else parts
 
 
-def _unended(chat: Chat, message: Message) -> Message:
-    """The message without a stop token that the data has already: it would be trained twice."""
+def _without_stop_token(chat: Chat, message: Message) -> Message:
+    """Remove a stop token that the data already have, so that it is not trained twice."""
     said = message.content.rstrip()
     ending = next((token for token in (chat.stop, chat.end) if token and said.endswith(token)), "")
     return message._replace(content=said.removesuffix(ending)) if ending else message
@@ -123,25 +157,29 @@ def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> 
 
 
 def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> list[Segment]:
-    """From the end of what asks for the answer to the end of its stop token."""
+    """Cut a rendered conversation: each answer reaches from the end of its generation prompt to the end of its stop token."""
     whole = chat.render(conversation)
-    contents = _contents(chat, conversation, whole)
+    contents = _content_spans(chat, conversation, whole)
     parts, position = [], 0
     for index in answers:
         start, stop = contents[index]
         following = [contents[later][0] for later in sorted(contents) if later > index]
-        end, closed = _closed(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
-        start = _begin(chat, conversation[:index], whole, position, start)
+        end, closed = _answer_end(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
+        start = _answer_start(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
         parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), bool(said))]
         position = end
     return [*parts, Segment(whole[position:], False)]
 
 
-def _contents(chat: Chat, conversation: Conversation, whole: str) -> dict[int, Span]:
-    """Of each message of the assistant, where its content lies in the rendered text. Raises TemplateError where that cannot be told."""
+def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[int, Span]:
+    """Return the span of each assistant message's content in the rendered text.
+
+    Raises:
+        TemplateError: A content cannot be found.
+    """
     said = [index for index, message in enumerate(conversation) if message.role == "assistant"]
-    marked = chat.render([_marked(message, index) if index in said else message for index, message in enumerate(conversation)])
+    marked = chat.render([_with_placeholder(message, index) if index in said else message for index, message in enumerate(conversation)])
     around = re.split("|".join(re.escape(_placeholder(index)) for index in said), marked)
     found: dict[int, Span] = {}
     position = len(around[0])
@@ -157,37 +195,42 @@ def _contents(chat: Chat, conversation: Conversation, whole: str) -> dict[int, S
                     break
             else:
                 break
-    return found if len(found) == len(said) else {index: _differing(chat, conversation, whole, index) for index in said}
+    return found if len(found) == len(said) else {index: _changed_span(chat, conversation, whole, index) for index in said}
 
 
-def _differing(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
-    """Where the text changes when one message changes: for templates that rewrite what a message says (split off its reasoning, say)."""
+def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
+    """Return the span that changes when one message changes, for templates that rewrite contents (those that split off reasoning, say)."""
     before, after = conversation[:index], conversation[index + 1 :]
-    other = chat.render([*before, _marked(conversation[index], index), *after])
+    other = chat.render([*before, _with_placeholder(conversation[index], index), *after])
     if _placeholder(index) in other:
-        start = _common(whole, other)
-        return start, len(whole) - min(_common(whole[::-1], other[::-1]), len(whole) - start)
-    other = chat.render([*before, _called(conversation[index]), *after])
-    if _CALLED in other:  # what follows may have the name as well: where the call ends is found by its stop token
-        start = _common(whole, other)
+        start = _common_prefix_length(whole, other)
+        return start, len(whole) - min(_common_prefix_length(whole[::-1], other[::-1]), len(whole) - start)
+    other = chat.render([*before, _with_placeholder_calls(conversation[index]), *after])
+    if _CALLED in other:  # Later text may contain the name as well, so only the start is known; the stop token gives the end.
+        start = _common_prefix_length(whole, other)
         return start, start
     raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
 
 
-def _common(one: str, other: str) -> int:
-    """Characters that two texts have in common at their start."""
+def _common_prefix_length(one: str, other: str) -> int:
+    """Return the number of characters that two texts share at their start."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _begin(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
-    """Where the model takes over: behind what asks for the answer. The template may write more before the content, which is learnt too."""
-    again = bool(chat.asking) and whole.count(chat.asking, position, content) > 1  # a thought or a call in a message of its own
+def _answer_start(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
+    """Return where the model takes over: after the generation prompt.
+
+    The template may write more before the content; that is trained too.
+    """
+    # More than one generation prompt: a thought or a tool call has a message of its own.
+    again = bool(chat.asking) and whole.count(chat.asking, position, content) > 1
     if (again or not chat.asking) and any(message.role != TOOLS for message in before):
         prompt = chat.render(before, ask=True)
         if whole.startswith(prompt) and position <= len(prompt) <= content:
             return len(prompt)
     if chat.asking:
-        for length in range(len(chat.asking), 0, -1):  # a template may ask with more than it keeps (an opened thought, say)
+        # The generation prompt may contain more than the rendered turn has (an opened thought, say).
+        for length in range(len(chat.asking), 0, -1):
             at = whole.rfind(chat.asking[:length], position, content)
             if at >= 0:
                 return at + length if length == len(chat.asking) else _header_end(whole, at + length, content)
@@ -195,15 +238,15 @@ def _begin(chat: Chat, before: Sequence[Message], whole: str, position: int, con
 
 
 def _header_end(whole: str, at: int, content: int) -> int:
-    """Only white space may lie between a header that was not asked for in full and the content."""
+    """Return ``at`` if only white space separates it from the content, otherwise the content's start."""
     return at if not whole[at:content].strip() else content
 
 
-def _closed(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> tuple[int, bool]:
-    """Where the last answer of ``said`` ends with its stop token, and whether it has one there. Calls may stand before it.
+def _answer_end(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> tuple[int, bool]:
+    """Return where the last answer of ``said`` ends, and whether it has a stop token there. Tool calls may precede the stop token.
 
-    Templates may close earlier turns with another token than the last one; what does not stop the model is not learnt, but for the end
-    of a call. The end-of-text token right behind a stop token is.
+    Templates may close earlier turns with another token than the last one. Such a token is not trained, as it does not stop the model,
+    except at the end of a tool call. An end-of-text token directly after the stop token is trained.
     """
     calls = bool(said[-1].extra)
     if chat.stop:
@@ -222,12 +265,12 @@ def _placeholder(index: int) -> str:
     return f"\ue000{index}\ue001"
 
 
-def _marked(message: Message, index: int) -> Message:
+def _with_placeholder(message: Message, index: int) -> Message:
     return message._replace(content=_placeholder(index))
 
 
-def _called(message: Message) -> Message:
-    """The message with the names of what it calls replaced."""
+def _with_placeholder_calls(message: Message) -> Message:
+    """Return the message with the names of the tools it calls replaced."""
     extra = dict(message.extra)
     calls = extra.get("tool_calls")
     if isinstance(calls, list):
@@ -242,7 +285,7 @@ def _renamed(call: Any) -> Any:
 
 
 def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The special token that a text starts with, white space aside; empty where it starts with none."""
+    """Return the special token that a text starts with, ignoring white space; empty without one."""
     text = text.lstrip()
     specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return max((token for token in specials if text.startswith(token)), key=len, default="")
@@ -251,16 +294,16 @@ def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 def _stop_warnings(tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str) -> list[str]:
     if stop and end and stop != end and not closing.lstrip().startswith(stop + end):
         number = tokenizer.convert_tokens_to_ids(stop)
-        return [f"an answer ends with {stop}, and the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"]
+        return [f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"]
     if not stop and closing.strip():
         pieces = len(tokenizer(closing.strip(), add_special_tokens=False)["input_ids"])
         shown = closing.strip().split("\n")[0][:40]
         return [
-            f"the chat template ends an answer with {shown!r}, which is no special token here but {pieces} tokens; {end} is put before it"
+            f"the chat template ends an answer with {shown!r}, which is {pieces} tokens here, not a special token; {end} is put before it"
         ]
     return []
 
 
-def _endless(message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
+def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
     remedy = "Use the tokenizer of an instruction-tuned model, or set eos_token in its tokenizer_config.json."
-    return Problem(field="model.tokenizer", value=str(tokenizer.name_or_path), message=message, remedy=remedy)
+    return Problem(code=code, field="model.tokenizer", value=str(tokenizer.name_or_path), message=message, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Fill training sequences with documents. Pure functions on lengths."""
+"""Pack documents into training sequences. Pure functions on lengths."""
 
 from __future__ import annotations
 
@@ -14,45 +14,64 @@ from so_tui.spec import DataSpec
 
 @dataclass(frozen=True)
 class Sequences:
-    """Training sequences: sequence ``i`` holds the documents ``documents[offsets[i] : offsets[i + 1]]``, in that order."""
+    """Training sequences; sequence ``i`` holds ``documents[offsets[i] : offsets[i + 1]]`` in that order."""
 
     documents: npt.NDArray[np.int64]
+    """Indices of documents, [documents]."""
     offsets: npt.NDArray[np.int64]
+    """Start of each sequence in ``documents``, then the total, [sequences + 1]."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def holding(self, documents: npt.NDArray[np.int64]) -> Sequences:
-        """The same sequences, of ``documents[i]`` where these hold document ``i``."""
+        """Return the same sequences with document ``i`` replaced by ``documents[i]``."""
         return Sequences(documents[self.documents], self.offsets)
 
     def of(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the documents of a sequence."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
     def efficiency(self, lengths: npt.NDArray[np.int64], capacity: int) -> float:
-        """Share of useful tokens among the positions of all sequences."""
+        """Return the share of useful tokens among all positions.
+
+        Args:
+            lengths: Tokens of each document.
+            capacity: Positions of a sequence.
+        """
         return float(lengths[self.documents].sum()) / (len(self) * capacity)
 
     def sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Per sequence, the sum of a value of its documents."""
+        """Return for each sequence the sum of a value over its documents, [sequences]."""
         totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
         return np.diff(totals[self.offsets])
 
 
 def fill(lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], spec: DataSpec) -> Sequences:
-    """The sequences of an epoch that meets the documents ``chosen``, packed or not, as the data section wants it."""
+    """Return the sequences of an epoch, packed or one document each as the data section says.
+
+    Args:
+        lengths: Tokens of each document, [documents].
+        chosen: Indices of the epoch's documents; they may repeat.
+        spec: The data section.
+    """
     packed = pack(lengths[chosen], spec.sequence_length) if spec.packing else one_each(len(chosen))
     return packed.holding(chosen)
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
-    """Best-fit-decreasing: longest document first, each into the sequence whose space it leaves smallest.
+    """Pack best-fit-decreasing: the longest document first, each into the sequence that it leaves with the least space.
 
-    ``lengths``: tokens of each document, 1 to ``capacity``. Deterministic: equal lengths keep their order.
+    Args:
+        lengths: Tokens of each document, 1 to ``capacity``.
+        capacity: Tokens of a sequence.
+
+    Returns:
+        The sequences. Deterministic: documents of equal length keep their order.
     """
     bins: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # free tokens -> sequences with exactly that many
-    spaces: list[int] = []  # the keys of by_space, ascending
+    by_space: dict[int, list[int]] = {}  # Free tokens -> sequences with exactly that many.
+    spaces: list[int] = []  # Keys of by_space, ascending.
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         at = bisect_left(spaces, length)
@@ -74,7 +93,7 @@ def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
 
 
 def one_each(documents: int) -> Sequences:
-    """A sequence for every document: no packing."""
+    """Return one sequence for each document: no packing."""
     return Sequences(np.arange(documents), np.arange(documents + 1))
 
 

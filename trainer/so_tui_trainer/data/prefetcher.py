@@ -1,4 +1,4 @@
-"""Micro-batches ahead of need: a thread makes them and sends them to the device while the one before is computed."""
+"""Prepare batches in a thread and copy them to the device while the step before is computed."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-AHEAD = 2
-"""How many wait: one for the next micro-step, and one more for a slow one to make."""
+PREFETCH_DEPTH = 2
+"""Batches that wait: one for the next forward pass, and one more in case a batch takes long to make."""
 
 
 class Movable(Protocol):
+    """Something with tensors that can be copied to a device."""
+
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
 
     def to(self, device: torch.device) -> Movable: ...
 
 
-_PATIENCE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
+"""How long ``close`` waits for the thread."""
 
 Item = TypeVar("Item", bound=Movable)
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over ``source`` in its order, from a thread of its own, with what it yields on ``device``.
+    """Iterates over ``source`` in a thread of its own, and yields its items on ``device`` in the same order.
 
-    On a GPU the copies run on a stream of their own, and the stream that computes waits for them; the host never does. An exception in
-    ``source`` is raised where the item would have come. ``close`` it when not all was taken; it is its own context manager for that.
+    On a GPU the copies run on a separate stream, and the compute stream waits for them; the host never does. An exception in ``source`` is
+    raised when its item would have been returned. Use as a context manager, or call ``close``, unless all items are taken.
     """
 
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
         self._source, self._device = source, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = queue.Queue(AHEAD)
+        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = queue.Queue(PREFETCH_DEPTH)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._fill, name="prefetcher", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Prefetcher[Item]:
@@ -52,7 +55,11 @@ class Prefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        """The next item, ready for the current stream. Raises StopIteration at the end, again and again."""
+        """Return the next item, ready for the current stream.
+
+        Raises:
+            StopIteration: There are no more items; raised again by later calls.
+        """
         found = self._queue.get()
         if isinstance(found, BaseException):
             self._queue.put(found)
@@ -61,14 +68,14 @@ class Prefetcher(Generic[Item]):
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            for tensor in item.tensors:  # made on one stream, used on another: not to be overwritten before that is done
+            for tensor in item.tensors:  # Allocated on one stream, used on another: the allocator must not reuse it too early.
                 tensor.record_stream(stream)
         return item
 
     def close(self) -> None:
-        """End the thread, whatever it was about to bring; one that reads from a disk that hangs is left to itself. Safe to call twice."""
+        """Stop the thread and drop waiting items. Gives up on a thread that hangs while reading from disk. Safe to call twice."""
         self._closing.set()
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._queue.get(timeout=0.01)
@@ -78,17 +85,17 @@ class Prefetcher(Generic[Item]):
     def _fill(self) -> None:
         try:
             if self._stream is not None:
-                torch.cuda.set_device(self._device)  # every thread has its own; page-locking would open a context on the first GPU
+                torch.cuda.set_device(self._device)  # Each thread has a current device; pinning would open a context on GPU 0.
             for item in self._source:
                 if self._closing.is_set():
                     return
-                self._queue.put(self._sent(item))
+                self._queue.put(self._moved(item))
         except Exception as error:  # noqa: BLE001 -- raised where the item is asked for
             self._queue.put(error)
         else:
             self._queue.put(StopIteration())
 
-    def _sent(self, item: Item) -> tuple[Item, torch.cuda.Event | None]:
+    def _moved(self, item: Item) -> tuple[Item, torch.cuda.Event | None]:
         if self._stream is None:
             return item, None
         with torch.cuda.stream(self._stream):

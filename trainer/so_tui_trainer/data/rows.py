@@ -1,7 +1,7 @@
-"""Rows of a data set as conversations: which layout they have, how each is read, what is wrong with one that cannot be.
+"""Read rows of a data set as conversations.
 
-A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from its first token on. What tools there are
-is a message of the role ``tools`` at the start.
+A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from its first token on. Descriptions of
+tools are a message of the role ``tools`` at the start.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from so_tui.spec import DataSource, InputError, Problem
 
 Row = Mapping[str, Any]
 TEXT = "text"
-"""The role of plain text."""
+"""Role of plain text."""
 TEXT_COLUMNS = frozenset(("instruction", "input", "output", "prompt", "completion", "text", "content", "value"))
-"""Where rows and their turns hold text."""
+"""Columns of rows, and keys of their turns, that hold text."""
 TOOLS = "tools"
-"""The role of the message whose ``extra`` holds the descriptions of tools, for chat templates that write them."""
+"""Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write them."""
 
 
 class Message(NamedTuple):
+    """One turn of a conversation."""
+
     role: str
     content: str
     extra: tuple[tuple[str, Any], ...] = ()
-    """What else a chat template may use: ``tool_calls``, ``reasoning_content``, ``name`` ..."""
+    """Further keys that a chat template may use: ``tool_calls``, ``reasoning_content``, ``name`` ..."""
 
     @property
     def answers(self) -> bool:
-        """Whether there is something here for a model to learn to say."""
+        """Whether the message has something for the model to learn."""
         said = bool(self.content.strip()) or any(name == "tool_calls" and calls for name, calls in self.extra)
         return self.role in ("assistant", TEXT) and said and ("weight", 0) not in self.extra
 
@@ -38,15 +40,23 @@ Conversation = tuple[Message, ...]
 
 
 class Layout(NamedTuple):
-    """One layout of a row: its name in the spec, the columns it must have, and how a row becomes a conversation."""
+    """A layout of rows."""
 
     name: str
+    """Its name in ``data.format``."""
     columns: tuple[str, ...]
+    """Columns that a row must have."""
     read: Callable[[Row], Conversation]
+    """Turns a row into a conversation."""
 
 
 class RowError(Exception):
-    """A row that cannot be read: which column, and what is wrong with it."""
+    """A row that cannot be read.
+
+    Attributes:
+        column: The column, with the path of a nested value: ``messages[0].role``.
+        message: What is wrong with it.
+    """
 
     def __init__(self, column: str, message: str) -> None:
         self.column, self.message = column, message
@@ -60,11 +70,11 @@ def _alpaca(row: Row) -> Conversation:
 
 
 def _history(row: Row) -> Iterator[Message]:
-    """Earlier rounds, as LLaMA-Factory's data sets have them: pairs of a prompt and its answer."""
+    """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a prompt and its answer."""
     pairs = row.get("history")
     for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or not len(pair) == 2 or not all(isinstance(said, str) for said in pair):
-            raise RowError(f"history[{index}]", f"is {_shown(pair)}, not a pair of texts")
+            raise RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
         yield Message("user", pair[0])
         yield Message("assistant", pair[1])
 
@@ -100,33 +110,33 @@ _TURN_KEYS = (("role", "content"), ("from", "value"))
 
 
 def _turns(row: Row, column: str) -> Conversation:
-    """A list of turns, in OpenAI's keys (role, content) or ShareGPT's (from, value)."""
+    """Read a list of turns with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     turns = row[column] if row[column] is not None else ()
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise RowError(column, f"is {_shown(turns)}, not a list of turns")
+        raise RowError(column, f"is {_short_repr(turns)}, not a list of turns")
     return tuple(_turn(turn, f"{column}[{index}]") for index, turn in enumerate(turns))
 
 
 def _turn(turn: object, column: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise RowError(column, f"is {_shown(turn)}, not a turn with `role` and `content`")
+        raise RowError(column, f"is {_short_repr(turn)}, not a turn with `role` and `content`")
     for role_key, content_key in _TURN_KEYS:
         if turn.get(role_key) is None:
             continue
         role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
         if role is None:
-            raise RowError(f"{column}.{role_key}", f"is {_shown(turn[role_key])}, which is none of {', '.join(_ROLES)}")
+            raise RowError(f"{column}.{role_key}", f"is {_short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}")
         extra = tuple(
-            (name, _calls(value, f"{column}.{name}") if name == "tool_calls" else _known(value))
+            (name, _tool_calls(value, f"{column}.{name}") if name == "tool_calls" else _without_nulls(value))
             for name, value in turn.items()
             if name not in (role_key, content_key) and value is not None
         )
         return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
-    raise RowError(column, f"has the keys {', '.join(turn) or '(none)'}, and neither role and content nor from and value")
+    raise RowError(column, f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and value")
 
 
 def _content(value: object, column: str) -> str:
-    """A turn's text; OpenAI's lists of text parts are joined."""
+    """Return the text of a turn; OpenAI's lists of text parts are joined."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
         if not all(isinstance(part, str) for part in parts):
@@ -142,50 +152,50 @@ def _text(row: Row, column: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bool | int | float):
-        return json.dumps(value)  # true, not Python's True
-    raise RowError(column, f"is {_shown(value)}, not text")
+        return json.dumps(value)  # JSON's true, not Python's True
+    raise RowError(column, f"is {_short_repr(value)}, not text")
 
 
-def _known(value: Any) -> Any:
-    """A value without what is null in it: where rows differ in their keys, columns have all of them."""
+def _without_nulls(value: Any) -> Any:
+    """Remove nulls from a value. Where rows differ in their keys, ``datasets`` fills in nulls."""
     if isinstance(value, Mapping):
-        return {name: _known(inner) for name, inner in value.items() if inner is not None}
-    return [_known(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _around(row: Row, layout: Layout) -> Conversation:
-    """The row's conversation, behind what stands in columns of its own: tools, and what the system says."""
+def _with_context(row: Row, layout: Layout) -> Conversation:
+    """Read a row and put what its ``tools`` and ``system`` columns hold in front of the conversation."""
     said = layout.read(row)
     if not said or said[0].role == TEXT:
         return said
     system = row.get("system")
     if isinstance(system, str) and system.strip() and said[0].role != "system":
         said = (Message("system", system), *said)
-    tools = [] if layout.name == "alpaca" else _listed(row.get(TOOLS), TOOLS)
+    tools = [] if layout.name == "alpaca" else _as_list(row.get(TOOLS), TOOLS)
     return (Message(TOOLS, "", ((TOOLS, tools),)), *said) if tools else said
 
 
-def _listed(value: object, column: str) -> list[Any]:
-    """A list, or one that is written as JSON; a single object is one of one, nothing an empty one."""
+def _as_list(value: object, column: str) -> list[Any]:
+    """Return a list, which may be written as JSON. A single object becomes a list of one, an empty value an empty list."""
     if isinstance(value, str):
         try:
             known = json.loads(value) if value.strip() else None
         except json.JSONDecodeError as error:
-            raise RowError(column, f"is no JSON ({error.msg})") from error
+            raise RowError(column, f"is not JSON ({error.msg})") from error
     else:
-        known = _known(value)
+        known = _without_nulls(value)
     if not known:
         return []
     if isinstance(known, Mapping):
         return [known]
     if not isinstance(known, list):
-        raise RowError(column, f"is {_shown(value)}, not a list")
+        raise RowError(column, f"is {_short_repr(value)}, not a list")
     return known
 
 
-def _calls(value: object, column: str) -> list[Any]:
-    """What is called, with arguments as chat templates want them: as an object, where OpenAI has JSON in a string."""
-    return [_with_arguments(call) for call in _listed(value, column)]
+def _tool_calls(value: object, column: str) -> list[Any]:
+    """Return tool calls with their arguments as objects, as chat templates expect them; OpenAI writes the arguments as JSON in a string."""
+    return [_with_arguments(call) for call in _as_list(value, column)]
 
 
 def _with_arguments(call: Any) -> Any:
@@ -196,11 +206,11 @@ def _with_arguments(call: Any) -> Any:
     try:
         given = json.loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
     except json.JSONDecodeError:
-        return call  # the model is to write what is no JSON, then
+        return call  # Not JSON: the model learns to write it as it is.
     return {**call, "arguments": given} if isinstance(given, dict) else call
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = "empty" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -215,7 +225,15 @@ LAYOUTS = (
 
 
 def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
-    """The layout that the columns have, or the one the source demands. Raises InputError when they do not fit."""
+    """Return the layout of a source.
+
+    Args:
+        columns: The columns of its rows.
+        source: The source; its ``format`` is ``auto`` or names the layout.
+
+    Raises:
+        InputError: The columns do not fit.
+    """
     candidates = [layout for layout in LAYOUTS if source.format in ("auto", layout.name)]
     for layout in candidates:
         if set(layout.columns) <= set(columns):
@@ -224,6 +242,7 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
     if source.format == "auto":
         known = "; ".join(f"{layout.name}: {', '.join(layout.columns)}" for layout in candidates)
         problem = Problem(
+            code="data-columns-unknown",
             field="data.source",
             value=source.source,
             message=f"{has}, which fit no known layout",
@@ -231,30 +250,45 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
         )
     else:
         problem = Problem(
+            code="data-columns-mismatch",
             field="data.format",
             value=f"{source.format} for {source.source}",
-            message=f"{has}, and this layout needs {', '.join(candidates[0].columns)}",
-            remedy="Rename the columns, or give `data.format=auto`, which tries every layout.",
+            message=f"{has}, but this layout needs {', '.join(candidates[0].columns)}",
+            remedy="Rename the columns, or set `data.format=auto`, which tries every layout.",
         )
     raise InputError([problem])
 
 
 def layout_of_row(row: Row, usual: Layout) -> Layout:
-    """The layout of one row: files of a folder may have several, and each row has nothing in the columns of the others."""
+    """Return the layout of one row.
+
+    Files of a folder may have different layouts. A row then has nulls in the columns of the other layouts.
+    """
     if any(row.get(column) is not None for column in usual.columns):
         return usual
     return next((layout for layout in LAYOUTS if all(row.get(column) is not None for column in layout.columns)), usual)
 
 
 def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
-    """Row ``number`` (from 1) of a source. Raises InputError naming the row and the column."""
+    """Read row ``number`` (from 1) of a source.
+
+    Raises:
+        InputError: Names the row and the column.
+    """
     try:
-        return _around(row, layout)
+        return _with_context(row, layout)
     except RowError as error:
-        raise bad_row(source, number, f"{error} (read as {layout.name})") from error
+        raise bad_row("data-row-unreadable", source, number, f"{error} (read as {layout.name})") from error
 
 
-def bad_row(source: str, number: int, message: str) -> InputError:
-    """What to raise for a row that cannot be used."""
-    remedy = "Mend or remove the row, or name another `data.format`."
-    return InputError([Problem(field="data.source", value=f"{source}, row {number}", message=message, remedy=remedy)])
+def bad_row(code: str, source: str, number: int, message: str) -> InputError:
+    """Return the error for a row that cannot be used.
+
+    Args:
+        code: The problem's code.
+        source: Name of the source or file.
+        number: The row, from 1.
+        message: What is wrong with it.
+    """
+    remedy = "Correct or remove the row, or set another `data.format`."
+    return InputError([Problem(code=code, field="data.source", value=f"{source}, row {number}", message=message, remedy=remedy)])

@@ -1,1 +1,1 @@
-"""From a name to a model that trains: weights, attention, kernels, what is computed again, and the loss."""
+"""From a model's name to a model that trains: weights, attention, kernels, activation checkpointing and the loss."""

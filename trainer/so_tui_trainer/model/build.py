@@ -1,4 +1,4 @@
-"""The model: from a hub id, a folder, or a shape with random weights, cut over the ranks by ZeRO-3 as it is built."""
+"""Build the model from a hub id, a folder, or a shape with random weights; ZeRO-3 shards it as it is built."""
 
 from __future__ import annotations
 
@@ -22,35 +22,52 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 PREFIX = "causal."
-"""What stands before a parameter's name in the Hugging Face model."""
+"""Precedes a parameter's Hugging Face name in ``TrainedModel``."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_BLIND = {"opt", "nemotron"}
-"""Models that go through transformers' attention, but make their mask without looking at positions, or do not hand on to attention where
-documents start."""
+_UNSUPPORTED_TYPES = {"opt", "nemotron"}
+"""Models that build their mask without position ids, or do not pass the document boundaries on to their attention."""
+_PLAIN_HEAD = "Choose a model with a plain output projection."
 _LOGIT_SCALES = ("logits_scaling", "logit_scale")
+"""Configuration keys of models that scale their logits."""
 
 
 class TrainedModel(nn.Module):
-    """The Hugging Face model, and the loss in place of its output projection."""
+    """A Hugging Face model with a loss in place of its output projection."""
 
     def __init__(self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None) -> None:
+        """Wrap a model.
+
+        Args:
+            causal: The model with its weights.
+            implementation: Its attention implementation.
+            router: The load-balancing loss, if there is one.
+        """
         super().__init__()
         self.causal = causal
         self.attention = implementation
         head = _head(causal)
         self.loss = HeadLoss(head)
         self.dtype = head.dtype
-        """Noted here: at the first look at a module's parameter from outside, ZeRO-3 takes it for a parameter of whoever looks, and gathers
-        it for all of this forward. The forward would wait for the head's weights, the last to be stepped, before it begins.
+        """Type of the weights, read once.
+
+        Reading it from a parameter of another module in every forward pass would make ZeRO-3 treat that parameter as one of this module's,
+        and all-gather it for the whole forward pass. The pass would then wait for the head's weights, which are stepped last, before it
+        starts.
         """
         self.router = router
         self.last_router_loss: Tensor | None = None
-        """What the last forward made of ``router_scale``, without the coefficient; detached."""
+        """The router loss of the last forward pass, scaled but without its coefficient; detached."""
 
     def forward(self, batch: Batch, scale: float, router_scale: float = 0.0) -> Tensor:
-        """``scale`` times the summed loss of the batch's trained tokens.
+        """Compute the scaled loss of a micro-batch.
 
-        Where there is a router loss, plus ``router_scale`` times the batch's real tokens times that loss, times its coefficient.
+        Args:
+            batch: The micro-batch.
+            scale: Weight of each trained token's cross-entropy.
+            router_scale: Weight of each real token's router loss, which is also multiplied by the coefficient.
+
+        Returns:
+            The sum of both losses; fp32 scalar.
         """
         if self.router is None or not router_scale:
             return self._language_loss(batch, scale)
@@ -72,7 +89,11 @@ class TrainedModel(nn.Module):
 
 
 def load_config(model: ModelSpec) -> PretrainedConfig:
-    """The model's configuration, for weights in bf16 whatever they were. Raises InputError when it cannot be had."""
+    """Load the model's configuration, without its quantisation.
+
+    Raises:
+        InputError: It cannot be loaded.
+    """
     from transformers import AutoConfig
 
     try:
@@ -88,21 +109,27 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
         return found
     except KeyError as error:
         remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
-        raise InputError([Problem(field="model.config", value="", message=f"lacks {error}", remedy=remedy)]) from error
+        problem = Problem(code="model-config-incomplete", field="model.config", value="", message=f"lacks {error}", remedy=remedy)
+        raise InputError([problem]) from error
     except (OSError, ValueError) as error:
-        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or fetch it first with `so-tui fetch`."
-        raise InputError(
-            [Problem(field="model.id", value=model.id, message=f"cannot be read ({first_line(error)})", remedy=remedy)]
-        ) from error
+        message = f"cannot be read ({first_line(error)})"
+        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
+        raise InputError([_problem("model-config-unreadable", model, message, remedy)]) from error
 
 
 def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> TrainedModel:
-    """The model in bf16, cut over the ranks as ``ds_config`` says, ready to train.
+    """Build the model in bf16, sharded as ``ds_config`` says, ready to train.
 
-    Raises InputError: model not to be had, weights that are not the model's, or a kind of model that is not supported.
+    Args:
+        spec: The run's spec.
+        device: The rank's device.
+        ds_config: DeepSpeed's configuration.
+
+    Raises:
+        InputError: The model cannot be loaded, the weights are not the model's, or this kind of model is not supported.
     """
     config = load_config(spec.model)
-    without_dropout(config)
+    disable_dropout(config)
     causal, implementation = _causal(spec.model, config, device, ds_config)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
@@ -110,23 +137,23 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
         kernels.install(causal)
     policy = spec.model.activation_checkpointing
     recompute.install(causal, "full" if policy == "auto" else policy)
-    gather_whole(causal, spec)
+    set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
     return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
 
 
-def without_dropout(config: PretrainedConfig) -> None:
-    """Fine-tuning runs without dropout, whatever pre-training used (Seed-OSS names 0.1): the varlen kernels have none."""
+def disable_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout of a configuration to 0: the varlen attention kernels have none (Seed-OSS names 0.1)."""
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
-    """For AdamW: the parameters with weight decay, then those without (norms, biases), each in the model's order.
+    """Return AdamW's parameter groups: parameters with weight decay, then those without (norms, biases), each in the model's order.
 
-    Under ZeRO-3 a parameter here is empty, and its shape is in ``ds_shape``.
+    Under ZeRO-3 a parameter is empty, and its shape is in ``ds_shape``.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = []
@@ -147,13 +174,15 @@ def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of the whole model, whatever part of them is here."""
+    """Return the number of parameters of the whole model, whatever shard of them is here."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
 def expected_first_loss(config: PretrainedConfig) -> float:
-    """Loss of random weights: ln(vocabulary), plus half the variance of the logits, which a normalised hidden state and the head's
-    initial spread make ``hidden_size * initializer_range**2``.
+    """Return the expected loss of random weights, in nats per token.
+
+    It is ln(vocabulary) plus half the variance of the logits. With a normalised hidden state that variance is ``hidden_size *
+    initializer_range**2``.
     """
     spread = float(getattr(config, "initializer_range", None) or 0.02)
     vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
@@ -166,14 +195,14 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
     try:
         found: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError as error:
-        message = f"is a {config.model_type}, which transformers knows no causal language model for"
-        raise InputError([Problem(field="model.id", value=model.id, message=message, remedy="Choose a causal language model.")]) from error
+        message = f"is a {config.model_type}, which transformers has no causal language model for"
+        raise InputError([_problem("model-not-causal", model, message, "Choose a causal language model.")]) from error
     model_class: type[PreTrainedModel] = found
     return model_class
 
 
 def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any]) -> tuple[PreTrainedModel, str]:
-    """The model with its weights, cut over the ranks, and its attention implementation."""
+    """Build the sharded model with its weights, and choose its attention implementation."""
     model_class = _model_class(config, spec)
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
     sinks = attention.has_sinks(meta)
@@ -190,10 +219,14 @@ def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_
     return causal, implementation
 
 
-def gather_whole(causal: PreTrainedModel, spec: RunSpec) -> None:
-    """Tell ZeRO-3 which blocks to gather in one piece: those of experts, since which experts a token meets is not known beforehand, and
-    every layer. Module by module, the Python of gathering takes longer than a layer's forward, on one rank too, where there is nothing to
-    gather; and it looks so far ahead that it waits for weights that are still being stepped.
+def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
+    """Make ZeRO-3 all-gather certain modules as a whole: those named in the spec (experts), and every layer.
+
+    Which experts a token uses is not known beforehand. For layers it saves time: hooks on every inner module take longer than a layer's
+    forward pass, even on a single rank, and their prefetching reaches so far ahead that it waits for weights that are still being stepped.
+
+    Raises:
+        InputError: The model has no module of a class that the spec names.
     """
     from deepspeed.utils import set_z3_leaf_modules
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -202,7 +235,8 @@ def gather_whole(causal: PreTrainedModel, spec: RunSpec) -> None:
     named = spec.model.leaf_modules
     if absent := [name for name in named if name not in classes]:
         message, remedy = f"the model has no {', '.join(absent)}", f"It has {', '.join(sorted(classes))}."
-        raise InputError([Problem(field="model.leaf_modules", value=", ".join(named), message=message, remedy=remedy)])
+        problem = Problem(code="leaf-module-unknown", field="model.leaf_modules", value=", ".join(named), message=message, remedy=remedy)
+        raise InputError([problem])
     layers = [found for found in classes.values() if issubclass(found, GradientCheckpointingLayer)]
     if whole := list(dict.fromkeys([*(classes[name] for name in named), *layers])):
         set_z3_leaf_modules(causal, whole)
@@ -214,22 +248,28 @@ def _head(causal: PreTrainedModel) -> nn.Parameter:
 
 
 def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
-    """Raises InputError for a model that would be trained wrongly: its loss is not that of a plain output projection, or packed documents
-    would see each other.
+    """Refuse a model that would be trained wrongly.
+
+    Raises:
+        InputError: Its loss is not that of a plain output projection, or packed documents would attend to each other.
     """
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
     recurrent = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if getattr(head, "bias", None) is not None:
-        message, remedy = "its output projection has a bias", "Choose a model with a plain output projection."
+        code, message, remedy = "model-head-bias", "its output projection has a bias", _PLAIN_HEAD
     elif getattr(config, "final_logit_softcapping", None) or any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_SCALES):
-        message, remedy = "it changes its logits after the output projection", "Choose a model with a plain output projection."
+        code, message, remedy = "model-logits-changed", "it changes its logits after the output projection", _PLAIN_HEAD
     elif recurrent:
+        code, remedy = "model-layers-unsupported", "Choose a model with attention in every layer."
         message = f"it has layers of {', '.join(sorted(recurrent))}, in which documents packed into one sequence would see each other"
-        remedy = "Choose a model with attention in every layer."
-    elif not type(causal)._supports_attention_backend or config.model_type in _BLIND:
-        message = f"documents packed into one sequence cannot be told apart in transformers' code for {config.model_type}"
-        remedy = "Choose a model of a newer kind."
+    elif not type(causal)._supports_attention_backend or config.model_type in _UNSUPPORTED_TYPES:
+        code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
+        message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
     else:
         return
-    raise InputError([Problem(field="model.id", value=model.id, message=message, remedy=remedy)])
+    raise InputError([_problem(code, model, message, remedy)])
+
+
+def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:
+    return Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)

@@ -1,10 +1,12 @@
-"""torch's own flash attention over packed documents, with the sinks of gpt-oss where a model has them.
+"""torch's own flash attention over packed documents, with the attention sinks of gpt-oss.
 
-The raw kernels are called, not ``torch.nn.attention.varlen``: they share key heads among query heads in every supported version, and
-they hand out what sinks need. A sink is one more logit a head, which takes part in the softmax and has no value. The kernel knows none,
-so its result is put right afterwards, exactly: with its log-sum-exp L of a token's scores, the sink s makes it L' = logaddexp(L, s), and
-the output o' = o exp(L - L'). Backward computes P = exp(S - L) and delta = sum(do * o) from the L and o that it is given, and with L' and
-o' these are the terms of the softmax with the sink. What is left is the sink's own gradient, -sum exp(s - L') delta over the tokens.
+The raw kernels are used instead of ``torch.nn.attention.varlen``: in every supported version they share key heads among query heads, and
+they return what sinks need.
+
+A sink is one more logit per head, which takes part in the softmax and has no value. The kernel does not support sinks, so its result is
+corrected exactly. With L, the log-sum-exp of a token's scores, the sink s makes it L' = logaddexp(L, s), and the output o' = o exp(L -
+L'). Backward computes P = exp(S - L) and delta = sum(do * o) from the L and o that it is given; with L' and o' these are the terms of the
+softmax with the sink. Only the gradient of the sink itself remains: -sum exp(s - L') delta over the tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +20,26 @@ from torch import Tensor, nn
 from so_tui_trainer.model import recompute
 
 NAME = "so_tui_varlen"
-"""transformers takes names with `flash` in them for packages to import."""
+"""Name of the implementation. It must not contain `flash`: transformers would take it for a package to import."""
 
 
 class Documents(NamedTuple):
-    """What a kernel must know beside its tensors."""
+    """Arguments of a kernel besides its tensors."""
 
     boundaries: Tensor
-    """[documents + 1] int32, cumulative lengths."""
+    """[documents + 1] int32; cumulative lengths"""
     longest: int
+    """Tokens of the longest document."""
     scale: float
+    """Factor of the scores before the softmax."""
     window: int | None
-    """How many tokens a token sees, itself included; None: all before it."""
+    """How many tokens a token attends to, itself included; None: all before it in its document."""
 
 
 class Kernels(NamedTuple):
-    """Causal attention within documents over flattened tokens, forward and backward: torch's on CUDA, plain ones in tests.
+    """Causal attention within documents over flattened tokens: torch's kernels on CUDA, plain ones in tests.
 
-    ``query``, ``out``: [tokens, heads, size]; ``key``, ``value``: [tokens, key heads, size]; log-sum-exp: [heads, tokens] fp32.
+    ``query`` and ``out`` are [tokens, heads, size], ``key`` and ``value`` [tokens, key heads, size], log-sum-exp [heads, tokens] fp32.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Documents], tuple[Tensor, Tensor]]
@@ -45,7 +49,19 @@ class Kernels(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels) -> Tensor:
-    """Attention, with a sink per head or without; shapes as in ``Kernels``, ``sinks``: [heads]."""
+    """Compute attention within documents.
+
+    Args:
+        query: [tokens, heads, size]
+        key: [tokens, key heads, size]
+        value: [tokens, key heads, size]
+        sinks: [heads], or None for a model without sinks.
+        documents: Where documents start, and the scale.
+        kernels: The kernels to use.
+
+    Returns:
+        [tokens, heads, size]
+    """
     mixed: Tensor = _Attention.apply(query, key, value, sinks, documents, kernels)  # type: ignore[no-untyped-call]
     return mixed
 
@@ -55,7 +71,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels
     ) -> Tensor:
-        out, normaliser = recompute.keep(lambda: _forward(query, key, value, sinks, documents, kernels))
+        out, normaliser = recompute.save_or_reuse(lambda: _forward(query, key, value, sinks, documents, kernels))
         ctx.save_for_backward(query, key, value, sinks, out, normaliser)
         ctx.documents, ctx.kernels = documents, kernels
         return out
@@ -67,7 +83,7 @@ class _Attention(torch.autograd.Function):
         of_query, of_key, of_value = ctx.kernels.backward(gradient, query, key, value, out, normaliser, ctx.documents)
         of_sinks = None
         if sinks is not None:
-            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()  # products in bf16: their rounding averages out over all tokens
+            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()  # Rounding of the bf16 products averages out over the tokens.
             share = (sinks.to(normaliser.dtype)[:, None] - normaliser).exp_()
             of_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return of_query, of_key, of_value, of_sinks, None, None
@@ -76,6 +92,7 @@ class _Attention(torch.autograd.Function):
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
+    """Return the output [tokens, heads, size] and the log-sum-exp [heads, tokens], both with the sinks."""
     out, without = kernels.forward(query, key, value, documents)
     if sinks is None:
         return out, without
@@ -95,7 +112,7 @@ def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
 ) -> tuple[Tensor, Tensor, Tensor]:
     boundaries, longest, scale, window = documents
-    # The state of a random generator, which only dropout reads.
+    # The state of the random number generator, which only dropout uses.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         *(gradient, query, key, value, out, normaliser, boundaries, boundaries, longest, longest, 0.0, window is None, *state),
@@ -106,16 +123,22 @@ def _flash_backward(
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """How far a token sees to its left and right, in flash attention's terms: -1 is no limit."""
+    """Return how far a token sees to its left and right, in the kernel's terms: -1 is no limit."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 FLASH = Kernels(_flash_forward, _flash_backward)
-"""torch's own flash attention: CUDA, bf16 or fp16, head sizes that are a multiple of 8; fewer key heads than query heads as they are."""
+"""torch's flash attention. It needs CUDA, bf16 or fp16, and a head size that is a multiple of 8; there may be fewer key heads than query
+heads.
+"""
 
 
 def register(kernels: Kernels = FLASH) -> str:
-    """Make it an attention implementation of transformers; returns its name."""
+    """Register the kernels as an attention implementation of transformers.
+
+    Returns:
+        The name of the implementation.
+    """
     from transformers import AttentionInterface
 
     def attention(
@@ -132,7 +155,14 @@ def register(kernels: Kernels = FLASH) -> str:
         s_aux: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """``query``: [rows, heads, width, head size]; the result: [rows, width, heads, head size]."""
+        """Adapt transformers' shapes.
+
+        Args:
+            query: [rows, heads, width, head size]; ``key`` and ``value`` alike.
+
+        Returns:
+            [rows, width, heads, head size], and no attention weights.
+        """
         rows, heads, width, _ = query.shape
         flat_query, flat_key, flat_value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window)

@@ -1,8 +1,8 @@
-"""Weights into a model that ZeRO-3 has cut over the ranks: every rank reads the part that it keeps, a tensor at a time.
+"""Load weights into a model that ZeRO-3 has sharded: every rank reads its own shard, one tensor after the other.
 
-No rank holds the model, and none waits for another: a tensor stored as the model has it costs a rank its own elements, in pieces; one
-that is put together (experts stored one by one) is put together whole on each rank, and lives as long as that takes. On the host a rank
-needs ``host_peak_bytes`` at most, wherever its weights go.
+No rank holds the whole model, and none waits for another. A tensor that is stored as the model has it is read in pieces. One that has to
+be assembled (experts stored one by one) is assembled as a whole on each rank, and freed afterwards. A rank needs at most
+``host_peak_bytes`` of host memory, wherever its weights go.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 PIECE_BYTES = 64 << 20
+"""Bytes of a file that are read together."""
 
 
 def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
-    """Host memory that loading takes on each rank at once, beside the weights it keeps: a piece of a file, or the largest conversion,
-    whose parts are there stacked and joined while it is made.
+    """Return the peak host memory of loading on each rank, in bytes, besides its weights.
+
+    It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined while it runs.
     """
     return PIECE_BYTES + 2 * matching.largest_conversion_bytes(found, index)
 
@@ -34,7 +36,15 @@ def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
 def empty_model(
     config: PretrainedConfig, meta: PreTrainedModel, implementation: str, ds_config: dict[str, Any], *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model in bf16, cut over the ranks, with arbitrary weights; buffers are as the model computes them."""
+    """Build the model in bf16, sharded, with uninitialised weights and computed buffers.
+
+    Args:
+        config: The model's configuration.
+        meta: The same model on meta tensors.
+        implementation: Attention implementation.
+        ds_config: DeepSpeed's configuration.
+        trust_remote_code: Whether the model's own code may run.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -49,7 +59,7 @@ def empty_model(
 
 
 def initialise(causal: PreTrainedModel) -> None:
-    """Random weights as transformers draws them, each module's parameters gathered on their device meanwhile."""
+    """Draw random weights as transformers does. Each module's parameters are all-gathered on their device meanwhile."""
     from transformers.integrations.deepspeed import initialize_weights_zero3
 
     initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
@@ -57,37 +67,47 @@ def initialise(causal: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Mapping[str, Stored]) -> None:
-    """Fill the model's weights and stored buffers from a checkpoint that matches it. Raises OSError."""
-    places: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(causal.named_buffers())
+    """Fill the model's weights and stored buffers from a checkpoint that matches it.
+
+    Args:
+        causal: The sharded model.
+        meta: The same model on meta tensors.
+        found: How the stored tensors become the model's.
+        index: The stored tensors.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    tensors: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(causal.named_buffers())
     done: set[int] = set()
     for conversion in found.conversions:
-        wanted = {name: places[name] for name in conversion.shapes if name in places and id(places[name]) not in done}
-        done |= {id(place) for place in wanted.values()}
+        wanted = {name: tensors[name] for name in conversion.shapes if name in tensors and id(tensors[name]) not in done}
+        done |= {id(tensor) for tensor in wanted.values()}
         if conversion.converter is None:
-            for place in wanted.values():
-                _fill_from_file(place, index[conversion.sources[0][1]])
+            for tensor in wanted.values():
+                _fill_from_file(tensor, index[conversion.sources[0][1]])
         elif wanted:
             made = matching.realised(meta, conversion, lambda name: index[name].read())
-            for name, place in wanted.items():
-                part, start = _local_shard(place)
+            for name, tensor in wanted.items():
+                part, start = _local_shard(tensor)
                 part.copy_(made[name].flatten()[start : start + len(part)])
 
 
-def _fill_from_file(place: torch.Tensor, stored: Stored) -> None:
-    part, start = _local_shard(place)
+def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
+    part, start = _local_shard(tensor)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
         piece = part[begin : begin + step]
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
 
 
-def _local_shard(place: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What this rank keeps of a tensor, flat, and where in the flattened tensor that begins; buffers are whole on every rank."""
-    return superoffload.local_shard(place) if isinstance(place, nn.Parameter) else (place.data.view(-1), 0)
+def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are whole on every rank."""
+    return superoffload.local_shard(tensor) if isinstance(tensor, nn.Parameter) else (tensor.data.view(-1), 0)
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:
-    """Make buffers again that were made while ZeRO-3 gave new tensors its own type: angles of positions in bf16 would be off."""
+    """Recompute buffers that ZeRO-3 created with the model's type: rotary frequencies in bf16 would be inaccurate."""
     for module, plain in zip(causal.modules(), meta.modules(), strict=True):
         buffers = dict(plain.named_buffers(recurse=False))
         if not buffers or next(module.parameters(recurse=False), None) is not None:

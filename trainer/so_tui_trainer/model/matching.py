@@ -1,7 +1,7 @@
-"""Which stored tensors make which tensor of the model, and what does not fit: known from names and shapes, before anything is loaded.
+"""Match the tensors of a checkpoint with those of the model, by names and shapes, before anything is loaded.
 
-transformers renames and fuses what checkpoints hold (experts stored one by one are one tensor in the model). Its own table of such
-conversions is followed here: run on meta tensors it gives names and shapes, run on real ones the weights.
+transformers renames and fuses tensors of checkpoints (experts stored one by one become one tensor). Its own conversion table is applied
+here: on meta tensors it gives names and shapes, on real tensors the weights.
 """
 
 from __future__ import annotations
@@ -14,38 +14,41 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec import InputError, ModelSpec, Problem, first_line
 from so_tui_trainer.model.stored import Stored
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _NAMED = 4
+"""Number of tensors that a message names."""
 
 
 class Conversion(NamedTuple):
-    """What makes one or more tensors of the model."""
+    """How one or more tensors of the model are made."""
 
     target: str
-    """The model's tensor; where there are several, the first."""
+    """The model's tensor; the first one if there are several."""
     sources: tuple[tuple[str, str], ...]
-    """(pattern of the converter, name in the checkpoint), in the order in which they are put together."""
+    """(pattern of the converter, name in the checkpoint) of each part, in order."""
     converter: Any
-    """transformers' ``WeightConverter``; None: the stored tensor is the model's, perhaps under another name."""
+    """transformers' ``WeightConverter``; None if the stored tensor is the model's, perhaps under another name."""
     shapes: dict[str, tuple[int, ...]]
-    """The tensors that come out."""
+    """Names and shapes of the tensors that are made."""
 
 
 class Match(NamedTuple):
+    """The result of matching a checkpoint with a model."""
+
     conversions: tuple[Conversion, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
-    """With both shapes, for people."""
+    """Names with both shapes, for people."""
 
 
 def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model without any memory behind its parameters."""
+    """Build a causal language model on meta tensors, which take no memory."""
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
@@ -55,38 +58,52 @@ def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
 
 
 def match(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
-    """How the checkpoint's tensors become the model's. Works on a meta model."""
+    """Find out how the checkpoint's tensors become the model's.
+
+    Args:
+        model: The model; it may be on meta tensors.
+        index: The stored tensors.
+    """
     wanted: dict[str, Tensor] = model.state_dict()
     groups, unexpected = _grouped(model, wanted, index)
-    conversions, mismatched = [], []
+    conversions: list[Conversion] = []
+    mismatched: dict[str, str] = {}
     for (target, converter), sources in groups.items():
         try:
             shapes = _outputs(model, target, converter, sources, index)
-        except (RuntimeError, ValueError) as error:  # parts that cannot be put together
-            mismatched.append(f"{target} ({str(error).splitlines()[0]})")
+        except (RuntimeError, ValueError) as error:  # The parts do not fit together.
+            mismatched[target] = f"{target} ({first_line(error)})"
             continue
         conversions.append(Conversion(target, tuple(sources), converter, shapes))
         for name, shape in shapes.items():
             if name in wanted and tuple(wanted[name].shape) != shape:
-                mismatched.append(f"{name} ({_text(shape)}, the model's is {_text(wanted[name].shape)})")
+                mismatched[name] = f"{name} ({_text(shape)}, the model's is {_text(wanted[name].shape)})"
     loaded = {name for conversion in conversions for name in conversion.shapes}
-    broken = {entry.partition(" ")[0] for entry in mismatched}
     ties = _ties(model)
-    missing = [name for name in wanted if not (ties.get(name, {name}) & (loaded | broken))]
+    missing = [name for name in wanted if not (ties.get(name, {name}) & (loaded | mismatched.keys()))]
     return Match(
         tuple(conversions),
         _without(missing, model._keys_to_ignore_on_load_missing),
         _without(unexpected, {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}),
-        tuple(mismatched),
+        tuple(mismatched.values()),
     )
 
 
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""What old checkpoints hold and today's models compute."""
+"""Buffers in old checkpoints that models compute today."""
 
 
 def realised(model: PreTrainedModel, conversion: Conversion, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The model's tensors that a conversion makes; ``read`` gives a stored one by its name."""
+    """Run a conversion.
+
+    Args:
+        model: The model.
+        conversion: The conversion.
+        read: Returns a stored tensor by its name.
+
+    Returns:
+        The model's tensors by name.
+    """
     if conversion.converter is None:
         return {conversion.target: read(conversion.sources[0][1])}
     working = deepcopy(conversion.converter)
@@ -97,19 +114,24 @@ def realised(model: PreTrainedModel, conversion: Conversion, read: Callable[[str
 
 
 def refuse(found: Match, model: ModelSpec) -> None:
-    """Raises InputError when the checkpoint is not the model's, with counts and some of the names."""
+    """Refuse a checkpoint that does not match the model.
+
+    Raises:
+        InputError: Names how many tensors are missing, unexpected or mismatched, and some of them.
+    """
     kinds = (
         ("lacks", found.missing),
-        ("holds, and the model has no place for,", found.unexpected),
+        ("has, unlike the model,", found.unexpected),
         ("has in another shape", found.mismatched),
     )
     if parts := [f"{verb} {_some(names)}" for verb, names in kinds if names]:
-        remedy = "Check that `model.id` and `model.revision` name what you mean, then fetch it again with `so-tui fetch`."
-        raise InputError([Problem(field="model.id", value=model.id, message=f"its checkpoint {'; '.join(parts)}", remedy=remedy)])
+        message = f"its checkpoint {'; '.join(parts)}"
+        remedy = "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`."
+        raise InputError([Problem(code="weights-mismatch", field="model.id", value=model.id, message=message, remedy=remedy)])
 
 
 def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
-    """Bytes of the stored tensors that the largest conversion puts together; 0 when every tensor is stored as the model has it."""
+    """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored as the model has it."""
     sizes = (sum(index[name].bytes for _, name in conversion.sources) for conversion in found.conversions if conversion.converter)
     return max(sizes, default=0)
 
@@ -117,7 +139,7 @@ def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
 def _grouped(
     model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Iterable[str]
 ) -> tuple[dict[tuple[str, Any], list[tuple[str, str]]], list[str]]:
-    """The sources of each (target, converter), and the names that have no place in the model."""
+    """Group stored tensors by (target, converter); also return those that the model does not have."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -148,7 +170,7 @@ def _outputs(
 
 
 def _ties(model: PreTrainedModel) -> dict[str, set[str]]:
-    """For each parameter all the names it has."""
+    """Return all names of each parameter."""
     by_identity: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(parameter), set()).add(name)

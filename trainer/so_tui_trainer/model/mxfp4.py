@@ -1,8 +1,8 @@
-"""MXFP4 weights (gpt-oss) to bf16, once: a folder as ``save_pretrained`` would write it, made an expert at a time.
+"""Convert MXFP4 weights (gpt-oss) to bf16 once: a folder as ``save_pretrained`` would write it, made one expert at a time.
 
-MXFP4 stores 32 values as one shared power of two and 32 values of 4 bits: here ``NAME_scales`` [experts, rows, blocks] with the exponent
-plus 127, and ``NAME_blocks`` [experts, rows, blocks, 16] with two values a byte, the lower half first. The model has the matrices of the
-experts the other way round: [experts, blocks * 32, rows]. Every value fits bf16 exactly.
+MXFP4 stores 32 values as one shared power of two and 32 values of 4 bits. ``NAME_scales`` [experts, rows, blocks] has the exponent plus
+127, and ``NAME_blocks`` [experts, rows, blocks, 16] has two values a byte, the lower half first. The model has the experts' matrices
+transposed: [experts, blocks * 32, rows]. Every value fits bf16 exactly.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from so_tui.units import disk_size
 from so_tui_trainer.model.stored import DTYPES, Stored, read_index
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the lower three bits; the fourth is the sign."""
+"""Values of the lower three bits; the fourth is the sign."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_ALIGNMENT = 64
 
 
 class _Output(NamedTuple):
-    """A tensor of the new folder: its shape and type, and its bytes in pieces."""
+    """A tensor of the new folder."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterator[Tensor]]
+    """Yields the tensor's elements in pieces."""
 
     @property
     def bytes(self) -> int:
@@ -42,7 +43,15 @@ class _Output(NamedTuple):
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
-    """One expert's matrix in bf16, [blocks * 32, rows]; ``blocks``: [rows, blocks, 16] uint8, ``scales``: [rows, blocks] uint8."""
+    """Dequantise the matrix of one expert.
+
+    Args:
+        blocks: [rows, blocks, 16] uint8
+        scales: [rows, blocks] uint8
+
+    Returns:
+        [blocks * 32, rows] bf16
+    """
     both = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
     byte = torch.arange(256)
     pairs = torch.stack((both[byte & 15], both[byte >> 4]), dim=-1).view(torch.int32).flatten()
@@ -52,7 +61,7 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def missing_bytes(source: Path, target: Path) -> int:
-    """Disk that the bf16 folder of an MXFP4 checkpoint still takes; 0 when it is there."""
+    """Return the bytes that the bf16 folder of an MXFP4 checkpoint still needs on disk; 0 if it is complete."""
     if target.is_dir():
         return 0
     partial, files = _partial(target), _outputs(read_index(source))
@@ -60,10 +69,16 @@ def missing_bytes(source: Path, target: Path) -> int:
 
 
 def convert(source: Path, target: Path) -> Iterator[str]:
-    """Write the bf16 folder of an MXFP4 checkpoint, which appears whole or not at all; a line of progress before each file.
+    """Write the bf16 folder of an MXFP4 checkpoint. It gets its name when it is complete.
 
-    Files that an interrupted conversion finished are not made again. Raises InputError when the disk has no room, OSError when it does
-    not take it.
+    Files that an interrupted conversion finished are not written again.
+
+    Yields:
+        A line of progress before each file.
+
+    Raises:
+        InputError: The disk has too little space.
+        OSError: The disk cannot be written.
     """
     if target.is_dir():
         return
@@ -79,11 +94,16 @@ def convert(source: Path, target: Path) -> Iterator[str]:
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raises InputError when the disk of a folder has less room."""
+    """Refuse a folder whose disk has too little space.
+
+    Raises:
+        InputError: Less than ``needed_bytes`` is free.
+    """
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        message = f"has {disk_size(free)} free, and the weights in bf16 take {disk_size(needed_bytes)}"
-        raise InputError([Problem(field="XDG_CACHE_HOME", value=str(folder), message=message, remedy="Make room, or set XDG_CACHE_HOME.")])
+        message = f"has {disk_size(free)} free, but the weights in bf16 need {disk_size(needed_bytes)}"
+        remedy = "Free some space, or set XDG_CACHE_HOME."
+        raise InputError([Problem(code="disk-full", field="XDG_CACHE_HOME", value=str(folder), message=message, remedy=remedy)])
 
 
 def _partial(target: Path) -> Path:
@@ -91,7 +111,7 @@ def _partial(target: Path) -> Path:
 
 
 def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
-    """The tensors of every new file, which is named as the one that holds the blocks or the tensor itself."""
+    """Return the tensors of every new file. A file is named after the one that has the blocks, or the tensor itself."""
     files: dict[str, dict[str, _Output]] = {}
     for name, stored in index.items():
         file = files.setdefault(stored.path.name, {})
@@ -105,7 +125,7 @@ def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
 
 
 def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
-    """The matrices of the experts, one after the other."""
+    """Yield the experts' matrices."""
     experts, of_blocks, of_scales = blocks.shape[0], prod(blocks.shape[1:]), prod(scales.shape[1:])
     for expert in range(experts):
         packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(blocks.shape[1:])
@@ -114,12 +134,12 @@ def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
 
 
 def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
-    """A safetensors file; under another name until it is whole."""
+    """Write a safetensors file, under a temporary name until it is complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     for name, output in tensors.items():
-        header[name] = {"dtype": _NAMES[output.dtype], "shape": output.shape, "data_offsets": (place, place + output.bytes)}
-        place += output.bytes
+        header[name] = {"dtype": _NAMES[output.dtype], "shape": output.shape, "data_offsets": (offset, offset + output.bytes)}
+        offset += output.bytes
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
     unfinished = path.with_suffix(".unfinished")
@@ -134,7 +154,7 @@ def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
 
 
 def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _Output]]) -> None:
-    """Everything beside the weights, with the quantisation out of the configuration and an index of the new files."""
+    """Copy all other files, remove the quantisation from the configuration, and write an index of the new files."""
     for path in source.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, partial / path.name)

@@ -1,4 +1,4 @@
-"""Where a pretrained model's weights lie: its folder, the hub's cache, or, for MXFP4, the bf16 folder that was made of them once."""
+"""Locate a pretrained model's weights: its folder, the hub's cache, or the converted bf16 folder of MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -16,54 +16,63 @@ from so_tui_trainer.model import mxfp4
 
 
 def weights_folder(model: ModelSpec) -> Path:
-    """A folder with the model's weights as they can be trained; downloaded and converted first where that was not done.
+    """Return a folder with the model's weights in a form that can be trained, after downloading and converting them if needed.
 
-    Whoever comes first does the work, and others (ranks, `so-tui prepare`) wait for it. Raises InputError: not to be had, quantised in a
-    way that cannot be trained, no room on the disk.
+    The first process does the work; others (ranks, `so-tui prepare`) wait for it.
+
+    Raises:
+        InputError: The weights cannot be downloaded, are quantised in an unsupported way, or do not fit on the disk.
     """
-    for line in prepared(model):
+    for line in prepare_weights(model):
         print(line, flush=True)
-    return trainable(_downloaded(model))
+    return trainable_folder(_downloaded(model))
 
 
-def prepared(model: ModelSpec) -> Iterator[str]:
-    """The work of ``weights_folder``, a line of progress before each part of it."""
+def prepare_weights(model: ModelSpec) -> Iterator[str]:
+    """Do the work of ``weights_folder``.
+
+    Yields:
+        A line of progress before each part.
+    """
     source = _downloaded(model)
-    target = trainable(source)
+    target = trainable_folder(source)
     if target.is_dir():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target.with_name(target.name + ".lock")):
+    with _locked(target.with_name(target.name + ".lock")):
         yield from mxfp4.convert(source, target)
 
 
 def downloaded(model: ModelSpec) -> Path | None:
-    """The model's own folder, when all of it is on this machine."""
+    """Return the model's own folder if all of it is on this machine, otherwise None."""
     try:
         return _downloaded(model, local_files_only=True)
     except InputError:
         return None
 
 
-def trainable(source: Path) -> Path:
-    """Where the weights of a model's folder are, or will be, as they can be trained: the folder itself, unless they are in MXFP4.
+def trainable_folder(source: Path) -> Path:
+    """Return where the trainable weights of a model's folder are, or will be: the folder itself unless they are in MXFP4.
 
-    Raises InputError when they are quantised in another way.
+    Raises:
+        InputError: They are quantised in another way, or config.json cannot be read.
     """
     try:
         quantisation: dict[str, Any] = json.loads((source / "config.json").read_text()).get("quantization_config") or {}
     except (OSError, ValueError) as error:
-        raise _problem(str(source), f"has no readable config.json ({error})", "Name the folder of a whole model.") from error
+        message, remedy = f"has no readable config.json ({error})", "Name the folder of a complete model."
+        raise _problem("model-config-unreadable", str(source), message, remedy) from error
     method = quantisation.get("quant_method")
     if not quantisation:
         return source
     if method != "mxfp4":
-        raise _problem(str(source), f"its weights are quantised ({method}), which cannot be trained", "Choose a checkpoint in bf16.")
+        message, remedy = f"its weights are quantised ({method}), which cannot be trained", "Choose a checkpoint in bf16."
+        raise _problem("weights-quantised", str(source), message, remedy)
     return converted_folder(source)
 
 
 def converted_folder(source: Path) -> Path:
-    """Where the bf16 weights of an MXFP4 folder go: in the user's cache, named by what the folder holds."""
+    """Return the cache folder for the bf16 weights of an MXFP4 folder, named by the content of that folder."""
     files = sorted(path for path in source.glob("*.safetensors"))
     content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -83,17 +92,17 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
     try:
         return Path(download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted))
     except (OSError, ValueError) as error:
-        remedy = "Check the name and the network, or fetch it with `so-tui fetch` where there is one."
-        raise _problem(model.id, f"cannot be had ({first_line(error)})", remedy) from error
+        remedy = "Check the name and the network, or download it with `so-tui fetch` where there is a network."
+        raise _problem("model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy) from error
 
 
-def _problem(value: str, message: str, remedy: str) -> InputError:
-    return InputError([Problem(field="model.id", value=value, message=message, remedy=remedy)])
+def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
+    return InputError([Problem(code=code, field="model.id", value=value, message=message, remedy=remedy)])
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Holds the file's lock; it goes when the process does, however that ends."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file. The kernel releases it when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

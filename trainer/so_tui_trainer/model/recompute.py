@@ -1,11 +1,11 @@
-"""Which activations a layer keeps for its backward pass, and which it computes again.
+"""Activation checkpointing: which activations a layer saves for its backward pass, and which it recomputes.
 
-``full`` keeps a layer's input and repeats its whole forward. ``selective`` also keeps what was expensive, the results of its matrix
-products and of its attention, and repeats only the rest: norms, rotary embedding, activation products. ``none`` keeps everything.
+``full`` saves a layer's input and repeats its whole forward pass. ``selective`` also saves expensive results, those of matrix products and
+attention, and repeats only norms, rotary embedding and activation functions. ``none`` saves everything.
 
-Keeping is told apart from repeating by the contexts that torch's checkpointing opens around the two passes. torch's own selective
-checkpointing counts every operation of both passes and demands that they agree; ZeRO-3 gathers weights inside the layer, now with copies
-and now without, so they never do.
+The contexts that torch's checkpointing opens around both passes decide whether a result is saved or reused. torch's own selective
+checkpointing counts the operations of both passes and requires equal counts; with ZeRO-3, which all-gathers weights inside a layer with a
+varying number of copies, they never are.
 """
 
 from __future__ import annotations
@@ -26,56 +26,70 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Policy = Literal["full", "selective", "none"]
-Computed = tuple[Tensor, ...]
-Keeper = Callable[[Callable[[], Computed]], Computed]
+Results = tuple[Tensor, ...]
+"""What an operation computes."""
+ResultStore = Callable[[Callable[[], Results]], Results]
+"""Runs an operation in the first pass; returns its saved results in the recomputation."""
 
 
 class _Local(threading.local):
-    keeper: Keeper | None = None
-    """Of the pass that this thread is in: forward runs in the caller's thread, the repetition in autograd's."""
+    store: ResultStore | None = None
+    """The store of the pass that this thread runs. Forward runs in the caller's thread, the recomputation in autograd's."""
 
 
 _local = _Local()
 
 
 def install(causal: PreTrainedModel, policy: Policy) -> None:
-    """Make every layer of ``causal`` keep what ``policy`` says."""
+    """Make every layer of ``causal`` save what ``policy`` says."""
     if policy == "none":
         return
-    # Not reentrant: that would run ZeRO-3's end-of-backward work several times per backward. There is no dropout to repeat, and
-    # whether both passes save equal shapes is what the tests check.
+    # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, and the
+    # tests check that both passes save equal shapes.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    options["context_fn"] = _contexts if policy == "selective" else _contexts_of_full
+    options["context_fn"] = _selective_contexts if policy == "selective" else _full_contexts
     for layer in causal.modules():
         if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
-            inner, ending = _products(layer)
+            inner, ending = _linear_layers(layer)
             for module in ending:
-                module.forward = partial(_torchs_own, module)  # type: ignore[method-assign]
+                module.forward = partial(_plain_linear, module)  # type: ignore[method-assign]
             for module in inner if policy == "selective" else ():
-                module.forward = partial(_product, module)  # type: ignore[method-assign]
+                module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
     causal._set_gradient_checkpointing(True, partial(checkpoint, **options))
 
 
-def keep(compute: Callable[[], Computed]) -> Computed:
-    """The result of ``compute``; in a layer's repetition, what it was the first time. For the forward of an ``autograd.Function``."""
-    keeper = _local.keeper
-    return compute() if keeper is None else keeper(compute)
+def save_or_reuse(compute: Callable[[], Results]) -> Results:
+    """Return the result of ``compute``, or its result in the first pass if a layer is being recomputed.
+
+    To be called from the forward of an ``autograd.Function``.
+    """
+    store = _local.store
+    return compute() if store is None else store(compute)
 
 
-def repeated() -> bool:
-    """Whether this is in a layer whose forward is repeated, in the first pass or the second."""
-    return _local.keeper is not None
+def in_checkpointed_layer() -> bool:
+    """Return whether the caller runs in a checkpointed layer, in the first pass or the recomputation."""
+    return _local.store is not None
 
 
-class Product(torch.autograd.Function):
-    """``torch.nn.functional.linear``, whose result is kept under ``selective``."""
+class SavedLinear(torch.autograd.Function):
+    """``torch.nn.functional.linear`` whose result ``selective`` saves."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``inputs``: [..., in], ``weight``: [out, in], ``bias``: [out]; the result: [..., out]."""
+        """Compute a linear layer.
+
+        Args:
+            inputs: [..., in]
+            weight: [out, in]
+            bias: [out]
+
+        Returns:
+            [..., out]
+        """
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        (result,) = keep(lambda: (linear(inputs, weight, bias),))
+        (result,) = save_or_reuse(lambda: (linear(inputs, weight, bias),))
         return result
 
     @staticmethod
@@ -89,53 +103,60 @@ class Product(torch.autograd.Function):
         return of_inputs, of_weight, of_bias
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around a layer's first pass and around its repetition, in torch's terms."""
-    kept: deque[Computed] = deque()
+def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts around a layer's first pass and around its recomputation."""
+    saved: deque[Results] = deque()
 
-    def first(compute: Callable[[], Computed]) -> Computed:
+    def first(compute: Callable[[], Results]) -> Results:
         computed = compute()
-        # Detached: what is returned becomes part of the graph, which holds these contexts, and so would keep itself alive.
-        kept.append(tuple(tensor.detach() for tensor in computed))
+        # Detached, since the returned tensors join the graph, which holds these contexts: a reference cycle.
+        saved.append(tuple(tensor.detach() for tensor in computed))
         return computed
 
-    def again(compute: Callable[[], Computed]) -> Computed:
-        return kept.popleft()
+    def again(compute: Callable[[], Results]) -> Results:
+        return saved.popleft()
 
-    return _keeping(first), _keeping(again)
+    return _with_store(first), _with_store(again)
 
 
-def _contexts_of_full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    def computed(compute: Callable[[], Computed]) -> Computed:
+def _full_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts that save nothing, but mark the layer as checkpointed."""
+
+    def computed(compute: Callable[[], Results]) -> Results:
         return compute()
 
-    return _keeping(computed), _keeping(computed)
+    return _with_store(computed), _with_store(computed)
 
 
 @contextmanager
-def _keeping(keeper: Keeper) -> Iterator[None]:
-    before, _local.keeper = _local.keeper, keeper
+def _with_store(store: ResultStore) -> Iterator[None]:
+    before, _local.store = _local.store, store
     try:
         yield
     finally:
-        _local.keeper = before
+        _local.store = before
 
 
-def _products(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """Those within a layer, and the one that ends it: the last of a feed-forward block that has its own, after attention."""
+def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """Return the linear layers within a layer, and the one that ends it, if any.
+
+    The last linear layer ends it if it belongs to a feed-forward block of its own, after attention.
+    """
     found = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
     modules = [module for _, module in found]
     ends = len({block for block, _ in found}) > 1
     return (modules[:-1], modules[-1:]) if ends else (modules, [])
 
 
-def _product(module: nn.Linear, inputs: Tensor) -> Tensor:
-    result: Tensor = Product.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
+def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    result: Tensor = SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
     return result
 
 
-def _torchs_own(module: nn.Linear, inputs: Tensor) -> Tensor:
-    """For the product that ends a layer. Nothing but a sum comes after it, so the repetition stops where its inputs are saved: before it
-    is computed, if it is torch's own, which saves first. DeepSpeed's, which ``nn.functional.linear`` is under ZeRO-3, saves afterwards.
+def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    """Compute the linear layer that ends a layer.
+
+    Only an addition follows it, so the recomputation can stop where this layer's inputs are saved. torch's own function saves them before
+    it computes. DeepSpeed's, which replaces ``nn.functional.linear`` under ZeRO-3, saves them afterwards.
     """
     return linear(inputs, module.weight, module.bias)

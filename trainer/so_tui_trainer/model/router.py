@@ -1,7 +1,7 @@
 """The load-balancing loss of mixture-of-experts models (Switch Transformer, equations 4 to 6), over real tokens only.
 
-For E experts, of which the router chooses k for each token: E x sum over experts of (times chosen / tokens) x (mean probability). Counts
-and probabilities are taken over all layers together, as transformers' ``load_balancing_loss_func`` does. It is k where the load is even.
+With E experts and k of them chosen for each token, it is E x the sum over experts of (times chosen / tokens) x (mean probability). Counts
+and probabilities are taken over all layers together, as in transformers' ``load_balancing_loss_func``. An even load gives k.
 """
 
 from __future__ import annotations
@@ -20,23 +20,39 @@ if TYPE_CHECKING:
 
 
 class RouterLoss:
-    """Sees what the routers of a model say in a forward pass, and makes the loss of it."""
+    """Collects the logits of a model's routers in a forward pass and computes the loss."""
 
     def __init__(self, causal: PreTrainedModel, coefficient: float) -> None:
-        """Raises InputError for a model without routers."""
+        """Register hooks on the routers.
+
+        Raises:
+            InputError: The model has no routers.
+        """
         self.coefficient = coefficient
         self._experts_per_token = int(getattr(causal.config, "num_experts_per_tok", 0))
         self._seen: list[Tensor] | None = None
         routers = _routers(causal)
         if not routers:
-            message, remedy = f"a {causal.config.model_type} has no routers whose load could be balanced", "Set it to 0."
-            raise InputError([Problem(field="train.router_loss_coefficient", value=f"{coefficient:g}", message=message, remedy=remedy)])
+            raise InputError(
+                [
+                    Problem(
+                        code="model-without-routers",
+                        field="train.router_loss_coefficient",
+                        value=f"{coefficient:g}",
+                        message=f"a {causal.config.model_type} has no routers whose load could be balanced",
+                        remedy="Set it to 0.",
+                    )
+                ]
+            )
         for router in routers:
             router.register_forward_hook(self._notice)
 
     @contextmanager
     def watching(self) -> Iterator[list[Tensor]]:
-        """Collects the routers' logits, [tokens, experts] a layer. Not while a checkpointed layer is computed again in backward."""
+        """Collect the routers' logits, [tokens, experts] for each layer.
+
+        Recomputations in the backward pass run outside this context and are not collected.
+        """
         seen: list[Tensor] = []
         self._seen = seen
         try:
@@ -45,7 +61,15 @@ class RouterLoss:
             self._seen = None
 
     def __call__(self, logits: list[Tensor], real: Tensor) -> Tensor:
-        """The loss times the number of real tokens, so that micro-batches weigh what they hold; fp32 scalar. ``real``: bool, any shape."""
+        """Compute the loss.
+
+        Args:
+            logits: [tokens, experts] for each layer.
+            real: bool, any shape; False in padding.
+
+        Returns:
+            The loss times the number of real tokens, so that micro-batches are weighted by their size; fp32 scalar.
+        """
         mask = real.flatten().to(torch.float32)
         experts = logits[0].shape[-1]
         chosen = torch.zeros(experts, dtype=torch.float32, device=mask.device)
@@ -63,7 +87,7 @@ class RouterLoss:
 
 
 class _ProbabilitySum(torch.autograd.Function):
-    """Sum over the masked tokens of the softmax over experts. Keeps the logits alone: an fp32 softmax of every layer would be kept else."""
+    """Sums the softmax over the unmasked tokens. Saves only the logits, not an fp32 softmax for every layer."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, mask: Tensor) -> Tensor:
@@ -80,7 +104,7 @@ class _ProbabilitySum(torch.autograd.Function):
 
 
 def _routers(causal: PreTrainedModel) -> list[nn.Module]:
-    """The modules whose logits transformers itself would record."""
+    """Return the modules whose logits transformers itself would record."""
     recorded = getattr(causal, "_can_record_outputs", None) or {}
     recorder = recorded.get("router_logits") or (getattr(causal.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", None)

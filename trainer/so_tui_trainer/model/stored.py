@@ -1,6 +1,6 @@
-"""Tensors in the files of a model: which there are, and any run of their elements, read without mapping or holding more than asked for.
+"""Index the tensors in a model's files, and read any range of their elements without mapping or holding more.
 
-Files of safetensors, or those that ``torch.save`` makes (``pytorch_model.bin``), where a folder has no others.
+Reads safetensors files, or the files of ``torch.save`` (``pytorch_model.bin``) if a folder has no others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""safetensors' names of the element types."""
+"""Element types by safetensors' names."""
 
 
 _TORCH_SAVED = "pytorch_model.bin"
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Where its bytes begin in the file."""
+    """Offset of its bytes in the file."""
 
     @property
     def numel(self) -> int:
@@ -54,10 +54,19 @@ class Stored(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def read(self) -> Tensor:
+        """Read the whole tensor.
+
+        Raises:
+            OSError: The file cannot be read, or ends too early.
+        """
         return self.elements(0, self.numel).view(self.shape)
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor. Raises OSError, also when the file ends before them."""
+        """Read elements ``start`` to ``stop`` (exclusive) of the flattened tensor.
+
+        Raises:
+            OSError: The file cannot be read, or ends too early.
+        """
         flat = torch.empty(stop - start, dtype=self.dtype)
         buffer = flat.view(torch.uint8).numpy().data
         with self.path.open("rb", buffering=0) as file:
@@ -66,26 +75,28 @@ class Stored(NamedTuple):
             while done < len(buffer):
                 count = file.readinto(buffer[done:])
                 if not count:
-                    raise OSError(f"{self.path} ends before its tensors do; it was not copied or downloaded whole")
+                    raise OSError(f"{self.path} is truncated; it was not copied or downloaded completely")
                 done += count
         return flat
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
-    """Every tensor in the folder's weight files, by name; of several copies of the weights, those that the folder's index names.
+    """Return every tensor in the folder's weight files by name. If there are several copies of the weights, the folder's index decides.
 
-    Raises InputError: no such files, files that the index names and that are not there, damaged or cut files.
+    Raises:
+        InputError: There are no weight files, files of the index are missing, or a file is damaged or truncated.
     """
     names = shards(folder)
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise _problem(folder, f"lacks {absent[0]}" + (f" and {len(absent) - 1} more files" if absent[1:] else ""))
+        message = f"lacks {absent[0]}" + (f" and {len(absent) - 1} more files" if absent[1:] else "")
+        raise _problem("weights-incomplete", folder, message)
     if not names:
-        raise _problem(folder, "has no weights (*.safetensors, or pytorch_model*.bin)")
+        raise _problem("weights-missing", folder, "has no weights (*.safetensors, or pytorch_model*.bin)")
     return {name: stored for file in names for name, stored in _tensors(folder / file).items()}
 
 
 def shards(folder: Path) -> list[str]:
-    """The names of its weight files: the one file, else those of the index, else any; of safetensors before those of torch.save."""
+    """Return the names of the weight files: the single file, else those of the index, else any. safetensors come before torch.save's."""
     return _named(folder, "model.safetensors") or sorted(path.name for path in folder.glob("*.safetensors")) or _named(folder, _TORCH_SAVED)
 
 
@@ -101,7 +112,10 @@ def _tensors(path: Path) -> dict[str, Stored]:
 
 
 def _of_torch_save(path: Path) -> dict[str, Stored]:
-    """With fake tensors torch.load reads no weights, and notes where in the file each one lies. It runs no code of the file."""
+    """Index a file of ``torch.save``.
+
+    With fake tensors, torch.load reads no weights but records their offsets. It runs no code of the file.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
@@ -110,14 +124,14 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, first_line(error)) from error
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise _unreadable(path, "it holds other things than weights by name")
+        raise _unreadable(path, "it is not a dictionary of tensors")
     found = {}
     for name, tensor in loaded.items():
         begin = tensor.untyped_storage()._checkpoint_offset
         if begin is None:
             raise _unreadable(path, "it is of a format older than torch 1.6")
         if not tensor.is_contiguous():
-            raise _unreadable(path, f"{name} does not lie there in order")
+            raise _unreadable(path, f"{name} is not contiguous")
         found[name] = Stored(path, tensor.dtype, tuple(tensor.shape), begin + int(tensor.storage_offset()) * tensor.itemsize)
     return found
 
@@ -128,7 +142,7 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > size:
-                raise ValueError("its header is cut")
+                raise ValueError("its header is truncated")
             header = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
         begin = 8 + header_bytes
@@ -137,17 +151,18 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
             for name, entry in header.items()
         }
     except (ValueError, KeyError) as error:
-        raise _problem(path, f"is no readable safetensors file ({error})") from error
+        raise _problem("weights-damaged", path, f"is not a readable safetensors file ({error})") from error
     if any(stored.start + stored.bytes > size for stored in found.values()):
-        raise _problem(path, "is shorter than the tensors it should hold")
+        raise _problem("weights-truncated", path, "is shorter than its tensors")
     return found
 
 
 def _unreadable(path: Path, reason: str) -> InputError:
-    remedy = "Load it with transformers and write it anew with `save_pretrained`, or fetch the model again if the file was cut."
-    return InputError([Problem(field="model.id", value=str(path), message=f"cannot be read ({reason})", remedy=remedy)])
+    message = f"cannot be read ({reason})"
+    remedy = "Load it with transformers and save it again with `save_pretrained`, or download the model again if the file is truncated."
+    return InputError([Problem(code="weights-unreadable", field="model.id", value=str(path), message=message, remedy=remedy)])
 
 
-def _problem(path: Path, message: str) -> InputError:
-    remedy = "Fetch it again with `so-tui fetch`, name a folder with the whole model, or begin with `model.weights = random`."
-    return InputError([Problem(field="model.id", value=str(path), message=message, remedy=remedy)])
+def _problem(code: str, path: Path, message: str) -> InputError:
+    remedy = "Download it again with `so-tui fetch`, name a folder with the complete model, or start with `model.weights = random`."
+    return InputError([Problem(code=code, field="model.id", value=str(path), message=message, remedy=remedy)])

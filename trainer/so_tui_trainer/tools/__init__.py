@@ -1,1 +1,1 @@
-"""Helper processes for what needs torch, transformers or datasets: JSON on stdin, JSON on stdout, so that so-tui itself stays light."""
+"""Helper processes for work that needs torch, transformers or datasets: JSON on stdin, JSON on stdout. so-tui itself stays light."""

@@ -1,8 +1,8 @@
-"""How fast the CPU Adam kernel runs on given cores, in a process of its own: ``python -I -S adam_rate.py REQUEST``.
+"""Measure the CPU Adam kernel on given cores, in a process of its own: ``python -I -S adam_rate.py REQUEST``.
 
 Request (JSON): ``library`` (compiled kernel), ``worker`` (path of the Adam worker, whose calls are used), ``cpus``, ``parameters``,
-``seconds``. Prints ``{"step_bytes_per_s": ..., "accumulate_bytes_per_s": ...}``, host memory traffic. The standard library only, as in the
-worker: cores must be set before OpenMP makes its threads, which are the first to touch the memory.
+``seconds``. Prints ``{"step_bytes_per_s": ..., "accumulate_bytes_per_s": ...}``, the host memory traffic. Uses the standard library only,
+as the worker does: the cores must be set before OpenMP starts its threads, which are the first to touch the memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 STEP_BYTES = 28
+"""Bytes that a step reads and writes per parameter."""
 ACCUMULATE_BYTES = 10
+"""Bytes that adding a gradient reads and writes per parameter."""
 
 
 def main(request: dict[str, Any]) -> None:
+    """Measure and print the answer."""
     os.sched_setaffinity(0, request["cpus"])
     specification = importlib.util.spec_from_file_location("worker", request["worker"])
     assert specification is not None
@@ -30,7 +33,7 @@ def main(request: dict[str, Any]) -> None:
     numel = request["parameters"]
     memory = mmap.mmap(-1, worker.layout((numel,), 2, True).bytes)
     kernel = worker.Kernel(request["library"], memory, (numel,), 2, True)
-    kernel.run(worker.Command(worker.Operation.BEGIN, 0))
+    kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
     answer = {
@@ -38,11 +41,11 @@ def main(request: dict[str, Any]) -> None:
         "accumulate_bytes_per_s": ACCUMULATE_BYTES * numel / _seconds(lambda: kernel.run(accumulate), request["seconds"]),
     }
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # the kernel still points into the memory, which therefore cannot be closed first
+    os._exit(0)  # The memory cannot be closed while the kernel points into it.
 
 
 def _seconds(run: Callable[[], object], limit_s: float) -> float:
-    """Median of one run; at least three after a first that does not count, until ``limit_s`` is over."""
+    """Return the median time of a run in seconds, of at least three runs within ``limit_s`` after a warm-up."""
     run()
     times: list[float] = []
     begun = time.perf_counter()

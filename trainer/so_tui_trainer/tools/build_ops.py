@@ -1,7 +1,7 @@
-"""Compile what a first run would compile: ``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s, "deepspeed": reason or ""}`` out.
+"""Compile the kernels that a first run would compile, while all its ranks wait for one to three minutes.
 
-That is our own CPU Adam and DeepSpeed's. Otherwise the first run does it while all its ranks wait, for one to three minutes in which
-nothing seems to happen. ``deepspeed`` says why DeepSpeed's cannot be had, which only some settings need.
+``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s, "deepspeed": reason or ""}`` out. The kernels are our own CPU Adam and
+DeepSpeed's; ``deepspeed`` says why DeepSpeed's, which only some settings need, cannot be compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import time
 
 
 def build() -> dict[str, object]:
-    """Load the kernels, which compiles those that are not cached. Raises OffloadError where our own cannot be compiled."""
+    """Load the kernels, and compile those that are not cached.
+
+    Raises:
+        OffloadError: Our own kernel cannot be compiled.
+    """
     import torch
 
     from so_tui.spec import first_line
@@ -32,12 +36,13 @@ def build() -> dict[str, object]:
     except (RuntimeError, OSError, AssertionError, CUDAMismatchException, MissingCUDAException) as error:
         reason = first_line(error)
     seconds = time.monotonic() - began
-    # Loading a cached build takes a second or two; compiling takes most of a minute on any machine.
+    # Loading a cached build takes a second or two, compiling most of a minute.
     return {"cpu_adam": "built" if seconds > 10 else "ready", "seconds": round(seconds, 1), "deepspeed": reason}
 
 
 def main() -> int:
-    # The compiler and DeepSpeed print to stdout, where only the answer may stand.
+    """Answer the request on stdin."""
+    # The compiler and DeepSpeed print to stdout, which is reserved for the answer.
     answer_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.stdin.read()

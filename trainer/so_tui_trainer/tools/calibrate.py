@@ -1,9 +1,12 @@
-"""Measure a machine's rates, each in a process of its own: a request in, a line for each measurement out, the figures last.
+"""Measure a machine's rates, each in a process of its own. Answers with a line for each measurement, then the figures.
 
-Request: ``nodes`` [{"id", "cpus"}] (cores this process may use), ``gpus`` [{"index", "cpus", "rank_cpus"}] (the cores beside it, and those
-of its rank where all train), ``scale`` (share of the real sizes; 1 but in tests) and, for tests on a machine without GPUs, ``pretend_gpus``
-(measured on the CPU). Answers: ``{"message"}`` lines, then ``{"rates", "done": true}`` with what ``so_tui.plan.calibration.Rates`` holds.
-GPUs are numbered as NVML does.
+Request: ``nodes`` [{"id", "cpus"}] (cores that this process may use), ``gpus`` [{"index", "cpus", "rank_cpus"}] (the cores near the GPU,
+    and
+those of its rank when all GPUs train), ``scale`` (share of the real sizes; below 1 only in tests) and, for tests without GPUs,
+``pretend_gpus``
+(measured on the CPU). Answers: ``{"message"}`` lines, then ``{"rates", "done": true}`` with the fields of
+``so_tui.plan.calibration.Rates``.
+GPUs are numbered as by NVML.
 """
 
 from __future__ import annotations
@@ -24,16 +27,25 @@ from so_tui.spec import SoTuiError
 from so_tui_trainer.tools.channel import Answer, serve
 
 _ADAM_PARAMETERS = 64_000_000
+"""Parameters of a measurement at full size."""
 _ADAM_BYTES = 18
+"""Memory of a measurement per parameter."""
 _SECONDS = 0.4
+"""Length of one measurement."""
 _LIMIT_S = 60.0
+"""A measurement that takes longer has failed."""
 
 
 def work(request: Answer) -> Iterator[Answer]:
+    """Measure everything that the request asks for.
+
+    Yields:
+        Messages, then the rates.
+    """
     begun = time.monotonic()
     scale = float(request.get("scale", 1.0))
     rates: dict[str, Any] = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
-    yield {"message": "compiling the CPU Adam kernel, where it is not yet"}
+    yield {"message": "compiling the CPU Adam kernel, unless it is cached"}
     for answer in _cpu(request["nodes"], request["gpus"] or request.get("pretend_gpus", []), scale):
         rates |= answer.pop("rates", {})
         yield answer
@@ -47,17 +59,18 @@ def work(request: Answer) -> Iterator[Answer]:
 
 
 def core_counts(cores: int) -> tuple[int, ...]:
-    """Where the curve of Adam's rate is measured: few where it rises, and what the default shares of cores come to."""
+    """Return the numbers of cores for Adam's curve: few where it rises, and those that the default shares of cores give."""
     return tuple(sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)}))
 
 
 def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
+    """Measure Adam on growing numbers of cores, on every node, and by several ranks together."""
     points: list[tuple[int, float]] = []
     together: list[tuple[int, float]] = []
     bandwidth: list[tuple[int, float]] = []
     for position, node in enumerate(nodes):
         cpus = node["cpus"]
-        best = 0.0  # with however many cores: on a busy host all of them together may move less than half of them do
+        best = 0.0  # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
         for count in core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)}):
             found = _adam(cpus[:count], scale)
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
@@ -70,13 +83,13 @@ def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale:
         share = len(cpus) // ranks
         rate = slowest_together([cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale)
         together.append((ranks, rate))
-        yield {"message": f"node {nodes[0]['id']}: {ranks} times CPU Adam on {share} cores at once: {rate / 1e9:.1f} GB/s each"}
+        yield {"message": f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: {rate / 1e9:.1f} GB/s each"}
     rates = {"adam": _rising(points), "adam_together": together, "node_bytes_per_s": bandwidth}
     yield {"message": "CPU measured", "rates": rates}
 
 
 def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """How many ranks may share the first node: 2, 4, ... and all of the GPUs that stand at it, as far as its cores go."""
+    """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs, limited by its cores."""
     near = sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus) if nodes else 0
     return _up_to(min(near, len(nodes[0]["cpus"]))) if nodes else ()
 
@@ -86,7 +99,7 @@ def _up_to(most: int) -> tuple[int, ...]:
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """More cores than the memory can feed make it a little slower; the planner wants what so many cores can have."""
+    """Make the curve monotonic. More cores than the memory can feed slow Adam down a little, but a rank need not use them all."""
     best, rising = 0.0, []
     for cores, rate in points:
         best = max(best, rate)
@@ -99,7 +112,15 @@ def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
 
 
 def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> float:
-    """What the slowest of several workers moves, bytes per second, while all of them run; each on cores of its own."""
+    """Run several workers together, each on cores of its own.
+
+    Args:
+        shares: The cores of each worker.
+        scale: Share of the real sizes.
+
+    Returns:
+        Bytes per second of the slowest.
+    """
     answers = _finish_all([_start_adam(cpus, scale, together=len(shares)) for cpus in shares])
     return min(float(answer["step_bytes_per_s"]) for answer in answers)
 
@@ -114,7 +135,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
-        "seconds": _SECONDS * scale * (2 if together > 1 else 1),  # none is to be alone for long
+        "seconds": _SECONDS * scale * (2 if together > 1 else 1),  # Longer, so that all of them overlap for most of it.
     }
     script = Path(__file__).with_name("adam_rate.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
@@ -122,13 +143,14 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
 
 
 def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
+    """Measure the first GPU by itself, then all GPUs together."""
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = gpus[0]
     request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
     rates = _answer(_gpu_argv(request), environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])})
-    down, up = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
+    d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
-        "message": f"GPU {first['index']}: {rates['matrix_flops'] / 1e12:.0f} TFLOPS, {down:.0f} GB/s down, {up:.0f} GB/s up",
+        "message": f"GPU {first['index']}: {rates['matrix_flops'] / 1e12:.0f} TFLOPS, {d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d",
         "rates": rates,
     }
     if len(gpus) < 2:
@@ -149,7 +171,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     together = answers[0]["small_layer_together"]
     times = ", ".join(f"{1e6 * seconds:.0f} µs on {count}" for count, seconds in together)
     yield {
-        "message": f"Python of a small layer: {1e6 * rates['small_layer_s']:.0f} µs on one GPU, {times} at once",
+        "message": f"layer launch overhead: {1e6 * rates['small_layer_s']:.0f} µs on one GPU, {times} together",
         "rates": {"small_layer_together": together},
     }
 
@@ -167,8 +189,12 @@ def _start(argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen
 
 
 def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """The last line of each. Raises as ``_finish``, for the first that fails: the others may wait for it, and are ended."""
-    with ThreadPoolExecutor(len(children)) as threads:  # one each, so that none waits for a full pipe
+    """Return the last line of each child. If one fails, the others may wait for it and are killed.
+
+    Raises:
+        SoTuiError: A child failed or took too long.
+    """
+    with ThreadPoolExecutor(len(children)) as threads:  # One each, so that no child blocks on a full pipe.
         answers = [threads.submit(_finish, child) for child in children]
         try:
             ended, _ = wait(answers, return_when=FIRST_EXCEPTION)
@@ -182,7 +208,11 @@ def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any
 
 
 def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """The last line of a child. Raises SoTuiError with what it wrote to stderr when it failed or took too long."""
+    """Return the last line of a child.
+
+    Raises:
+        SoTuiError: The child failed, with what it wrote to stderr, or took too long.
+    """
     try:
         out, errors = child.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired as error:
@@ -196,6 +226,7 @@ def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Answer the request on stdin."""
     return serve(work)
 
 

@@ -1,4 +1,4 @@
-"""How a helper process talks: one request on stdin, answers as lines of JSON on stdout, everything else on stderr."""
+"""How a helper process answers: one request on stdin, lines of JSON on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from typing import Any
 import msgspec
 
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, check_tree
+from superoffload.errors import OffloadError
 
 Answer = dict[str, Any]
 
 
 def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
-    """Answer the request on stdin with what ``work`` yields, a line each; returns the exit code.
+    """Answer the request on stdin.
 
-    What a user can mend is an answer too: ``{"problems": [...], "done": true}``, exit code 2 (or the error's own).
+    Problems that a user can solve are an answer too: ``{"problems": [...], "done": true}``, with exit code 2 (or the error's own).
+
+    Args:
+        work: Yields the answers to a request.
+
+    Returns:
+        The exit code.
     """
-    # Libraries print to stdout, where only answers may stand.
+    # Libraries print to stdout, which is reserved for answers.
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     code = 0
@@ -28,21 +35,26 @@ def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
         for answer in work(json.load(sys.stdin)):
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
-    except SoTuiError as error:
+    except (SoTuiError, OffloadError) as error:
         stream.write(json.dumps({"problems": problems_json(error), "done": True}) + "\n")
         print(error, file=sys.stderr)
-        code = error.exit_code
+        code = error.exit_code if isinstance(error, SoTuiError) else 1
     stream.close()
     return code
 
 
 def requested_spec(request: Answer) -> RunSpec:
-    """The spec of a request. Raises InputError."""
+    """Return the spec of a request.
+
+    Raises:
+        InputError: It is not valid.
+    """
     return check_tree(request["spec"])
 
 
-def problems_json(error: SoTuiError) -> list[Answer]:
-    """What is wrong, as plain values; one problem without a field where the error names none."""
-    found = error.problems if isinstance(error, InputError) else (Problem(field="", value="", message=str(error), remedy=""),)
+def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
+    """Return the problems of an error as plain values; one problem without a field if the error has none."""
+    code = error.code if isinstance(error, OffloadError) and error.code else "error"
+    found = error.problems if isinstance(error, InputError) else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
     problems: list[Answer] = msgspec.to_builtins(found)
     return problems

@@ -1,6 +1,6 @@
-"""Whether a run's model, tokenizer and data can be had, without loading weights: ``{"spec": tree}`` in, problems and warnings out.
+"""Check that a run's model, tokenizer and data are available, without loading weights: ``{"spec": tree}`` in, problems and warnings out.
 
-{"problems": [{"field", "value", "message", "remedy"}], "warnings": [text], "done": true}
+{"problems": [{"code", "field", "value", "message", "remedy"}], "warnings": [text], "done": true}
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from so_tui.units import disk_size
 from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files, stay_offline_when_cut_off
 
-_ROWS_LOOKED_AT = 100
+_CHECKED_ROWS = 100
+"""Rows of each source that are tokenised as a test."""
 
 
 def check(request: Answer) -> Iterator[Answer]:
-    """Every check is made, whatever the ones before it found."""
+    """Make every check, whatever the others find.
+
+    Yields:
+        The problems and warnings.
+    """
     stay_offline_when_cut_off()
     spec = requested_spec(request)
     problems: list[Answer] = []
     warnings: list[str] = []
-    for look in (_tokenizer, _weights, _data, _evaluation):
+    for check_one in (_tokenizer, _weights, _data, _evaluation):
         try:
-            warnings += look(spec)
+            warnings += check_one(spec)
         except InputError as error:
-            problems += [problem for problem in problems_json(error) if problem not in problems]  # several need the tokenizer
+            problems += [problem for problem in problems_json(error) if problem not in problems]  # Several checks need the tokenizer.
     yield {"problems": problems, "warnings": warnings, "done": True}
 
 
@@ -37,13 +42,22 @@ def _tokenizer(spec: RunSpec) -> list[str]:
 
     size, vocabulary = len(load_tokenizer(spec)), load_config(spec.model).vocab_size
     if size > vocabulary:
-        message, remedy = f"has {size} tokens, and the model's vocabulary {vocabulary}", "Use the model's own tokenizer."
-        raise InputError([Problem(field="model.tokenizer", value=spec.model.tokenizer or spec.model.id, message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="tokenizer-too-large",
+                    field="model.tokenizer",
+                    value=spec.model.tokenizer or spec.model.id,
+                    message=f"has {size} tokens, but the model's vocabulary has {vocabulary}",
+                    remedy="Use the model's own tokenizer.",
+                )
+            ]
+        )
     return []
 
 
 def _weights(spec: RunSpec) -> list[str]:
-    """Weights that are here must be the model's; others must be reachable, and open to this user."""
+    """Check that local weights match the model, or that remote ones exist and are open to this user."""
     from so_tui_trainer.model.pretrained import downloaded
 
     if spec.model.weights == "random":
@@ -52,43 +66,45 @@ def _weights(spec: RunSpec) -> list[str]:
         missing = missing_files(spec.model, remote_files(spec.model))
         if missing:
             size = disk_size(sum(missing.values()))
-            return [f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` does that beforehand"]
+            return [f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` downloads them beforehand"]
     source = downloaded(spec.model)
     return [] if source is None else _stored(spec, source)
 
 
 def _stored(spec: RunSpec, source: Path) -> list[str]:
-    """Names and shapes of the stored tensors against the model's; for MXFP4 weights also whether their bf16 folder is there, or fits."""
+    """Compare the stored tensors with the model. For MXFP4 weights, check for their bf16 folder or the space for it."""
     from so_tui_trainer.model import matching, mxfp4
     from so_tui_trainer.model.build import load_config
-    from so_tui_trainer.model.pretrained import trainable
+    from so_tui_trainer.model.pretrained import trainable_folder
     from so_tui_trainer.model.stored import read_index
 
-    folder = trainable(source)
+    folder = trainable_folder(source)
     if not folder.is_dir():
         needed = mxfp4.missing_bytes(source, folder)
         mxfp4.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
-        return [f"the MXFP4 weights become bf16 first, once ({disk_size(needed)}); `so-tui prepare {spec.name}` does that beforehand"]
+        size = disk_size(needed)
+        return [f"the MXFP4 weights must be converted to bf16 once ({size}); `so-tui prepare {spec.name}` does that beforehand"]
     meta = matching.meta_model(load_config(spec.model), trust_remote_code=spec.model.trust_remote_code)
     matching.refuse(matching.match(meta, read_index(folder)), spec.model)
     return []
 
 
 def _data(spec: RunSpec) -> list[str]:
-    """Opens every source, reads its first rows and lets the chat template write them; what is to be held out must leave some.
+    """Open every source and tokenise its first rows; check that holding out rows leaves some.
 
-    Rows without a trained token are dropped later, so fewer may be left to divide than are counted here.
+    Rows without a trained token are dropped later, so fewer rows may be left than are counted here.
     """
     from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.encoding import Encoder
     from so_tui_trainer.data.sources import open_sources
-    from so_tui_trainer.data.tokens import Encoder, load_tokenizer
+    from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import held_out_rows
 
     encoder = Encoder(chat_of(load_tokenizer(spec)), spec.data.loss, spec.data.sequence_length)
     sources = open_sources(spec.data)
     held_out_rows(spec, sum(len(opened.rows) for opened in sources))
     for opened in sources:
-        for _ in encoder.documents(opened, 0, _ROWS_LOOKED_AT):
+        for _ in encoder.documents(opened, 0, _CHECKED_ROWS):
             pass
     return [*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings]
 

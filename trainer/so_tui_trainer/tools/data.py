@@ -1,4 +1,4 @@
-"""What a model will see of its data: ``{"spec": tree, "rows": n}`` in; lines of progress, then counts and the first rows out.
+"""Show what a model will see of its data: ``{"spec": tree, "rows": n}`` in; progress, then counts and the first rows out.
 
 {"message": text, "done_rows": n, "total_rows": n} ... {"rows": n, "trained_tokens": n, ..., "samples": [...], "done": true}
 """
@@ -28,12 +28,20 @@ if TYPE_CHECKING:
     from so_tui_trainer.data.packing import Sequences
 
 _BINS = 11
+"""Bins of equal width in the histogram."""
 _USUAL = 0.98
-"""Share of the documents that the bins of equal width hold at least."""
+"""Least share of the documents that the bins of equal width cover."""
 
 
 def preview(request: Answer) -> Iterator[Answer]:
-    """Raises InputError when data or tokenizer cannot be read."""
+    """Tokenise the data and describe them.
+
+    Yields:
+        Progress, then the description.
+
+    Raises:
+        InputError: Data or tokenizer cannot be read.
+    """
     yield {"message": "loading the tokenizer and opening the data"}
     stay_offline_when_cut_off()
     from so_tui_trainer.data.cache import read
@@ -73,7 +81,7 @@ def preview(request: Answer) -> Iterator[Answer]:
 
 
 def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
-    """Progress of the tokenising; returns the folder of the result."""
+    """Yield the progress of the tokenisation; return the folder of the cache entry."""
     from so_tui_trainer.data.tokens import preparing
 
     steps = preparing(spec)
@@ -87,7 +95,7 @@ def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
-    """How many documents have which length, and how many tokens these hold: bins of equal width, and a last one for the few far longer."""
+    """Count documents and tokens by length: bins of equal width, and a last one for the few documents that are far longer."""
     longest = int(lengths.max())
     usual = min(longest, int(np.quantile(lengths, _USUAL)) + 1)
     width = max(1, -(-usual // _BINS))
@@ -101,7 +109,7 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
 
 
 def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]:
-    """What became of each source, and its share of ``epoch``, the documents that one trains on."""
+    """Describe each source and its share of ``epoch``, the documents that an epoch trains on."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
     met = np.bincount(np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts))
     lengths, trained = documents.lengths, documents.trained_lengths
@@ -125,36 +133,36 @@ def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]
 
 
 def _sequence(documents: Documents, sequences: Sequences) -> Answer:
-    """A sequence as most are (of median many documents): what lies in it, in order. What is left of it is padding."""
+    """Describe a typical sequence (with the median number of documents): its documents in order. The rest of it is padding."""
     order = np.argsort(np.diff(sequences.offsets), kind="stable")
     held = sequences.of(int(order[len(order) // 2]))
     return {
-        "documents": [{**_place(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
+        "documents": [{**_origin(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
         "tokens": int(documents.lengths[held].sum()),
     }
 
 
 def _in_turn(documents: Documents) -> Iterator[int]:
-    """Documents, one of each source in turn."""
+    """Return the indices of documents, one of each source in turn."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
     turns = zip_longest(*(range(first, last) for first, last in pairwise(firsts)))
     return (index for index in chain.from_iterable(turns) if index is not None)
 
 
-def _place(documents: Documents, index: int) -> Answer:
-    """Where a document comes from."""
+def _origin(documents: Documents, index: int) -> Answer:
+    """Return the source and the row of a document."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
     part = int(np.searchsorted(firsts, index, side="right")) - 1
     return {"source": documents.parts[part].source, "row": documents.row_of(index)}
 
 
 def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> Answer:
-    """A document as runs of text, each with whether it is trained. The model sees exactly these tokens, special ones included."""
+    """Return a document as pieces of text, each with whether it is trained. They are exactly the model's tokens, with the special ones."""
     start, stop = int(documents.offsets[index]), int(documents.offsets[index + 1])
     tokens = zip(documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True)
     pieces = [(str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in groupby(tokens, key=lambda item: item[1])]
     return {
-        **_place(documents, index),
+        **_origin(documents, index),
         "tokens": stop - start,
         "trained_tokens": int(documents.trained[start:stop].sum()),
         "pieces": pieces,
@@ -162,6 +170,6 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
 
 
 if __name__ == "__main__":
-    # Whoever asked may lose interest: leave by way of the clean-up of what is half written.
+    # The caller may cancel: exit normally, so that partial cache entries are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(serve(preview))

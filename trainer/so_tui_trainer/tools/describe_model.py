@@ -1,9 +1,9 @@
-"""What a model is, from its config.json alone, built on meta tensors: no weights, no memory.
+"""Describe a model from its config.json, built on meta tensors: no weights, no memory.
 
 ``{"model": hub id or folder, "revision": "main", "tokenizer": "", "weights": "", "trust_remote_code": false}`` in; out, with ``model`` the
 section with shape and table, {"model": tree, "parameters": n, "longest_sequence": tokens or 0, "notes": [text], "done": true}
 
-Problems name what is wrong: no such model, gated, no network, not a causal language model, code of its own, an unsupported head.
+Problems name the cause: no such model, gated, no network, not a causal language model, code of its own, an unsupported head.
 """
 
 from __future__ import annotations
@@ -39,27 +39,36 @@ _SHAPE = [
     "initializer_range",
     "tie_word_embeddings",
 ]
-"""What the planner reads, written out also where the model's own config leaves it to a default or calls it by another name."""
+"""Keys that the planner reads. They are written out even if the model's own config uses a default or another name."""
 _NOT_SHAPE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "auto_map", *_QUANTISED}
+"""Keys that do not belong into a preset."""
 _WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
-"""What older models call ``intermediate_size``."""
+"""Names of ``intermediate_size`` in older models."""
 _DEQUANTISED = ("mxfp4", "gpt_oss")
-"""The one quantisation that the trainer undoes when it loads, and the one kind of model that it does so for."""
+"""The quantisation that the trainer converts when it loads weights, and the kind of model for which it does."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+"""Files of which a tokenizer has at least one."""
 
 
 def describe(request: Answer) -> Iterator[Answer]:
-    """Raises InputError."""
+    """Describe the model of a request.
+
+    Yields:
+        The description.
+
+    Raises:
+        InputError: The model cannot be loaded, planned or trained.
+    """
     stay_offline_when_cut_off()
     asked = ModelSpec(
-        id=_absolute(request["model"]),
+        id=_resolve_model(request["model"]),
         revision=request.get("revision") or "main",
         tokenizer=request.get("tokenizer") or "",
         weights="random" if request.get("weights") == "random" else "pretrained",
         trust_remote_code=bool(request.get("trust_remote_code")),
     )
-    _look_on_hub(asked)
-    # torch and transformers take seconds to import.
+    _check_hub(asked)
+    # Imported late: torch and transformers take seconds.
     from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
 
@@ -72,8 +81,8 @@ def describe(request: Answer) -> Iterator[Answer]:
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
     except (ValueError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
-        reason = f"its shape cannot be built: {_said(error)}"
-        _refuse(asked, reason, "Check its config.json; some models need packages of their own, or a newer transformers.")
+        message = f"its shape cannot be built: {_reason(error)}"
+        _refuse("model-shape-invalid", asked, message, "Check its config.json. Some models need other packages, or a newer transformers.")
     _refuse_head(asked, causal)
     found = msgspec.structs.replace(
         asked, config=shape_of(config, causal), parameters=blocks_of(ordered_tensors(causal)), leaf_modules=expert_blocks(causal)
@@ -89,13 +98,15 @@ def describe(request: Answer) -> Iterator[Answer]:
 
 
 def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
-    """``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as TOML."""
-    shape: dict[str, Any] = _plain({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
+    """Return ``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as in
+    TOML.
+    """
+    shape: dict[str, Any] = _toml_values({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
     return shape | planned_shape(config, causal)
 
 
 def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
-    """What the planner reads of a model, by the names that it reads."""
+    """Return what the planner reads of a model, by the names that it uses."""
     named = {key: getattr(config, key, None) for key in _SHAPE}
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
@@ -103,35 +114,45 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
 
 
 def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
-    """Classes of the blocks that hold a model's experts: ZeRO-3 gathers such a block whole, whichever experts a token meets."""
+    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole, whichever experts a token uses."""
     blocks = {type(module).__name__ for module in causal.modules() if any(name == "experts" for name, _ in module.named_children())}
     return tuple(sorted(blocks))
 
 
-def _absolute(model: str) -> str:
-    """A folder by its whole path, since runs start elsewhere; a name on the hub as it is. Raises InputError."""
+def _resolve_model(model: str) -> str:
+    """Return the absolute path of a folder, since runs start elsewhere, or a hub id unchanged.
+
+    Raises:
+        InputError: A path that is not a model's folder.
+    """
     text = resolve_source(model.strip())
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            adapter = (path / "adapter_config.json").is_file()
-            message = "is an adapter (LoRA), not a whole model" if adapter else "has no config.json"
-            remedy = "Name the model it was made for." if adapter else "Name the folder that `save_pretrained` wrote."
-            raise InputError([Problem(field="model.id", value=text, message=message, remedy=remedy)])
+            code, message, remedy = "model-config-missing", "has no config.json", "Name the folder that `save_pretrained` wrote."
+            if (path / "adapter_config.json").is_file():
+                code, message, remedy = "model-is-adapter", "is an adapter (LoRA), not a whole model", "Name the model it was made for."
+            raise InputError([Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)])
         return model.strip() if text != model.strip() else str(path.absolute())
     if path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
-        message = "is a file, not a folder" if path.exists() and text else "there is no such folder"
+        code, message = "model-folder-missing", "there is no such folder"
+        if path.exists() and text:
+            code, message = "model-is-file", "is a file, not a folder"
         remedy = "Name a folder with a config.json, or a model on the hub (owner/name)."
-        raise InputError([Problem(field="model.id", value=text, message=message, remedy=remedy)])
+        raise InputError([Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)])
     return text
 
 
-def _look_on_hub(model: ModelSpec) -> None:
-    """Raises InputError: no such model or revision, no network and nothing cached, no config.json."""
+def _check_hub(model: ModelSpec) -> None:
+    """Check that the model is on the hub or in the cache.
+
+    Raises:
+        InputError: No such model or revision, no network and nothing cached, or no config.json.
+    """
     if not Path(resolve_source(model.id)).is_dir():
         files = remote_files(model)
         if files and "config.json" not in files:
-            _refuse(model, "has no config.json on the hub", "Choose a model in the format of transformers.")
+            _refuse("model-config-missing", model, "has no config.json on the hub", "Choose a model in the format of transformers.")
 
 
 def _read_config(model: ModelSpec) -> PretrainedConfig:
@@ -143,28 +164,34 @@ def _read_config(model: ModelSpec) -> PretrainedConfig:
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
-        _explain(model, error)
+        _refuse_unreadable(model, error)
     return config
 
 
-def _explain(model: ModelSpec, error: Exception) -> NoReturn:
-    """Raises InputError with the reason behind what transformers said."""
+def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
+    """Explain why transformers cannot load a config. Its errors share types, so their texts are matched here, and nowhere else.
+
+    Raises:
+        InputError: Always.
+    """
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
-        remedy = "Read that code first; if you trust it, say --trust-remote-code."
-        _refuse(model, "comes with Python code of its own, which is not run unasked", remedy, error)
+        remedy = "Read that code first. If you trust it, add --trust-remote-code."
+        _refuse("model-needs-remote-code", model, "comes with its own Python code, which is not run by default", remedy, error)
     if _caused_by(error, "GatedRepoError"):
         remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-        _refuse(model, "is gated, and this user has no access", remedy, error)
+        _refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
     if "Unrecognized model" in text:
         remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
-        _refuse(model, "does not say what kind of model it is (its config.json has no `model_type`)", remedy, error)
+        message = "does not say what kind of model it is (its config.json has no `model_type`)"
+        _refuse("model-type-missing", model, message, remedy, error)
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
         message = f"is of a kind that transformers {__version__} does not know"
-        _refuse(model, message, "Install a newer transformers, or choose another model.", error)
-    _refuse(model, f"its config.json cannot be read ({_said(error)})", "Mend or fetch it again.", error)
+        _refuse("model-type-unknown", model, message, "Install a newer transformers, or choose another model.", error)
+    message = f"its config.json cannot be read ({_reason(error)})"
+    _refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
 
 
 def _caused_by(error: BaseException | None, name: str) -> bool:
@@ -176,25 +203,31 @@ def _caused_by(error: BaseException | None, name: str) -> bool:
 
 
 def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
-    """Raises InputError for what is not a decoder over text."""
+    """Refuse a model that is not a decoder over text.
+
+    Raises:
+        InputError: It is another kind of model.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     remedy = "Choose a model for text generation (a causal language model)."
     classes = tuple(config.architectures or ())
     if getattr(config, "is_encoder_decoder", False):
-        _refuse(model, "is an encoder-decoder, not a causal language model", remedy)
+        _refuse("model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy)
     if config.get_text_config() is not config:
-        _refuse(model, "is a model of several modalities; so-tui trains text models", remedy)
+        _refuse("model-multimodal", model, "is a multimodal model; so-tui trains text models", remedy)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        _refuse(model, f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model", remedy)
+        message = f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model"
+        _refuse("model-not-causal", model, message, remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if own_code:
         return
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        _refuse(model, f"is a {config.model_type}, which transformers knows no causal language model for", remedy)
+        message = f"is a {config.model_type}, which transformers has no causal language model for"
+        _refuse("model-not-causal", model, message, remedy)
     if classes and not known & set(classes):
-        _refuse(model, f"is a {classes[0]}, not a causal language model", remedy)
+        _refuse("model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy)
 
 
 def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
@@ -206,42 +239,52 @@ def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
     from so_tui_trainer.model.build import refuse_unsupported
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        _refuse(model, "has no output projection that so-tui can find", "Choose a model with a plain output projection.")
+        message = "has no output projection that so-tui can find"
+        _refuse("model-head-missing", model, message, "Choose a model with a plain output projection.")
     refuse_unsupported(causal, model)
 
 
 def _refuse_unplannable(model: ModelSpec) -> None:
-    """Raises InputError where the planner would find no shape to reckon with."""
+    """Refuse a model whose shape the planner cannot read.
+
+    Raises:
+        InputError: Names the keys that are missing.
+    """
     from so_tui.model.flops import flops_of
 
     try:
         flops_of(model)
     except InputError as error:
         missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        message = f"a {model.config.get('model_type')} has no {missing}: it is no transformer of the kind that can be planned"
-        _refuse(model, message, "Choose a decoder with attention in every layer.", error)
+        message = f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be planned"
+        _refuse("model-not-plannable", model, message, "Choose a decoder with attention in every layer.", error)
 
 
 def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
-    """What is worth knowing. Raises InputError for weights that cannot be trained."""
+    """Return notes about the model.
+
+    Raises:
+        InputError: Its weights cannot be trained.
+    """
     from so_tui_trainer.model.stored import shards
 
     notes = []
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:
-            remedy = "Choose the checkpoint with bf16 weights of this model."
-            _refuse(model, f"its weights are quantised ({method}), and quantised weights cannot be trained", remedy)
-        notes.append(f"its weights are stored as {method} and become bf16 when they are loaded")
+            remedy = "Choose this model's checkpoint with bf16 weights."
+            message = f"its weights are quantised ({method}), and quantised weights cannot be trained"
+            _refuse("weights-quantised", model, message, remedy)
+        notes.append(f"its weights are stored as {method} and are converted to bf16 when they are loaded")
     folder = Path(resolve_source(model.id))
     if folder.is_dir() and model.weights == "pretrained" and not shards(folder):
-        notes.append(f"{folder} has no weights: it can be planned, and trained only with model.weights=random")
+        notes.append(f"{folder} has no weights: it can be planned, but trained only with model.weights=random")
     if folder.is_dir() and not model.tokenizer and not any(any(folder.glob(name)) for name in _TOKENIZERS):
-        notes.append(f"{folder} has no tokenizer: name one when you train it (model.tokenizer=FOLDER or a hub id)")
+        notes.append(f"{folder} has no tokenizer: set one to train it (model.tokenizer=FOLDER or a hub id)")
     return notes
 
 
 def _quantisation(config: PretrainedConfig) -> str:
-    """How the weights are quantised; empty where they are not."""
+    """Return how the weights are quantised; empty if they are not."""
     found = next((value for key in _QUANTISED if (value := getattr(config, key, None))), None)
     if found is None:
         return ""
@@ -251,7 +294,7 @@ def _quantisation(config: PretrainedConfig) -> str:
 
 
 def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
-    """The feed-forward width where it is not called ``intermediate_size``: by its older names, or the widest input of a projection."""
+    """Return the feed-forward width if it is not called ``intermediate_size``: by its older names, or the widest input of a projection."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -264,12 +307,12 @@ def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
     return max(inputs, default=None)
 
 
-def _plain(value: Any) -> Any:
-    """The same without None and without tables whose keys are no text."""
+def _toml_values(value: Any) -> Any:
+    """Remove None, and tables with keys that are not text."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if isinstance(key, str) and item is not None and not _numbered(item)}
+        return {key: _toml_values(item) for key, item in value.items() if isinstance(key, str) and item is not None and not _numbered(item)}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value if item is not None]
+        return [_toml_values(item) for item in value if item is not None]
     return value
 
 
@@ -277,14 +320,14 @@ def _numbered(value: Any) -> bool:
     return isinstance(value, dict) and any(not isinstance(key, str) for key in value)
 
 
-def _said(error: BaseException) -> str:
-    """The first line of the error, or of what caused one that only says where."""
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error, or of its cause if it only names a location."""
     first = first_line(error)
-    return _said(error.__cause__) if first.endswith(":") and error.__cause__ else first
+    return _reason(error.__cause__) if first.endswith(":") and error.__cause__ else first
 
 
-def _refuse(model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:
-    raise InputError([Problem(field="model.id", value=model.id, message=message, remedy=remedy)]) from error
+def _refuse(code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:
+    raise InputError([Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]) from error
 
 
 if __name__ == "__main__":

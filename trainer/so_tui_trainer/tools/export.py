@@ -1,4 +1,7 @@
-"""A run's newest checkpoint as a Hugging Face folder: ``{"run": path, "to": path}`` in, ``{"folder", "bytes", "step", "done"}`` out."""
+"""Export a run's newest checkpoint as a Hugging Face folder.
+
+``{"run": path, "to": path}`` in, ``{"folder", "bytes", "step", "done"}`` out.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,13 @@ if TYPE_CHECKING:
 
 
 def export_run(request: Answer) -> Iterator[Answer]:
-    """Raises InputError when the run has no checkpoint, something else than an export lies at the target, or tokenizer or configuration
-    cannot be had.
+    """Export the newest readable checkpoint.
+
+    Yields:
+        Messages, then the answer.
+
+    Raises:
+        InputError: The run has no checkpoint, the target is not an export, or tokenizer or configuration cannot be loaded.
     """
     stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory
@@ -28,18 +36,18 @@ def export_run(request: Answer) -> Iterator[Answer]:
     folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
     refuse_foreign(folder)
     if request.get("to"):
-        folder.parent.mkdir(parents=True, exist_ok=True)  # a run's own folder is not made anew when somebody deletes it
+        folder.parent.mkdir(parents=True, exist_ok=True)  # But never recreate a run's own folder that somebody has deleted.
     while True:
         found = _newest(run)
         for damage in found.damaged:
-            yield {"message": f"{damage.path.name} cannot be read ({damage.reason}); an older one is taken"}
+            yield {"message": f"{damage.path.name} cannot be read ({damage.reason}); exporting an older one"}
         yield {"message": f"exporting step {found.manifest.step} of {run.name}"}
         try:
             size = export(found.path, folder, run.name)
         except (OSError, OffloadError):
             if found.path.is_dir():
                 raise
-            continue  # the run goes on, and has replaced it by a newer one meanwhile
+            continue  # The run is still going, and has replaced it by a newer one.
         yield {"folder": str(folder), "bytes": size, "step": found.manifest.step, "done": True}
         return
 
@@ -53,10 +61,12 @@ def _newest(run: RunDirectory) -> Found:
     try:
         found = newest(folder_of(run, read_spec(run)))
     except TrainingError as error:
-        raise InputError([Problem(field="run", value=run.name, message=error.reason, remedy=error.suggestion)]) from error
+        problem = Problem(code=error.code, field="run", value=run.name, message=error.reason, remedy=error.suggestion)
+        raise InputError([problem]) from error
     if found is None:
         remedy = "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or `every_minutes`."
-        raise InputError([Problem(field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)])
+        problem = Problem(code="checkpoint-missing", field="run", value=run.name, message="has no checkpoint to export", remedy=remedy)
+        raise InputError([problem])
     return found
 
 

@@ -16,7 +16,14 @@ from so_tui_trainer.tools.hub import missing_files, remote_files
 
 
 def fetch(request: Answer) -> Iterator[Answer]:
-    """Raises InputError for what cannot be had; what is here already is not downloaded again."""
+    """Download what is not there yet.
+
+    Yields:
+        Progress, then the total.
+
+    Raises:
+        InputError: Something cannot be downloaded.
+    """
     from so_tui_trainer.data.sources import open_sources
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import evaluation_spec
@@ -32,7 +39,7 @@ def fetch(request: Answer) -> Iterator[Answer]:
     other = evaluation_spec(spec)
     for opened in (*open_sources(spec.data), *(open_sources(other.data) if other else ())):
         yield {"message": f"data: {len(opened.rows):,} rows of {opened.source.source} ready"}
-    yield {"message": f"everything of {spec.name} is here", "bytes": total, "done": True}
+    yield {"message": f"everything for {spec.name} is downloaded", "bytes": total, "done": True}
 
 
 def _model(spec: RunSpec) -> Iterator[Answer]:

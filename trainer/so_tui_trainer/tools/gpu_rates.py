@@ -1,9 +1,9 @@
-"""Rates of one GPU, or between several, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
+"""Measure one GPU, or several together, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
-Request (JSON): ``device`` ("cuda:0"), ``cpus`` (beside the GPU; pinned memory lies where this process runs), ``seconds`` per measurement,
-``scale`` (1 for real sizes). With ``rank``, ``ranks``, ``counts`` and ``port`` it measures what ranks do together instead: an
-all-gather, and small layers on the first so many of them (``counts``). Prints one JSON object. Without a GPU (device "cpu") the same code
-runs on small sizes, to be tried out.
+Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this process runs), ``seconds`` per
+measurement, ``scale`` (1 for real sizes). With ``rank``, ``ranks``, ``counts`` and ``port`` it measures several ranks together: an
+all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON object. Without a GPU (device "cpu") the same code
+runs on small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from statistics import median_high
 from typing import Any
 
 TOKENS = 8192
+"""Rows of the matrix products."""
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 """(in, out) of the matrix products of an 8B model's layer."""
 COPY_BYTES = 2**29
+"""Size of a copy between host and GPU."""
 GATHER_BYTES = 2**28
+"""Bytes of each rank in the all-gather."""
 SMALL_LAYERS = 32
+"""Layers of a pass that measures the layer launch overhead."""
 SMALL_WIDTH = 64
-"""Layers that keep no GPU busy: their time is that of the Python around them."""
+"""Width of those layers. They keep no GPU busy, so their time is that of the Python around them."""
 ROUNDS = 96
-"""Passes of small layers that ranks make together."""
+"""Passes that ranks make together."""
 
 
 def main(request: dict[str, Any]) -> None:
+    """Measure and print the answer."""
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
-    answer = _peers(request) if "ranks" in request else _alone(request)
+    answer = _measure_between_gpus(request) if "ranks" in request else _measure_one_gpu(request)
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # nothing to save, and CUDA's own end takes a second
+    os._exit(0)  # There is nothing to save, and the shutdown of CUDA takes a second.
 
 
-def _alone(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure matrix products, copies and the layer launch overhead of one GPU."""
     import torch
 
     device = torch.device(request["device"])
@@ -58,8 +64,8 @@ def _alone(request: dict[str, Any]) -> dict[str, Any]:
     pinned = device.type == "cuda"
     host, host_too = (torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     within = _seconds(lambda: near.copy_(other), device, limit_s)
-    down = _seconds(lambda: host.copy_(near, non_blocking=True), device, limit_s)
-    up = _seconds(lambda: near.copy_(host, non_blocking=True), device, limit_s)
+    d2h = _seconds(lambda: host.copy_(near, non_blocking=True), device, limit_s)
+    h2d = _seconds(lambda: near.copy_(host, non_blocking=True), device, limit_s)
     streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
 
     def both() -> None:
@@ -77,15 +83,15 @@ def _alone(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "matrix_flops": flops / products,
         "hbm_bytes_per_s": 2 * size / within,
-        "down_bytes_per_s": size / down,
-        "up_bytes_per_s": size / up,
+        "down_bytes_per_s": size / d2h,
+        "up_bytes_per_s": size / h2d,
         "both_ways_bytes_per_s": [size / together, size / together],
         "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
     }
 
 
 def _small_layers(device: Any) -> Callable[[], object]:
-    """Forward and backward of a chain of hooked modules, as ZeRO-3 hangs its hooks on every module."""
+    """Return a forward and backward pass of a chain of modules with hooks, as ZeRO-3 adds them to every module."""
     import torch
 
     modules = [torch.nn.Linear(SMALL_WIDTH, SMALL_WIDTH, device=device, dtype=torch.bfloat16) for _ in range(SMALL_LAYERS)]
@@ -103,7 +109,8 @@ def _small_layers(device: Any) -> Callable[[], object]:
     return pass_through
 
 
-def _peers(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure an all-gather and the layer launch overhead of several ranks."""
     import torch
     from torch import distributed
 
@@ -115,7 +122,7 @@ def _peers(request: dict[str, Any]) -> dict[str, Any]:
     share = torch.zeros(max(4096, int(GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
     whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
     times = []
-    for _ in range(8):  # the same number on every rank, whatever each measures
+    for _ in range(8):  # The same number on every rank, whatever it measures.
         distributed.barrier()
         times.append(_once(lambda: distributed.all_gather_into_tensor(whole, share), device))
     seconds = median_high(times)
@@ -127,8 +134,10 @@ def _peers(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) -> float | None:
-    """A small layer where the first ``count`` ranks wait for each other after each pass of ``SMALL_LAYERS``, about as long as a layer's
-    forward takes that gathers weights: the slowest core's time, and not always the same one's. None on the other ranks, which wait.
+    """Measure the layer launch overhead, in seconds, of ranks that wait for each other.
+
+    The first ``count`` ranks synchronise after each pass of ``SMALL_LAYERS``, which takes about as long as a layer's forward with its
+    all-gather. So the slowest core decides, and it is not always the same one. Other ranks wait, and return None.
     """
     from torch import distributed
 
@@ -150,7 +159,7 @@ def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) ->
 
 
 def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
-    """Median of one run; at least five after two that do not count, until ``limit_s`` is over."""
+    """Return the median time of a run in seconds, of at least five runs within ``limit_s`` after two warm-up runs."""
     for _ in range(2):
         _once(run, device)
     times: list[float] = []
@@ -161,6 +170,7 @@ def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
 
 
 def _once(run: Callable[[], object], device: Any) -> float:
+    """Return the time of one run in seconds, with the GPU synchronised."""
     import torch
 
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A model's files on the hub, and which of them are here."""
+"""A model's files on the hub, and which of them are in the local cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from urllib.parse import urlsplit
 from so_tui.spec import InputError, ModelSpec, Problem
 
 WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
-"""What loading may need; weights in other formats stay on the hub."""
+"""Files that loading may need; weights in other formats stay on the hub."""
 _CONNECT_S = 3.0
+"""Seconds within which the hub must accept a connection."""
 UNWANTED = ("original/*", "metal/*", "onnx/*")
+"""Folders with copies of the weights in other formats."""
 
 
 def stay_offline_when_cut_off() -> None:
-    """Without a way to the hub, look at the local cache only: every look-up would otherwise wait half a minute for retries.
+    """Use only the local cache if the hub cannot be reached: otherwise every lookup would retry for half a minute.
 
     Call it before anything imports huggingface_hub, which reads its settings once.
     """
@@ -30,7 +32,10 @@ def stay_offline_when_cut_off() -> None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """In a thread of its own: looking a name up knows no time limit, and without a name server it takes up to half a minute."""
+    """Return whether a host accepts connections, within ``_CONNECT_S``.
+
+    Connects in a thread: name resolution has no timeout, and takes up to half a minute without a name server.
+    """
     answered = threading.Event()
 
     def connect() -> None:
@@ -45,9 +50,11 @@ def _answers(host: str, port: int) -> bool:
 
 
 def remote_files(model: ModelSpec) -> dict[str, int]:
-    """Wanted files of the model on the hub, with their bytes; those of the local cache when the hub cannot be reached.
+    """Return the model's wanted files on the hub with their bytes; nothing if the hub cannot be reached but the model is in the local
+    cache.
 
-    Raises InputError: no such model, gated without permission, or neither hub nor cache at hand.
+    Raises:
+        InputError: No such model, no access, or neither hub nor cache available.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError is httpx's own, whichever httpx it is
@@ -63,23 +70,27 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
         info = HfApi().model_info(model.id, revision=model.revision, files_metadata=True)
     except GatedRepoError as error:
         remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-        raise InputError([_problem(model, "is gated, and this user has no access", remedy)]) from error
+        raise InputError([_problem("hub-access-denied", model, "is gated, and this user has no access", remedy)]) from error
     except RevisionNotFoundError as error:
-        problem = Problem(field="model.revision", value=model.revision, message="is not on the hub", remedy="Name a branch, tag or commit.")
+        remedy = "Name a branch, tag or commit."
+        problem = Problem(
+            code="hub-revision-missing", field="model.revision", value=model.revision, message="is not on the hub", remedy=remedy
+        )
         raise InputError([problem]) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         remedy = "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); or name a folder."
-        raise InputError([_problem(model, "is not on the hub, or private", remedy)]) from error
+        raise InputError([_problem("hub-model-missing", model, "is not on the hub, or private", remedy)]) from error
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         if _cached(model, "config.json"):
             return {}
-        remedy = "Connect, or fetch it with `so-tui fetch` where there is a network and the same cache folder."
-        raise InputError([_problem(model, "is not in the local cache, and the hub cannot be reached", remedy)]) from error
+        remedy = "Connect to the network, or run `so-tui fetch` on a machine with a network and the same cache folder."
+        message = "is not in the local cache, and the hub cannot be reached"
+        raise InputError([_problem("hub-unreachable", model, message, remedy)]) from error
     return {file.rfilename: file.size or 0 for file in info.siblings or () if _wanted(file.rfilename)}
 
 
 def missing_files(model: ModelSpec, files: dict[str, int]) -> dict[str, int]:
-    """Of these files, those that are not in the local cache."""
+    """Return the files that are not in the local cache."""
     return {name: size for name, size in files.items() if not _cached(model, name)}
 
 
@@ -93,5 +104,5 @@ def _wanted(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in WANTED) and not any(fnmatch(name, pattern) for pattern in UNWANTED)
 
 
-def _problem(model: ModelSpec, message: str, remedy: str) -> Problem:
-    return Problem(field="model.id", value=model.id, message=message, remedy=remedy)
+def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:
+    return Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)

@@ -1,9 +1,10 @@
-"""Everything a first run would do before its first step and that needs no GPU: ``{"spec": tree}`` in, a line of progress for each part out.
+"""Do everything that a first run does before its first step and that needs no GPU: ``{"spec": tree}`` in, a line of progress for each part
+out.
 
 {"message": text} ... {"message": text, "done": true}
 
-Model, tokenizer and data are downloaded, MXFP4 weights (gpt-oss) become a bf16 folder, the data are tokenised, the CPU's Adam kernels
-compiled. What was done before is not done again. A machine that sees the same caches then needs no network.
+Downloads model, tokenizer and data, converts MXFP4 weights (gpt-oss) to bf16, tokenises the data, and compiles the CPU Adam kernels.
+Nothing is done twice. A machine with the same cache folders then needs no network.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 
 def prepare(request: Answer) -> Iterator[Answer]:
-    """Raises InputError: something cannot be had, too many rows would be held out, or the disk has no room for the weights in bf16."""
+    """Do all parts.
+
+    Yields:
+        Progress.
+
+    Raises:
+        InputError: Something cannot be downloaded, too many rows would be held out, or the disk has no space for the converted weights.
+    """
     stay_offline_when_cut_off()
     from so_tui_trainer.data import cache, tokens
     from so_tui_trainer.evaluation import divide, evaluation_spec
@@ -27,7 +35,7 @@ def prepare(request: Answer) -> Iterator[Answer]:
     spec = requested_spec(request)
     yield from (answer | {"done": False} for answer in fetch(request))
     if spec.model.weights == "pretrained":
-        yield from ({"message": line} for line in pretrained.prepared(spec.model))
+        yield from ({"message": line} for line in pretrained.prepare_weights(spec.model))
         yield {"message": f"weights: ready in {pretrained.weights_folder(spec.model)}"}
     for part in (spec, evaluation_spec(spec)):
         if part is not None:
@@ -38,7 +46,7 @@ def prepare(request: Answer) -> Iterator[Answer]:
     built = build_ops.build()
     yield {"message": f"CPU kernels: {built['cpu_adam']} ({built['seconds']} s)"}
     if built["deepspeed"]:
-        yield {"message": f"DeepSpeed's own CPU Adam, which only some settings need, cannot be compiled: {built['deepspeed']}"}
+        yield {"message": f"DeepSpeed's CPU Adam, which only some settings need, cannot be compiled: {built['deepspeed']}"}
     yield {"message": f"{spec.name} is ready to start", "done": True}
 
 

@@ -1,9 +1,9 @@
-"""Generate the parameter table of presets from the model itself, built on meta tensors: shapes, order, ties; no memory, no download.
+"""Generate the parameter table of presets from the model, built on meta tensors: shapes, order, ties; no memory, no download.
 
     python -m so_tui_trainer.tools.presets [--check] FILE...
 
-Rewrites ``[[model.parameters]]`` at the end of each preset file, and writes out what ``[model.config]`` leaves to the model's defaults and
-the planner reads; ``--check`` only says whether that is current (exit code 1 when not).
+Rewrites ``[[model.parameters]]`` at the end of each preset file, and writes out keys of ``[model.config]`` that the planner reads and the
+preset leaves to the model's defaults. ``--check`` writes nothing, and exits with 1 if a file is not current.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.tools.describe_model import planned_shape, shape_of
 
 _LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
-"""A layer's number in a parameter's name, by the names that models give their list of layers."""
+"""The number of a layer in a parameter's name, by the names that models give their list of layers."""
 
 
 _EXPERTS = {"num_experts", "num_local_experts"}
-"""Two names of the same; of a config either is read."""
+"""Two names of the same key; a config has either."""
 _SHAPE_HEADER = re.compile(r"^\s*\[\s*model\s*\.\s*config\s*\].*$", re.MULTILINE)
 
 
 def model_config(model: ModelSpec) -> PretrainedConfig:
-    """The transformers config of a spec: from its ``[model.config]``, or from the hub or folder where that is empty."""
+    """Return the transformers config of a model section: from its ``[model.config]``, or from the hub or folder if that is empty."""
     shape = dict(model.config)
     if not shape:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -50,7 +50,7 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
 
 
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
-    """All parameters in the order of ``named_parameters``, tied ones named with what they share."""
+    """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they share."""
     embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
     first_name: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -65,7 +65,7 @@ def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> tuple[ParameterBlock, ...]:
-    """The same list with repeated layers written once."""
+    """Return the tensors as blocks, with repeated layers written once."""
     blocks: list[ParameterBlock] = []
     for index, group in groupby(tensors, key=lambda tensor: _layer(tensor.name)):
         if index is None:
@@ -81,19 +81,21 @@ def blocks_of(tensors: Iterable[Tensor]) -> tuple[ParameterBlock, ...]:
 
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterBlock, ...]:
-    """The table of a spec's model, built anew."""
+    """Return the parameter table of a model section, generated anew."""
     return blocks_of(ordered_tensors(meta_model(model_config(model))))
 
 
 def rewritten(path: Path) -> tuple[str, int]:
-    """The text of a preset file with its shape complete and its table made anew, and the number of parameters.
+    """Return the new text of a preset file, and the number of parameters.
 
-    Raises InputError as ``find_preset`` does, though not for the table that is replaced.
+    Raises:
+        InputError: As ``find_preset``, except for the table that is replaced.
     """
     model = find_preset(str(path.resolve()), table=False).spec.model
     own = path.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
     if re.search(r"^\s*\[\[\s*model\s*\.\s*parameters", own, re.MULTILINE):
-        raise _refusal("model.parameters", "stands above the generated table", "Delete it; the generated one takes its place.", path)
+        message, remedy = "is above the generated table", "Delete it; the generated one replaces it."
+        raise _refusal("table-not-generated", "model.parameters", message, remedy, path)
     config = model_config(model)
     causal = meta_model(config)
     known = model.config.keys() | (_EXPERTS if _EXPERTS & model.config.keys() else set())
@@ -104,28 +106,30 @@ def rewritten(path: Path) -> tuple[str, int]:
 
 
 def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
-    """The text of a preset with more keys in its ``[model.config]``; all else, comments too, as it stands there."""
+    """Add keys to the ``[model.config]`` of a preset's text; all else, including comments, stays."""
     if not missing:
         return own
     header, given = _SHAPE_HEADER.search(own), tomllib.loads(own).get("model", {}).get("config")
     if header and given:
         keys = tomli_w.dumps(missing).rstrip("\n")
         return f"{own[: header.end()]}\n{keys}{own[header.end() :]}"
-    if header:  # with nothing below it: the whole shape, which has sections of its own, goes to the end
+    if header:  # An empty section: the whole shape, which has sections itself, goes to the end.
         own = own[: header.start()] + own[header.end() :]
     elif given is not None:
-        raise _refusal("model.config", f"lacks {', '.join(missing)}", "Write it as a section: [model.config] and its keys below.", path)
+        remedy = "Write it as a section: [model.config] and its keys below."
+        raise _refusal("model-config-not-section", "model.config", f"lacks {', '.join(missing)}", remedy, path)
     section = tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
     return f"{own}\n\n{section}"
 
 
-def _refusal(field: str, message: str, remedy: str, path: Path) -> InputError:
-    return InputError([Problem(field=field, value="", message=message, remedy=remedy, file=str(path))])
+def _refusal(code: str, field: str, message: str, remedy: str, path: Path) -> InputError:
+    return InputError([Problem(code=code, field=field, value="", message=message, remedy=remedy, file=str(path))])
 
 
 def main() -> int:
+    """Rewrite or check the files of the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m so_tui_trainer.tools.presets", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a table is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is not current")
     parser.add_argument("files", nargs="+", type=Path)
     arguments = parser.parse_args()
     current = True

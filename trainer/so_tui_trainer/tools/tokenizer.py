@@ -2,8 +2,8 @@
 
     python -m so_tui_trainer.tools.tokenizer [--rows FILE] [--folder FOLDER] [--vocabulary 2048]
 
-Writes ``tokenizer.json`` and ``tokenizer_config.json``, which ``AutoTokenizer.from_pretrained(FOLDER)`` loads. Deterministic:
-the same rows give the same files.
+Writes ``tokenizer.json`` and ``tokenizer_config.json``, for ``AutoTokenizer.from_pretrained(FOLDER)``. Deterministic: the same rows give
+the same files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from so_tui.spec import resolve_source
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 LONGEST = 1024
-"""Largest position of the tiny model."""
+"""Positions of the tiny model."""
 
 
 def row_texts(path: Path) -> Iterator[str]:
-    """Each row as one text, in the layout of Alpaca, so that its headings become few tokens."""
+    """Yield each row as one text in the Alpaca layout, so that its headings become few tokens."""
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         middle = f"\n\n### Input:\n{row['input']}" if row["input"] else ""
@@ -31,7 +31,7 @@ def row_texts(path: Path) -> Iterator[str]:
 
 
 def trained(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of exactly ``vocabulary`` tokens: pad, bos, eos, the 256 bytes, merges."""
+    """Train a byte-level BPE of exactly ``vocabulary`` tokens: pad, bos, eos, the 256 bytes, merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +47,13 @@ def trained(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, folder: Path, longest: int = LONGEST) -> None:
-    """Write both files that ``AutoTokenizer`` reads; ``longest``: tokens a text may have before it warns."""
+    """Write both files that ``AutoTokenizer`` reads.
+
+    Args:
+        tokenizer: The tokenizer.
+        folder: Where to write.
+        longest: Tokens above which the tokenizer warns.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -62,6 +68,7 @@ def write(tokenizer: Tokenizer, folder: Path, longest: int = LONGEST) -> None:
 
 
 def main() -> None:
+    """Train and write the tokenizer."""
     home = Path(resolve_source("builtin:tiny"))
     parser = argparse.ArgumentParser(
         prog="python -m so_tui_trainer.tools.tokenizer", description=__doc__.splitlines()[0] if __doc__ else None

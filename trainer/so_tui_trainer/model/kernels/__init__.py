@@ -1,6 +1,6 @@
-"""Fused kernels in place of what transformers computes in many passes over memory: norms, rotary embedding, gated activation, experts.
+"""Fused kernels for norms, rotary embedding, gated activation and experts, which transformers computes in many passes over memory.
 
-A part of the model is replaced only where it computes the same: its own code runs beside ours on a few random numbers first.
+A part of the model is replaced only if it computes the same: its own code first runs beside ours on a few random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ ALL = (NORM, ROTARY, GATE, EXPERTS)
 
 
 def install(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str, ...]:
-    """Replace ``parts`` of ``causal`` where that is exact; the classes and functions that were."""
+    """Replace ``parts`` of ``causal`` where the kernels are exact.
+
+    Returns:
+        Names of the classes and functions that were replaced.
+    """
     replaced: list[str] = []
     if NORM in parts:
         replaced += _replace_modules(causal, _is_rms_norm, _rms_norm)
@@ -60,7 +64,7 @@ def _gated_mlp(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _stacked_gated_mlp(module: Any, hidden: Tensor) -> Tensor:
-    """Gate and up projection in one matrix (Phi)."""
+    """Compute an MLP whose gate and up projections are one matrix (Phi)."""
     gate, up = module.gate_up_proj(hidden).chunk(2, dim=-1)
     result: Tensor = module.down_proj(gated(gate, up))
     return result
@@ -94,13 +98,20 @@ def _is_stacked_gated(kind: type[nn.Module], module: nn.Module) -> bool:
 
 
 def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[int, int]], ours: Callable[..., Tensor]) -> bool:
-    """``shapes``: of the stand-in's projections, all the parameters that the module may have; the rest of it (activation) is its own."""
+    """Return whether a class computes what ``ours`` does.
+
+    Args:
+        kind: The class.
+        module: A module of the class; its activation function is used.
+        shapes: (in, out) of the stand-in's projections, which must be all of the module's parameters.
+        ours: The replacement.
+    """
     children = dict(module.named_children())
     if not all(type(children.get(name)) is nn.Linear for name in shapes):
         return False
     if {name.split(".")[0] for name, _ in module.named_parameters()} != set(shapes):
         return False
-    # Made from tensors, not as modules: ZeRO-3 would cut new modules over the ranks.
+    # Functions on tensors instead of modules, which ZeRO-3 would shard.
     projections: dict[str, Any] = {name: partial(_linear, _random(*reversed(shape))) for name, shape in shapes.items()}
     rest = {name: child for name, child in children.items() if name not in shapes}
     stand_in = SimpleNamespace(**_settings(module), **rest, **projections)
@@ -108,7 +119,7 @@ def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[in
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """What the module computes with beside its parameters; limits so low that the numbers of the trial meet them."""
+    """Return the module's attributes besides its parameters, with limits so low that the random numbers reach them."""
     found = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
     return found | {name: 1.0 for name, value in found.items() if name.endswith("limit") and isinstance(value, int | float)}
 
@@ -128,7 +139,7 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     settings = _settings(module) | {"num_experts": experts, "config": SimpleNamespace(_experts_implementation="eager")}
     stand_in = SimpleNamespace(**settings, **children, **weights)
     stand_in._apply_gate = partial(getattr(kind, "_apply_gate", None) or nn.Identity(), stand_in)
-    # Experts 0, 1 and 3, since one of them may have no token. Grouped products know no doubles.
+    # Only experts 0, 1 and 3, since an expert may have no token. Grouped products do not support float64.
     hidden, chosen = 4 * _random(3, 8).float(), torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
     return _agree(kind.forward, _mixture, stand_in, hidden, chosen, 0.1 * _random(3, 2).float(), tolerance=1e-4)
 
@@ -144,7 +155,7 @@ def _replace_rotary(module: Any) -> list[str]:
     if getattr(theirs, "func", None) is _rotate_both:
         return ["apply_rotary_pos_emb"]
     query, key, cos, sin = (_random(*shape) for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4), (2, 3, 4)))
-    for copies in (2, 1):  # most take the cosines of half the dimensions twice, gpt-oss takes them once
+    for copies in (2, 1):  # Most models repeat the cosines for both halves of a head; gpt-oss does not.
         ours = partial(_rotate_both, theirs, copies)
         angles = (torch.cat([half] * copies, -1) for half in (cos, sin))
         if _agree(_first_of(theirs), _first_of(ours), query, key, *angles):
@@ -166,20 +177,20 @@ def _rotate_both(
     sin: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' ``apply_rotary_pos_emb`` for whole heads; ``theirs`` does what is rarer (part of a head, another layout)."""
+    """Replace transformers' ``apply_rotary_pos_emb`` for whole heads; ``theirs`` handles rarer cases (part of a head, another layout)."""
     if unsqueeze_dim != 1 or 2 * cos.shape[-1] != copies * query.shape[-1]:
         return theirs(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return rotate(query, cos, sin), rotate(key, cos, sin)
 
 
 def _agree(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], *arguments: Any, tolerance: float = 1e-6) -> bool:
-    """Whether both give the same on the CPU; no, when the other cannot be called like this."""
+    """Return whether both functions give the same result on the CPU; False if the other one cannot be called like this."""
     try:
         with torch.no_grad():
             expected = theirs(*arguments)
     except (AttributeError, TypeError, RuntimeError):
         return False
-    # They go through fp32 inside, whatever comes in.
+    # Both compute in fp32 internally.
     return torch.allclose(expected, ours(*arguments), rtol=1e-5, atol=tolerance)
 
 

@@ -1,6 +1,6 @@
-"""The Triton kernels. Imported with a CUDA device only: a torch without CUDA has no Triton.
+"""Triton kernels. Imported only with a CUDA device: torch without CUDA comes without Triton.
 
-Arguments of a kernel stay without types: Triton reads annotations, and knows none of Python's.
+Kernel arguments have no type annotations, which Triton would interpret.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 1024
-"""Elements of a row that one program takes: 8 for each of its 128 threads, the widest load there is."""
+"""Elements of a row that one program takes: 8 for each of its 128 threads, the widest load."""
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """As ``gate.gated``."""
+    """Compute ``gate.gated`` on the GPU."""
     gate_rows, up_rows = _rows(gate), _rows(up)
     result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, columns = gate_rows.shape
@@ -25,7 +25,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, contiguous."""
+    """Return the gradients of gate and up, contiguous."""
     gradient_rows, gate_rows, up_rows = _rows(gradient), _rows(gate), _rows(up)
     of_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     of_up = torch.empty_like(of_gate)
@@ -37,12 +37,12 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """As ``rotary._turn``."""
+    """Compute ``rotary._turn`` on the GPU."""
     rows, count, width, size = heads.shape
     result = torch.empty((rows, width, count, size), dtype=heads.dtype, device=heads.device).transpose(1, 2)
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
-    angles = cos.shape[-1]  # size, or half of that, for both halves of a head
+    angles = cos.shape[-1]  # The head size, or half of it if both halves share the angles.
     cos, sin = (tensor.expand(rows, width, angles).contiguous() for tensor in (cos, sin))
     blocks = {"padded_count": triton.next_power_of_2(count), "padded_half": triton.next_power_of_2(size // 2)}
     _turn_kernel[(rows * width,)](
@@ -52,7 +52,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """As ``softmax.log_sum_exp``."""
+    """Compute ``softmax.log_sum_exp`` on the GPU."""
     result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _log_sum_exp_kernel[(len(logits),)](logits, result, logits.shape[1], logits.stride(0), block=_COLUMNS)
@@ -60,7 +60,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """As ``softmax.cross_entropy_gradient``."""
+    """Compute ``softmax.cross_entropy_gradient`` on the GPU."""
     rows, columns = logits.shape
     if rows:
         grid = (rows, triton.cdiv(columns, _COLUMNS))
@@ -69,7 +69,7 @@ def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, 
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[..., columns] as [rows, columns], without a copy where the rows are evenly spaced."""
+    """View [..., columns] as [rows, columns]; copies only if the rows are not evenly spaced."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).flatten(0, -2)
 
 
@@ -121,17 +121,17 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     angles,
     row_stride,
     head_stride,
-    place_stride,
+    position_stride,
     result_row_stride,
     result_head_stride,
-    result_place_stride,
+    result_position_stride,
     direction: tl.constexpr,
     padded_count: tl.constexpr,
     padded_half: tl.constexpr,
 ):
-    """One program turns all heads of one token."""
+    """Rotate all heads of one token in one program."""
     token = tl.program_id(0).to(tl.int64)
-    row, place = token // width, token % width
+    row, position = token // width, token % width
     head = tl.arange(0, padded_count)[:, None]
     column = tl.arange(0, padded_half)[None, :]
     inside = (head < count) & (column < half)
@@ -141,10 +141,10 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     cos2 = tl.load(cos + angle2, mask=column < half).to(tl.float32)
     sin1 = tl.load(sin + angle1, mask=column < half).to(tl.float32)
     sin2 = tl.load(sin + angle2, mask=column < half).to(tl.float32)
-    source = heads + row * row_stride + place * place_stride + head * head_stride + column
+    source = heads + row * row_stride + position * position_stride + head * head_stride + column
     first = tl.load(source, mask=inside).to(tl.float32)
     second = tl.load(source + half, mask=inside).to(tl.float32)
-    target = result + row * result_row_stride + place * result_place_stride + head * result_head_stride + column
+    target = result + row * result_row_stride + position * result_position_stride + head * result_head_stride + column
     if direction > 0:
         tl.store(target, first * cos1 - second * sin1, mask=inside)
         tl.store(target + half, second * cos2 + first * sin2, mask=inside)
@@ -157,9 +157,9 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
 def _log_sum_exp_kernel(  # type: ignore[no-untyped-def]
     logits, result, columns, stride, block: tl.constexpr
 ):
-    """One program takes a row. Every lane keeps a maximum and a sum of its own until the end."""
+    """Reduce one row in one program. Every lane has its own maximum and sum until the end."""
     row = tl.program_id(0).to(tl.int64)
-    highest = tl.full([block], -1e30, tl.float32)  # not infinite: a lane without a column must not give inf - inf
+    highest = tl.full([block], -1e30, tl.float32)  # Finite, so that a lane without a column does not compute inf - inf.
     total = tl.zeros([block], tl.float32)
     for start in range(0, columns, block):
         column = start + tl.arange(0, block)
@@ -178,7 +178,7 @@ def _cross_entropy_gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
-    place = logits + row * stride + column
-    softmax = tl.exp(tl.load(place, mask=inside).to(tl.float32) - tl.load(normaliser + row))
+    pointer = logits + row * stride + column
+    softmax = tl.exp(tl.load(pointer, mask=inside).to(tl.float32) - tl.load(normaliser + row))
     softmax = tl.where(column == tl.load(targets + row), softmax - 1.0, softmax)
-    tl.store(place, softmax * scale, mask=inside)
+    tl.store(pointer, softmax * scale, mask=inside)

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``experts``. Imported with a CUDA device only, as ``cuda`` is."""
+"""Triton kernels of ``experts``. Imported only with a CUDA device, like ``cuda``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,37 @@ if TYPE_CHECKING:
 _COLUMNS = 1024
 
 
-def sums(rows: Tensor, places: Tensor) -> Tensor:
-    """``rows``: [pairs, columns], ``places``: [tokens, k]; [tokens, columns], each the sum of k rows."""
-    rows, (tokens, count), columns = rows.contiguous(), places.shape, rows.shape[1]
+def sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
+    """Sum the rows of each token.
+
+    Args:
+        rows: [pairs, columns]
+        row_of_pair: [tokens, k]
+
+    Returns:
+        [tokens, columns]
+    """
+    rows, (tokens, count), columns = rows.contiguous(), row_of_pair.shape, rows.shape[1]
     result = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
     if tokens:
-        _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](rows, places, result, columns, count=count, block=_COLUMNS)
+        _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](rows, row_of_pair, result, columns, count=count, block=_COLUMNS)
     return result
 
 
 def gated(products: Tensor, shares: Tensor, order: Tensor, bias: Tensor | None, experts: Tensor | None, gate: Gate) -> Tensor:
-    """``products``: [pairs, 2 columns], ``shares``: [tokens, k], ``order`` and ``experts``: [pairs]; [pairs, columns]."""
+    """Apply the gate and the routing weights.
+
+    Args:
+        products: [pairs, 2 columns]
+        shares: [tokens, k]
+        order: [pairs]
+        bias: [experts, 2 columns], or None.
+        experts: [pairs], the expert of each row; None without bias.
+        gate: The activation.
+
+    Returns:
+        [pairs, columns]
+    """
     rows, columns = products.shape[0], products.shape[1] // 2
     result = torch.empty((rows, columns), dtype=products.dtype, device=products.device)
     if rows:
@@ -39,7 +59,7 @@ def gated(products: Tensor, shares: Tensor, order: Tensor, bias: Tensor | None, 
 def gated_backward(
     gradient: Tensor, products: Tensor, shares: Tensor, order: Tensor, bias: Tensor | None, experts: Tensor | None, gate: Gate
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of products and shares."""
+    """Return the gradients of ``products`` and ``shares``."""
     rows, columns = products.shape[0], products.shape[1] // 2
     of_products = torch.empty(products.shape, dtype=products.dtype, device=products.device)
     of_shares = torch.empty(shares.shape, dtype=shares.dtype, device=shares.device)
@@ -53,15 +73,15 @@ def gated_backward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums_kernel(  # type: ignore[no-untyped-def]
-    rows, places, result, columns, count: tl.constexpr, block: tl.constexpr
+    rows, row_of_pair, result, columns, count: tl.constexpr, block: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
     total = tl.zeros([block], tl.float32)
     for choice in tl.static_range(count):
-        place = tl.load(places + token * count + choice)
-        total += tl.load(rows + place * columns + column, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(row_of_pair + token * count + choice)
+        total += tl.load(rows + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + token * columns + column, total, mask=inside)
 
 
@@ -69,7 +89,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
 def _halves(  # type: ignore[no-untyped-def]
     row, first, columns, interleaved: tl.constexpr, block: tl.constexpr
 ):
-    """Gate and up of ``block`` columns from ``first`` on, of a row that begins at ``row``; fp32."""
+    """Load gate and up of ``block`` columns from ``first`` on, of the row that begins at ``row``; fp32."""
     if interleaved:
         both = 2 * first + tl.arange(0, 2 * block)
         values = tl.load(row + both, mask=both < 2 * columns, other=0.0).to(tl.float32)
@@ -124,7 +144,7 @@ def _gated_backward_kernel(  # type: ignore[no-untyped-def]
     interleaved: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program takes a row, since the gradient of its share is a sum over it."""
+    """Process one row in one program, since the gradient of its share is a sum over the row."""
     row = tl.program_id(0).to(tl.int64)
     pair = tl.load(order + row)
     share = tl.load(shares + pair).to(tl.float32)

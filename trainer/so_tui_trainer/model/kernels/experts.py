@@ -1,8 +1,8 @@
-"""A mixture of experts in few passes over memory, and what each pass needs in backward.
+"""A mixture of experts in few passes over memory, with its backward pass.
 
-Every token meets k experts, so T tokens are T x k pairs. Their rows are put in order of the experts and multiplied in groups. The routing
-weight is multiplied in with the gate, between the two products, where rows are narrow; nothing then needs the second product's result
-again. Nothing here waits for the GPU: how many rows an expert has stays there.
+Every token is routed to k experts, so T tokens make T x k pairs. Their rows are sorted by expert and multiplied in groups. The routing
+weight is multiplied in with the gate, between the two products, where rows are narrow, so nothing needs the second product's result again.
+Nothing here waits for the GPU: the number of rows of each expert stays on the device.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from so_tui_trainer.model.recompute import keep, repeated
+from so_tui_trainer.model.recompute import in_checkpointed_layer, save_or_reuse
 
 
 class Routing(NamedTuple):
-    """Which row belongs to which pair, and to which expert; whole numbers on the device."""
+    """Which pair and which expert a row belongs to; integers on the device."""
 
     order: Tensor
-    """[pairs]: the pair (token x k + choice) of each row."""
-    places: Tensor
-    """[tokens, k]: the row of each pair."""
+    """[pairs]; the pair (token x k + choice) of each row"""
+    row_of_pair: Tensor
+    """[tokens, k]; the row of each pair"""
     ends: Tensor
-    """[experts]: one past each expert's last row."""
+    """[experts]; one past each expert's last row"""
 
 
 class Gate(NamedTuple):
-    """How the first product becomes the second one's input: min(gate, limit) sigmoid(alpha gate) (up within +-limit, plus shift)."""
+    """Activation between the products: min(gate, limit) sigmoid(alpha gate) (up within +-limit, plus shift)."""
 
     interleaved: bool = False
-    """Gate and up take turns in a row, instead of one half each."""
+    """Gate and up alternate in a row, instead of one half each."""
     alpha: float = 1.0
     limit: float = float("inf")
     shift: float = 0.0
 
 
 class Weights(NamedTuple):
-    """Of all experts of a layer."""
+    """Weights of all experts of a layer."""
 
     first: Tensor
-    """Gate and up projection: [experts, 2 width, hidden], or [experts, hidden, 2 width] if ``inputs_first``."""
+    """Gate and up projection: [experts, 2 width, hidden], or [experts, hidden, 2 width] with ``inputs_first``."""
     second: Tensor
-    """[experts, hidden, width], or [experts, width, hidden]."""
+    """Down projection: [experts, hidden, width], or [experts, width, hidden] with ``inputs_first``."""
     first_bias: Tensor | None
     """[experts, 2 width]"""
     second_bias: Tensor | None
@@ -52,12 +52,20 @@ class Weights(NamedTuple):
 
 
 def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """``hidden``: [tokens, hidden], ``chosen``: [tokens, k] experts, each once, ``shares``: [tokens, k] their weights; like ``hidden``.
+    """Compute a layer of experts.
 
-    Routers may leave ``shares`` in fp32 where all else is bf16.
+    Args:
+        hidden: [tokens, hidden]
+        chosen: [tokens, k] int64; distinct experts of each token
+        shares: [tokens, k] routing weights; may be fp32 where all else is bf16
+        weights: The experts' weights.
+        gate: The activation.
+
+    Returns:
+        [tokens, hidden]
     """
-    # Kept in a layer's repetition, since the products that are kept lie in this order.
-    routing = Routing(*keep(lambda: route(chosen, len(weights.first))))
+    # Reused when the layer is recomputed, since the saved products are in this order.
+    routing = Routing(*save_or_reuse(lambda: route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
     products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
     narrow = gated(products, shares, weights.first_bias, routing, gate)
@@ -71,8 +79,8 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
 
 
 def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
-    if repeated():
-        # torch's own saves its inputs before it computes, and nothing after it saves anything: the repetition of a layer ends here.
+    if in_checkpointed_layer():
+        # torch's own function saves its inputs before it computes, and nothing after it saves anything: the recomputation ends here.
         return grouped_mm(narrow, weights.second if weights.inputs_first else weights.second.transpose(-2, -1), offs=ends)
     result: Tensor = _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-untyped-call]
     return result
@@ -80,57 +88,63 @@ def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
 
 @torch.no_grad()
 def route(chosen: Tensor, experts: int) -> Routing:
-    """Rows in order of the experts, and of the tokens within each; ``chosen``: [tokens, k]."""
-    expert, order = chosen.flatten().to(torch.int16).sort(stable=True)  # a GPU sorts by digits: narrow numbers take fewer passes
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    """Sort the pairs by expert, and within an expert by token.
+
+    Args:
+        chosen: [tokens, k]
+        experts: Number of experts.
+    """
+    expert, order = chosen.flatten().to(torch.int16).sort(stable=True)  # GPUs use radix sort, so narrow integers take fewer passes.
+    row_of_pair = torch.empty_like(order)
+    row_of_pair[order] = torch.arange(len(order), device=order.device)
     ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device, dtype=expert.dtype), right=True, out_int32=True)
-    return Routing(order, places.view(chosen.shape), ends)
+    return Routing(order, row_of_pair.view(chosen.shape), ends)
 
 
 class _Spread(torch.autograd.Function):
-    """A row for each pair, in order of the experts."""
+    """Copies each token's row for each of its pairs, in the order of the experts."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        return hidden.index_select(0, routing.order // routing.places.shape[1])
+        return hidden.index_select(0, routing.order // routing.row_of_pair.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sums(gradients[0], ctx.routing.places), None
+        return _sums(gradients[0], ctx.routing.row_of_pair), None
 
 
 class _Collected(torch.autograd.Function):
-    """The sum of each token's rows."""
+    """Sums the rows of each token."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing  # not saved in autograd's terms: that would make a repetition come this far
-        return _sums(rows, routing.places)
+        ctx.routing = routing  # Not by save_for_backward, which would extend the recomputation up to here.
+        return _sums(rows, routing.row_of_pair)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.routing.order // ctx.routing.places.shape[1]), None
+        return gradients[0].index_select(0, ctx.routing.order // ctx.routing.row_of_pair.shape[1]), None
 
 
-def _sums(rows: Tensor, places: Tensor) -> Tensor:
+def _sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
+    """Sum rows [pairs, columns] to [tokens, columns]."""
     if rows.is_cuda:
         from so_tui_trainer.model.kernels import cuda_experts
 
-        return cuda_experts.sums(rows, places)
-    return rows.index_select(0, places.flatten()).view(*places.shape, -1).sum(1)
+        return cuda_experts.sums(rows, row_of_pair)
+    return rows.index_select(0, row_of_pair.flatten()).view(*row_of_pair.shape, -1).sum(1)
 
 
 class _Product(torch.autograd.Function):
-    """Each expert's rows times its matrix; the result is kept under ``selective``."""
+    """Multiplies each expert's rows by its matrix; ``selective`` saves the result."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, inputs_first: bool) -> Tensor:
-        # The weight itself is saved, not a view, which would hold what ZeRO-3 has gathered.
+        # Save the weight itself: a view would keep the all-gathered weight alive.
         ctx.save_for_backward(rows, weight, ends)
         ctx.inputs_first = inputs_first
-        (result,) = keep(lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
+        (result,) = save_or_reuse(lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
         return result
 
     @staticmethod
@@ -143,7 +157,18 @@ class _Product(torch.autograd.Function):
 
 
 def gated(products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate) -> Tensor:
-    """``products``: [pairs, 2 width] in order of the experts, without their ``bias``; [pairs, width], each times its share."""
+    """Apply the gate and the routing weights.
+
+    Args:
+        products: [pairs, 2 width] in the order of the experts, without bias
+        shares: [tokens, k]
+        bias: [experts, 2 width], or None
+        routing: The order of the rows.
+        gate: The activation.
+
+    Returns:
+        [pairs, width]
+    """
     result: Tensor = _Gated.apply(products, shares, bias, routing, gate)  # type: ignore[no-untyped-call]
     return result
 
@@ -195,13 +220,13 @@ def _gated_backward(
 
 
 def _of_bias(of_products: Tensor, routing: Routing) -> Tensor:
-    """The sums over each expert's rows, [experts, columns]: a product with ones, since rows of one expert added one by one take long."""
+    """Sum over each expert's rows, [experts, columns], as a product with ones: adding up the rows one by one takes long."""
     experts = torch.arange(len(routing.ends), device=of_products.device)[:, None]
     return (experts == _experts(routing)).to(of_products.dtype) @ of_products
 
 
 def _experts(routing: Routing) -> Tensor:
-    """[pairs]: the expert of each row."""
+    """Return the expert of each row, [pairs]."""
     return torch.searchsorted(routing.ends, torch.arange(len(routing.order), device=routing.ends.device, dtype=torch.int32), right=True)
 
 
@@ -215,5 +240,5 @@ def _halves(products: Tensor, gate: Gate) -> tuple[Tensor, ...]:
 
 
 def _bias(bias: Tensor | None, routing: Routing) -> tuple[Tensor | None, Tensor | None]:
-    """The bias, and the expert of each row, which only the bias asks for."""
+    """Return the bias and the expert of each row, which only the bias needs."""
     return (None, None) if bias is None else (bias.contiguous(), _experts(routing))

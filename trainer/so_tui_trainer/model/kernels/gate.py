@@ -1,4 +1,4 @@
-"""``silu(gate) * up`` in one pass over memory, with its backward; the plain formulas where there is no GPU."""
+"""``silu(gate) * up`` in one pass over memory, with its backward pass; plain formulas without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from torch import Tensor
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``gate``, ``up``: [..., columns], rows may be strided (halves of one matrix); the result: [..., columns], contiguous."""
+    """Compute ``silu(gate) * up``.
+
+    Args:
+        gate: [..., columns]; rows may be strided (half of a matrix)
+        up: [..., columns]; likewise
+
+    Returns:
+        [..., columns], contiguous
+    """
     result: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
     return result
 

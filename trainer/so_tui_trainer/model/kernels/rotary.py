@@ -1,4 +1,4 @@
-"""Rotary position embedding in one pass over memory, with its backward; the plain formulas where there is no GPU."""
+"""Rotary position embedding in one pass over memory, with its backward pass; plain formulas without a GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from torch import Tensor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads``: [rows, heads, width, size], ``cos`` and ``sin``: [rows or 1, width, size or size / 2]; the result like ``heads``.
+    """Rotate heads by their positions' angles.
 
-    With x = (x1, x2), the halves of a head: (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2), where half as many angles serve both halves. In memory
-    the result lies as [rows, width, heads, size], which is how the projection before it writes and the attention after it reads.
+    With x = (x1, x2), the halves of a head, the result is (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2). If there are half as many angles, both
+    halves share them.
+
+    Args:
+        heads: [rows, heads, width, size]
+        cos: [rows or 1, width, size or size / 2]
+        sin: like ``cos``
+
+    Returns:
+        Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it writes and the attention after it reads.
     """
     result: Tensor = _Rotated.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
     return result
@@ -32,7 +40,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """``direction`` -1: the transposed rotation, (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
+    """Rotate, or with ``direction`` -1 apply the transposed rotation: (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
     if heads.is_cuda:
         from so_tui_trainer.model.kernels import cuda
 
@@ -46,4 +54,4 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
         turned = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
     else:
         turned = torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)
-    return turned.to(heads.dtype)  # some models (OLMo 2) keep the cosines in fp32
+    return turned.to(heads.dtype)  # Some models (OLMo 2) have the cosines in fp32.

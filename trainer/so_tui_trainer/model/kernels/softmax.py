@@ -1,4 +1,4 @@
-"""What cross-entropy needs of a block of logits, each in one pass over it; the plain formulas where there is no GPU."""
+"""Reductions of a block of logits for cross-entropy, each in one pass over memory; plain formulas without a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from torch import Tensor
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """``logits``: [rows, columns]; [rows] fp32."""
+    """Return the log-sum-exp of each row.
+
+    Args:
+        logits: [rows, columns]
+
+    Returns:
+        [rows] fp32
+    """
     if logits.is_cuda:
         from so_tui_trainer.model.kernels import cuda
 
@@ -18,10 +25,16 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """``scale`` x (softmax - 1 at the target), in place of the logits.
+    """Compute ``scale`` x (softmax - 1 at the target) in place.
 
-    ``logits``: [rows, columns], contiguous; ``normaliser``: [rows] fp32, the log-sum-exp of whole rows; ``targets``: [rows], a column, or
-    outside of 0 ... columns - 1 where the target is in another block.
+    Args:
+        logits: [rows, columns], contiguous; overwritten
+        normaliser: [rows] fp32, log-sum-exp over the whole vocabulary
+        targets: [rows]; a column, or outside of 0 ... columns - 1 if the target is in another block
+        scale: Factor of the loss.
+
+    Returns:
+        ``logits``
     """
     if logits.is_cuda:
         from so_tui_trainer.model.kernels import cuda

@@ -1,0 +1,174 @@
+"""The command line's arguments. ``handler`` of a parsed command names its function as ``module:function`` in this package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from so_tui import __version__
+
+EPILOG = """\
+exit codes: 0 done, 1 the run failed, 2 wrong usage or input, 3 refused (does not fit or cannot run here),
+            4 stopped by the user, 130 interrupted before anything started
+
+first steps: so-tui inspect        what this machine has
+             so-tui plan           what it can train
+             so-tui run tiny       one minute of real training, anywhere
+"""
+_PRESET = "PRESET|FILE"
+_PLAIN = "print progress lines instead of opening the dashboard"
+_FORCE = "start although the plan says it does not fit"
+_DETACH = "start, print the run's name and return"
+
+
+class _Options(NamedTuple):
+    """Options that several commands share, as parent parsers."""
+
+    json: argparse.ArgumentParser
+    machine: argparse.ArgumentParser
+    runs_dir: argparse.ArgumentParser
+    changes: argparse.ArgumentParser
+
+
+class _Commands:
+    """Adds the subcommands of the program."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+        self.options = _shared_options()
+
+    def add(self, name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a command with the options of ``parents``, and return its parser."""
+        description = f"{text[0].upper()}{text[1:]}."
+        command = self._commands.add_parser(name, help=text, description=description, parents=list(parents))
+        command.set_defaults(handler=handler, takes_machine=self.options.machine in parents)
+        return command
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="so-tui",
+        description="Plan, launch and watch full-parameter fine-tuning with DeepSpeed SuperOffload. Without a command, opens the screen.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"so-tui {__version__}")
+    parser.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
+    parser.set_defaults(handler="screen:open_screen", runs_dir=None, takes_machine=True)
+    commands = _Commands(parser)
+    _add_machine_commands(commands)
+    _add_plan(commands)
+    _add_preset_commands(commands)
+    _add_run(commands)
+    _add_run_commands(commands)
+    return parser
+
+
+def _shared_options() -> _Options:
+    options = _Options(*(argparse.ArgumentParser(add_help=False) for _ in _Options._fields))
+    options.json.add_argument("--json", action="store_true", help="print JSON for programs")
+    # Suppressed, because a default would replace a --machine before the command.
+    options.machine.add_argument("--machine", metavar="FILE", default=argparse.SUPPRESS, help="plan for the machine described in FILE")
+    text = "folder of the runs (default: so-tui/runs in the XDG state folder)"
+    options.runs_dir.add_argument("--runs-dir", type=_folder, metavar="DIR", help=text)
+    text = "change any key of the preset, e.g. offload.ratio=0.5"
+    options.changes.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help=text)
+    options.changes.add_argument("--gpus", metavar="N|LIST", help="short for --set gpus=N, or a list such as 0,2")
+    return options
+
+
+def _add_machine_commands(commands: _Commands) -> None:
+    json, machine, runs_dir, changes = commands.options
+    inspect = commands.add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json)
+    inspect.add_argument("--sysroot", metavar="DIR", help="read another /sys and /proc")
+    inspect.add_argument("--hostname", metavar="NAME", help="name of the machine of --sysroot, if its files do not contain one")
+    text = "check this machine for problems that slow down or stop a run; with a preset, also for the needs of that run"
+    doctor = commands.add("doctor", "machine:doctor", text, json, machine, runs_dir, changes)
+    doctor.add_argument("preset", nargs="?", metavar=_PRESET)
+    doctor.add_argument("--fix", action="store_true", help="fix what can be fixed: compile the CPU Adam kernel ahead of time")
+    text = "measure this machine's rates in under a minute; later plans use them"
+    commands.add("calibrate", "calibrate:calibrate", text, json)
+
+
+def _add_plan(commands: _Commands) -> None:
+    json, machine, _, changes = commands.options
+    plan = commands.add("plan", "plan:plan", "show what fits here and how fast; with a preset, all figures", json, machine, changes)
+    plan.add_argument("preset", nargs="?", metavar=_PRESET)
+    plan.add_argument(
+        "--probe",
+        nargs="?",
+        choices=("random", "spec"),
+        const="random",
+        metavar="DATA",
+        help="train a few real steps here and correct predictions by them: with random weights and embedded rows (`random`, which "
+        "downloads nothing), or with the preset's own model and data (`spec`)",
+    )
+    plan.add_argument("--as-given", action="store_true", help="plan the preset's own settings instead of searching for better ones")
+
+
+def _add_preset_commands(commands: _Commands) -> None:
+    json, _, _, changes = commands.options
+    text = "list the presets; with a name, print that one; `add MODEL` makes a new one"
+    presets = commands.add("presets", "presets:presets", text, json, changes)
+    presets.add_argument("preset", nargs="?", metavar=f"{_PRESET}|add", help="`add` makes a preset from MODEL; ./add is a file")
+    presets.add_argument("model", nargs="?", metavar="MODEL", help="for `add`: hub id or local folder; no weights are downloaded")
+    presets.add_argument("--name", metavar="NAME", help="for `add`: the preset's name (default: made from the model's)")
+    presets.add_argument("--revision", default="main", metavar="REVISION", help="for `add`: branch, tag or commit on the hub")
+    presets.add_argument("--trust-remote-code", action="store_true", help="for `add`: run the Python code that comes with the model")
+    data = commands.add("data", "data:data", "show what the model would see: rows, trained tokens, packing", json, changes)
+    data.add_argument("preset", metavar=_PRESET)
+    data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default 3)")
+    fetch = commands.add("fetch", "data:fetch", "download a preset's model, tokenizer and data, with progress", changes)
+    fetch.add_argument("preset", metavar=_PRESET)
+    text = "do now what a first run would do: download, tokenise, convert weights, compile"
+    commands.add("prepare", "data:prepare", text, changes).add_argument("preset", metavar=_PRESET)
+
+
+def _add_run(commands: _Commands) -> None:
+    json, machine, runs_dir, changes = commands.options
+    run = commands.add("run", "run:run", "train: start the run and show it", json, machine, runs_dir, changes)
+    run.add_argument("preset", metavar=_PRESET)
+    how = run.add_mutually_exclusive_group()
+    how.add_argument("--dry-run", action="store_true", help="start nothing; print the plan, the binding and the exact command")
+    how.add_argument("--detach", action="store_true", help=_DETACH)
+    how.add_argument("--plain", action="store_true", help=_PLAIN)
+    run.add_argument("--force", action="store_true", help=_FORCE)
+    run.add_argument("--no-preflight", action="store_true", help="skip the check of model, tokenizer and data before the start")
+
+
+def _add_run_commands(commands: _Commands) -> None:
+    json, _, runs_dir, changes = commands.options
+
+    def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        command = commands.add(name, handler, text, runs_dir, *parents)
+        command.add_argument("run", nargs="?", default="latest", metavar="RUN", help="name, path or `latest` (the default)")
+        return command
+
+    watch = add("watch", "run:watch", "show a run, live or past, from any host that sees its folder")
+    watch.add_argument("--plain", action="store_true", help=_PLAIN)
+    commands.add("runs", "runs:runs", "list the runs, newest first", json, runs_dir)
+    stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
+    stop.add_argument("--grace", type=float, default=600.0, metavar="SECONDS", help="kill it after this time (default 600)")
+    resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes)
+    resume.add_argument("--plain", action="store_true", help=_PLAIN)
+    resume.add_argument("--force", action="store_true", help=_FORCE)
+    resume.add_argument("--detach", action="store_true", help=_DETACH)
+    logs = add("logs", "runs:logs", "print what a run's processes wrote")
+    logs.add_argument("-n", "--lines", type=int, default=200, help="lines from the end (default 200)")
+    logs.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
+    export = add("export", "runs:export", "write a run's last checkpoint as a Hugging Face folder")
+    export.add_argument("--to", metavar="DIR", help="folder to write (default: RUN/export)")
+    text = "supervise a run's processes (started by `run`, not by hand)"
+    supervise = commands.add("supervise", "run:supervise", text)
+    supervise.add_argument("run", metavar="RUN")
+    supervise.add_argument("--attempt", type=int, required=True)
+
+
+def _folder(text: str) -> Path:
+    from so_tui.spec.files import path_fault
+
+    if fault := path_fault(text):
+        raise argparse.ArgumentTypeError(fault)
+    return Path(text)

@@ -1,0 +1,71 @@
+"""The files in an attempt's folder from which its supervisor starts: written once from a launch, and read back as the same launch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.launch.environment import Variable
+from so_tui.launch.preparation import Launch
+from so_tui.machine.types import Machine
+from so_tui.plan.types import Plan
+from so_tui.runs.directory import RunDirectory
+from so_tui.spec.files import write_atomic
+
+SCHEMA = 1
+
+
+class _Start(Struct, frozen=True, kw_only=True):
+    """``launch.json``: what the other files of the attempt do not hold."""
+
+    v: int = SCHEMA
+    argv: tuple[str, ...] = ()
+    environment: tuple[Variable, ...] = ()
+    forced: bool = False
+    changes: dict[str, str] = {}
+
+
+def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
+    """Write ``machine.<host>.json``, ``plan.json``, ``ds_config.json`` and ``launch.json``.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    start = _Start(argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes)
+    write_atomic(run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
+    write_atomic(run.plan_path(attempt), indented(launch.plan))
+    write_atomic(run.ds_config_path(attempt), indented(launch.ds_config))
+    write_atomic(run.launch_path(attempt), indented(start))
+
+
+def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
+    """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
+
+    Raises:
+        OSError: A file is missing or cannot be read.
+        msgspec.DecodeError: A file is damaged.
+    """
+    start = _Start()
+    with contextlib.suppress(FileNotFoundError):
+        start = msgspec.json.decode(run.launch_path(attempt).read_bytes(), type=_Start)
+    return Launch(
+        plan=msgspec.json.decode(run.plan_path(attempt).read_bytes(), type=Plan),
+        machine=msgspec.json.decode(run.machine_path(attempt, host).read_bytes(), type=Machine),
+        ds_config=_ds_config(run, attempt),
+        argv=start.argv,
+        environment=start.environment,
+        forced=start.forced,
+        changes=start.changes,
+    )
+
+
+def indented(value: object) -> bytes:
+    """Encode a value as JSON that people can read."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1)
+
+
+def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    return msgspec.json.decode(run.ds_config_path(attempt).read_bytes(), type=dict[str, Any])

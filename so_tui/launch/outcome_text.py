@@ -1,0 +1,122 @@
+"""Outcomes in words: the reason and the suggestion of ``state.json``."""
+
+from __future__ import annotations
+
+import signal
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from so_tui.launch.outcome import Outcome
+from so_tui.runs.outcome import OutcomeCode
+
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+_WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
+_SAME_SETTINGS = frozenset(OutcomeCode) - {
+    OutcomeCode.OUT_OF_GPU_MEMORY,
+    OutcomeCode.OUT_OF_HOST_MEMORY,
+    OutcomeCode.KILLED_FOR_MEMORY,
+    OutcomeCode.NON_FINITE,
+    OutcomeCode.ADAM_TIMEOUT,
+    OutcomeCode.ADAM_WORKER_LOST,
+}
+"""After these a resume may use the same settings. Any other code, such as that of a problem with the input, calls for others."""
+_ADVICE: dict[str, str] = {
+    OutcomeCode.DISK_FULL: "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
+    OutcomeCode.ADAM_TIMEOUT: "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`",
+    OutcomeCode.MODULE_MISSING: "Install the training extra: pip install 'so-tui[train]'",
+    OutcomeCode.NUMACTL_FAILED: "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy",
+    OutcomeCode.STOP_OVERDUE: "Allow more time with `so-tui stop --grace SECONDS`",
+    OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",
+    OutcomeCode.NODE_DIFFERS: "Start it again here, so that it is planned for this node",
+    OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
+}
+_REASONS: dict[str, str] = {
+    OutcomeCode.OUT_OF_GPU_MEMORY: "out of GPU memory: {detail}",
+    OutcomeCode.DISK_FULL: "the disk of the run directory or of /dev/shm is full",
+    OutcomeCode.ADAM_TIMEOUT: "CPU Adam did not answer in time",
+    OutcomeCode.PORT_IN_USE: "another program took the rendezvous port",
+    OutcomeCode.MODULE_MISSING: "the Python module {detail} is not installed",
+    OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
+    OutcomeCode.KILLED_FOR_MEMORY: "the kernel killed {count} process{es} on this host for lack of memory",
+    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:.0f} s and was killed; nothing was saved after the last checkpoint",
+    OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
+    OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
+    OutcomeCode.NODE_DIFFERS: "could not be started: {detail}",
+    OutcomeCode.NOT_STARTED: "could not be started: {detail}",
+}
+_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
+
+
+class RunFacts(Struct, frozen=True, kw_only=True):
+    """What the advice refers to."""
+
+    name: str
+    saved_step: int | None = None
+    """The step of the last checkpoint, or None."""
+    less_gpu_memory: str = "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` shows what each costs"
+    """Which changes would need less GPU memory, by the plan."""
+    less_host_memory: str = "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is needed"
+
+
+class OutcomeText(NamedTuple):
+    """The reason of an outcome, and what to do next."""
+
+    reason: str
+    suggestion: str
+
+
+def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
+    """Put an outcome into words. The suggestion for a failure ends with how to resume, and with changed settings where it needs them."""
+    if outcome.state in ("finished", "stopped"):
+        return OutcomeText(outcome.reported, outcome.advice)
+    advice = outcome.advice if outcome.reported else _advice(outcome, run)
+    again = _resuming(run, "" if outcome.code in _SAME_SETTINGS else " --set KEY=VALUE")
+    return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
+
+
+def _reason(outcome: Outcome) -> str:
+    if outcome.reported:
+        return outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
+    if outcome.code in _LOST:
+        if outcome.signal is None:
+            return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
+        return f"{_who(outcome)} was ended by {_signal_name(outcome.signal)}"
+    if pattern := _REASONS.get(outcome.code):
+        plural = "" if outcome.count == 1 else "es"
+        return pattern.format(detail=outcome.detail, count=outcome.count, es=plural, limit_s=outcome.limit_s)
+    ending = f"with exit code {outcome.exit_code}" if outcome.exit_code else "without the trainer's end record"
+    return outcome.detail or f"{_who(outcome)} ended {ending}"
+
+
+def _advice(outcome: Outcome, run: RunFacts) -> str:
+    match outcome.code:
+        case OutcomeCode.OUT_OF_GPU_MEMORY:
+            return run.less_gpu_memory
+        case OutcomeCode.KILLED_FOR_MEMORY | OutcomeCode.OUT_OF_HOST_MEMORY:
+            return run.less_host_memory
+        case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
+            return "Native code crashed. See the last lines of the log" if outcome.signal in _CRASHES else _WHO_KILLS
+        case OutcomeCode.UNEXPECTED:
+            return f"See the log: `so-tui logs {run.name}`"
+    return _ADVICE.get(outcome.code, "")
+
+
+def _who(outcome: Outcome) -> str:
+    if outcome.who == "rank":
+        return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
+    return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _resuming(run: RunFacts, settings: str) -> str:
+    command = f"`so-tui resume {run.name}{settings}`"
+    if run.saved_step is None:
+        return f"Nothing had been saved: {command} starts from the beginning"
+    return f"{command} continues from step {run.saved_step}"

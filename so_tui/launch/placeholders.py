@@ -1,0 +1,44 @@
+"""Values of a launch that are not known until a supervisor starts it on its node.
+
+A launch that is shown or confirmed contains them as ``{NAME}``. The supervisor replaces them and records the result in ``command.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+
+class Placeholder(StrEnum):
+    """The text that stands for each value. It is always a whole argument or a whole variable, never part of one."""
+
+    RUN = "{RUN}"
+    ATTEMPT = "{ATTEMPT}"
+    ADDRESS = "{ADDRESS}"
+    PORT = "{PORT}"
+
+
+MEANINGS: dict[Placeholder, str] = {
+    Placeholder.RUN: "the run directory",
+    Placeholder.ATTEMPT: "the number of the attempt",
+    Placeholder.ADDRESS: "the address at which the ranks meet",
+    Placeholder.PORT: "a free port at that address",
+}
+
+_BY_TEXT = {placeholder.value: placeholder for placeholder in Placeholder}
+
+
+def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
+    """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
+    present = set(texts)
+    return tuple(placeholder for placeholder in Placeholder if placeholder.value in present)
+
+
+def resolve(text: str, values: Mapping[Placeholder, str]) -> str:
+    """Return the value of a placeholder, and any other text unchanged.
+
+    Raises:
+        KeyError: ``text`` is a placeholder without a value.
+    """
+    placeholder = _BY_TEXT.get(text)
+    return text if placeholder is None else values[placeholder]

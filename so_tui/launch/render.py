@@ -1,0 +1,122 @@
+"""A launch as ``run --dry-run`` shows it: verdict, binding, environment with reasons, overridden settings and the command; or as JSON."""
+
+from __future__ import annotations
+
+import shlex
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from so_tui.launch import environment, placeholders
+from so_tui.launch.preparation import Launch
+from so_tui.machine import cpu_ranges
+from so_tui.plan import plan_tree
+from so_tui.plan.messages import deepspeed_text
+from so_tui.plan.types import MemoryPolicy, RankBinding
+from superoffload.ds_config import Override, overrides
+
+_VERDICTS = {"fits": ("✓", "bold green"), "tight": ("~", "bold yellow"), "does not fit": ("✗", "bold red")}
+
+
+def render_launch(launch: Launch) -> RenderableType:
+    """Return what ``run --dry-run`` prints."""
+    plan = launch.plan
+    sign, style = _VERDICTS[plan.verdict]
+    label = f"  {plan.spec.label} on {launch.machine.label}: {plan.mode}, ratio {plan.ratio:g}"
+    notes = [Text(f"  {reason}") for reason in plan.reason_texts] + [
+        Text(f"  ~ {warning}", style="yellow") for warning in plan.warning_texts
+    ]
+    overridden = overrides(launch.ds_config)
+    return Group(
+        Text.assemble((f"{sign} {plan.verdict}", style), label),
+        *notes,
+        Text(),
+        _binding(plan.binding),
+        Text(),
+        _environment(launch.environment),
+        *((Text(), _overrides(overridden)) if overridden else ()),
+        Text(),
+        Text("the command", style="bold"),
+        Text(shlex.join(launch.argv), overflow="fold"),
+        *(Text(f"  {name}: {meaning}, known at the start", style="dim") for name, meaning in _placeholders(launch).items()),
+    )
+
+
+def launch_json(launch: Launch) -> bytes:
+    """Return what ``run --dry-run --json`` prints."""
+    return msgspec.json.encode(
+        {
+            "argv": launch.argv,
+            "env": environment.shown(launch.environment),
+            "placeholders": _placeholders(launch),
+            "ds_config": launch.ds_config,
+            "binding": [
+                {
+                    "rank": rank.rank,
+                    "gpu": rank.gpu,
+                    "numa_node": rank.numa_node,
+                    "cpus": rank.cpus,
+                    "memory_policy": rank.memory_policy,
+                    "deepspeed": rank.deepspeed,
+                    "deepspeed_alone": rank.deepspeed_unlisted,
+                }
+                for rank in launch.plan.binding
+            ],
+            "plan": plan_tree(launch.plan),
+        }
+    )
+
+
+def _placeholders(launch: Launch) -> dict[str, str]:
+    texts = (*launch.argv, *(change.value for change in launch.environment))
+    return {placeholder.value: placeholders.MEANINGS[placeholder] for placeholder in placeholders.used(texts)}
+
+
+def _binding(ranks: tuple[RankBinding, ...]) -> Table:
+    table = _table("binding")
+    for heading in ("rank", "GPU", "node", "cores", "memory", "DeepSpeed with our core list", "DeepSpeed without it"):
+        table.add_column(heading)
+    for rank in ranks:
+        table.add_row(
+            str(rank.rank),
+            "none" if rank.gpu is None else str(rank.gpu),
+            "unknown" if rank.numa_node is None else str(rank.numa_node),
+            cpu_ranges(rank.cpus),
+            _policy(rank.memory_policy),
+            deepspeed_text(rank.deepspeed),
+            deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
+        )
+    return table
+
+
+def _environment(changes: tuple[environment.Variable, ...]) -> Table:
+    table = _table("environment")
+    for heading in ("variable", "value", "why"):
+        table.add_column(heading, overflow="fold")
+    shown = environment.shown(changes)
+    for change in changes:
+        table.add_row(change.name, Text("removed", style="dim") if change.value is None else shown[change.name], change.reason)
+    return table
+
+
+def _overrides(overridden: tuple[Override, ...]) -> Table:
+    table = _table("DeepSpeed settings that the engine overrides")
+    for heading in ("key", "given", "used", "why"):
+        table.add_column(heading, overflow="fold")
+    for override in overridden:
+        table.add_row(override.key, _json(override.given), _json(override.used), override.reason)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+
+
+def _json(value: object) -> str:
+    return "not set" if value is None else msgspec.json.encode(value).decode()
+
+
+def _policy(policy: MemoryPolicy) -> str:
+    return policy.mode if policy.mode == "default" else f"{policy.mode} {','.join(map(str, policy.nodes))}"

@@ -1,0 +1,86 @@
+"""The state of a run at its start, while it trains and at its end: pure functions from records to ``RunState``."""
+
+from __future__ import annotations
+
+import time
+
+from msgspec.structs import replace
+
+from so_tui.launch.outcome import Outcome
+from so_tui.launch.outcome_text import OutcomeText
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import EndRecord, Process, RunState, State
+
+
+def first_state(name: str, attempt: int, host: str, supervisor: Process | None, before: RunState, *, forced: bool) -> RunState:
+    """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
+    now = time.time()
+    return RunState(
+        name=name,
+        state="starting",
+        detail="DeepSpeed's launcher starts the ranks",
+        attempt=attempt,
+        host=host,
+        step=before.step,
+        loss=before.loss,
+        total_steps=before.total_steps,
+        saved_step=before.saved_step,
+        saved_at=before.saved_at,
+        started=before.started or now,
+        attempt_started=now,
+        earlier_s=before.took_s or 0.0,
+        heartbeat=before.heartbeat + 1,
+        forced=forced,
+        supervisor=supervisor,
+    )
+
+
+def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: float) -> RunState:
+    """Return the state after the end of an attempt; ``ended`` in seconds since the epoch."""
+    return replace(
+        state,
+        state=outcome.state,
+        detail="",
+        code=str(outcome.code),
+        reason=text.reason,
+        suggestion=text.suggestion,
+        ended=ended,
+        heartbeat=state.heartbeat + 1,
+        exit_code=outcome.run_exit_code,
+        processes=(),
+    )
+
+
+def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
+    """Return the trainer's end record of this attempt, or None."""
+    return reader.end if reader.end and reader.end.attempt == attempt else None
+
+
+def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
+    """Return when an attempt whose end nobody observed was last known to be alive, in seconds since the epoch.
+
+    ``heartbeat_at`` is when the supervisor that died last wrote the state.
+    """
+    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    return max([heartbeat_at, *(record.time for record in records if record is not None and record.attempt == attempt)])
+
+
+def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
+    """Return ``state`` with what the records of this attempt add: phase, step, loss, checkpoints."""
+    start, phase, latest = reader.start, reader.phase, reader.latest
+    if start is not None and start.attempt == attempt:
+        state = replace(state, total_steps=start.total_steps)
+    if latest is not None:
+        state = replace(state, step=latest.step, loss=latest.loss)
+    if phase is not None and phase.attempt == attempt:
+        # A step after the last announced phase shows that loading or saving is over, even if that was not announced.
+        trains = latest is not None and latest.attempt == attempt and latest.time > phase.time
+        now: State = "training" if trains else phase.phase
+        state = replace(state, state=now, detail="" if trains else phase.detail)
+    if reader.checkpoints:
+        saved = reader.checkpoints[-1]
+        state = replace(state, saved_step=saved.step, saved_at=saved.time)
+    if (end := end_record(reader, attempt)) is not None and end.state != "failed":
+        # Not every step is logged, and an attempt that was stopped before its first step is back at its checkpoint.
+        state = replace(state, step=end.step)
+    return state

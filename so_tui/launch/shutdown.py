@@ -1,0 +1,82 @@
+"""How a run is ended: the user's request to stop, and when its processes are terminated and killed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from so_tui.runs import control
+from so_tui.runs.directory import RunDirectory
+from so_tui.spec.files import write_atomic
+
+DEFAULT_GRACE_S = 600.0
+"""How long a stop may take: the step in progress, then a checkpoint of up to hundreds of GB."""
+EXIT_GRACE_S = 60.0
+"""From the trainer's end record until its processes must be gone: the kernel needs time to free hundreds of GB of pinned memory."""
+KILL_AFTER_S = 5.0
+"""From SIGTERM to SIGKILL. DeepSpeed's launcher by itself would wait up to 30 s for each rank."""
+
+Action = Literal["wait", "terminate", "kill"]
+
+
+class StopRequest(control.Request, frozen=True, kw_only=True):
+    """A stop with a time limit, after which the processes are killed. ``so-tui stop`` writes it, the supervisor reads it."""
+
+    grace_s: float = DEFAULT_GRACE_S
+
+
+def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason: str = "") -> None:
+    """Ask the run to stop within ``grace_s`` seconds. A later request replaces an earlier one.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    control.request(run, "stop", reason=reason)
+    asked = control.details(run, "stop")
+    bounded = StopRequest(by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s)
+    write_atomic(run.control_dir / "stop", msgspec.json.encode(bounded))
+
+
+def stop_request(run: RunDirectory) -> StopRequest | None:
+    """Return the pending request, or None."""
+    try:
+        return msgspec.json.decode((run.control_dir / "stop").read_bytes(), type=StopRequest)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError):
+        # The file exists, so a stop is wanted: a person may have made it with `touch`.
+        return StopRequest(by="", time=0.0)
+
+
+@dataclass
+class Shutdown:
+    """Decides when an attempt's processes are terminated and killed. Pure: all times are passed in (seconds, monotonic)."""
+
+    ended_at: float | None = None
+    """When the trainer's end record was seen."""
+    broken_at: float | None = None
+    """When the runner or the launcher was lost before that, or the launcher gave up because a rank failed."""
+    overdue_at: float | None = None
+    """When a requested stop must have been carried out."""
+    terminated_at: float | None = None
+
+    def next_action(self, now: float) -> Action:
+        """Return what to do to the processes now. The caller does it."""
+        if self.terminated_at is not None:
+            return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"
+        if self._due(now):
+            self.terminated_at = now
+            return "terminate"
+        return "wait"
+
+    def stop_overdue(self, now: float) -> bool:
+        """Return whether a requested stop was not carried out in time."""
+        return self.ended_at is None and self.overdue_at is not None and now >= self.overdue_at
+
+    def _due(self, now: float) -> bool:
+        if self.ended_at is not None:
+            return now >= self.ended_at + EXIT_GRACE_S
+        return self.broken_at is not None or self.stop_overdue(now)

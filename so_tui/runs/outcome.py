@@ -1,0 +1,48 @@
+"""Why runs end, as codes that do not depend on the wording beside them.
+
+The supervisor writes one into ``state.json``. A failure that the trainer reported keeps the trainer's code, which may also be that of a
+problem with the input (``Problem.code``) or one of a newer version.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class OutcomeCode(StrEnum):
+    """How a run ended, and why."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    OUT_OF_GPU_MEMORY = "gpu-out-of-memory"
+    OUT_OF_HOST_MEMORY = "host-out-of-memory"
+    """An allocation failed."""
+    KILLED_FOR_MEMORY = "killed-for-memory"
+    """The kernel's out-of-memory killer ended a process."""
+    DISK_FULL = "disk-full"
+    NON_FINITE = "not-finite"
+    """A loss or a gradient was not finite."""
+    ADAM_WORKER_LOST = "adam-worker-lost"
+    ADAM_TIMEOUT = "adam-timeout"
+    """The Adam worker made no progress for too long."""
+    RANK_LOST = "rank-lost"
+    """A signal ended a rank."""
+    LAUNCHER_LOST = "launcher-lost"
+    RUNNER_LOST = "runner-lost"
+    """The process that starts DeepSpeed's launcher."""
+    UNEXPECTED = "unexpected"
+    """A process ended with an error that has no code of its own."""
+    ERROR = "error"
+    """An error of so-tui or its engine that has no code of its own; its message says what to do."""
+    MODULE_MISSING = "module-missing"
+    NUMACTL_FAILED = "numactl-failed"
+    PORT_IN_USE = "port-in-use"
+    GPU_IN_USE = "gpu-in-use"
+    NODE_DIFFERS = "node-differs"
+    """The node is not the one that the launch was planned for."""
+    NOT_STARTED = "not-started"
+    """The processes could not be started for another reason."""
+    STOP_OVERDUE = "stop-overdue"
+    """A requested stop took longer than its grace time."""
+    UNOBSERVED = "unobserved"
+    """Everything was gone when a supervisor looked, without the trainer's end record."""

@@ -1,0 +1,169 @@
+"""From a spec and a machine object to the launch, without starting anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import draft, launch_of, prepare
+from so_tui.launch.attempt_files import read_launch, write_launch
+from so_tui.launch.placeholders import Placeholder
+from so_tui.launch.preparation import visible_machine
+from so_tui.launch.render import launch_json
+from so_tui.machine.types import Gpu, Software
+from so_tui.runs import create_run, new_attempt
+from so_tui.spec import OffloadSpec, Refused, RunSpec, find_preset
+from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
+
+
+@pytest.fixture(scope="module")
+def tiny() -> RunSpec:
+    return find_preset("tiny").spec
+
+
+def with_gpus(spec: RunSpec, gpus: int | tuple[int, ...]) -> RunSpec:
+    return msgspec.structs.replace(spec, gpus=gpus)
+
+
+def option(command: tuple[str, ...], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_two_of_four_superchips_are_bound_to_their_nodes(tiny: RunSpec) -> None:
+    launch = prepare(with_gpus(tiny, 2), quad_gh200(), inherited={})
+    assert launch.argv[:3] == (sys.executable, "-m", "deepspeed.launcher.runner")
+    assert option(launch.argv, "--include") == "localhost:0,1"
+    assert "--bind_cores_to_rank" in launch.argv
+    assert option(launch.argv, "--bind_core_list") == "0-143"
+    first, second = launch.plan.binding
+    assert (first.numa_node, first.cpus) == (0, tuple(range(72)))
+    assert (second.numa_node, second.cpus) == (1, tuple(range(72, 144)))
+
+
+def test_a_list_of_gpus_is_kept(tiny: RunSpec) -> None:
+    launch = prepare(with_gpus(tiny, (3, 1)), quad_gh200(), inherited={})
+    assert option(launch.argv, "--include") == "localhost:1,3"
+    assert option(launch.argv, "--bind_core_list") == "72-143,216-287"
+
+
+def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
+    document = json.loads(launch_json(prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"})))
+    assert document.keys() == {"argv", "env", "placeholders", "ds_config", "binding", "plan"}
+    assert document["placeholders"].keys() == {placeholder.value for placeholder in Placeholder}
+    rank = document["binding"][1]
+    assert rank.keys() == {"rank", "gpu", "numa_node", "cpus", "memory_policy", "deepspeed", "deepspeed_alone"}
+    assert rank["cpus"] == list(range(72, 144))
+    assert rank["deepspeed"]["cpus"] == list(range(72, 144))
+    assert rank["deepspeed_alone"]["cpus"] == list(range(144, 288)), "of all cores it would take the second half, two sockets"
+    assert document["env"]["KMP_AFFINITY"] is None
+    assert document["ds_config"]["gradient_clipping"] == tiny.train.gradient_clipping
+    assert document["plan"]["gpus"] == 2
+
+
+def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:
+    launch = prepare(with_gpus(tiny, 2), cpu_machine(), inherited={})
+    assert option(launch.argv, "--num_gpus") == "2"
+    assert "--include" not in launch.argv
+    assert launch.plan.mode != "gpu"
+
+
+def test_without_a_working_numactl_the_launcher_is_not_told_to_bind() -> None:
+    launch = launch_with(plan_of(spec_of()))
+    assert option(launch.argv, "--master_port") == Placeholder.PORT
+    command = launch.resolved(run=Path("/runs/a"), attempt=2, port=23456).argv
+    assert "--bind_cores_to_rank" not in command
+    assert command[-6:] == ("--module", "so_tui_trainer", "--run", "/runs/a", "--attempt", "2")
+    assert (option(command, "--master_addr"), option(command, "--master_port")) == ("127.0.0.1", "23456")
+    assert not set(Placeholder) & set(command)
+
+
+def test_a_hostfile_of_the_site_is_never_read(tiny: RunSpec) -> None:
+    assert option(prepare(tiny, cpu_machine(), inherited={}).argv, "--hostfile") == "/dev/null"
+
+
+def test_more_gpus_than_there_are(tiny: RunSpec) -> None:
+    with pytest.raises(Refused) as caught:
+        prepare(with_gpus(tiny, 8), quad_gh200(), force=True)
+    assert (caught.value.codes[0], caught.value.forceable) == ("too-few-gpus", False)
+
+
+@pytest.mark.parametrize(
+    ("offload", "code"),
+    [(OffloadSpec(mode="gpu"), "mode-needs-gpu"), (OffloadSpec(mode="superoffload", engine="deepspeed"), "engine-needs-gpu")],
+)
+def test_what_cannot_run_here_is_refused_for_good(tiny: RunSpec, offload: OffloadSpec, code: str) -> None:
+    with pytest.raises(Refused) as caught:
+        prepare(msgspec.structs.replace(tiny, offload=offload), cpu_machine(), force=True)
+    assert (caught.value.codes[0], caught.value.forceable) == (code, False)
+
+
+def test_amd_is_refused_with_a_reason(tiny: RunSpec) -> None:
+    gpu = Gpu(index=0, name="AMD Instinct MI300A", pci_bus_id="0000:01:00.0", numa_node=0, vendor="amd", memory_total_bytes=2**36)
+    with pytest.raises(Refused) as caught:
+        prepare(with_gpus(tiny, 1), cpu_machine(gpus=(gpu,)), force=True)
+    assert caught.value.codes[0] == "amd-gpu"
+
+
+def test_what_does_not_fit_can_be_forced() -> None:
+    spec = msgspec.structs.replace(find_preset("qwen3-14b").spec, gpus=1)
+    with pytest.raises(Refused) as caught:
+        prepare(spec, quad_gh200())
+    assert (caught.value.codes[0], caught.value.forceable) == ("shortage", True)
+    assert not prepare(spec, quad_gh200(), force=True).plan.fits
+
+
+def test_only_visible_gpus_are_used() -> None:
+    machine = quad_gh200()
+
+    def visible(value: str) -> list[int]:
+        return [gpu.index for gpu in visible_machine(machine, {"CUDA_VISIBLE_DEVICES": value}).gpus]
+
+    assert visible("2,3") == [2, 3]
+    assert visible("GPU-00000001") == [1]
+    assert visible("") == []
+    assert visible_machine(machine, {}) is machine
+    with pytest.raises(Refused) as caught:
+        visible("MIG-1234")
+    assert caught.value.codes == ("mig-instance",)
+
+
+def test_a_plan_for_a_hidden_gpu_is_refused() -> None:
+    machine = msgspec.structs.replace(quad_gh200(), hostname=socket.gethostname())
+    plan = plan_of(spec_of(), gpus=True)
+    assert launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "0,1"}).machine.gpus == machine.gpus[:2]
+    with pytest.raises(Refused) as caught:
+        launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "1,2"})
+    assert (caught.value.codes, caught.value.forceable) == (("gpu-not-visible",), False)
+
+
+def test_a_draft_shows_what_cannot_start(tiny: RunSpec) -> None:
+    plan, launch = draft(with_gpus(tiny, 2), quad_gh200(), inherited={})
+    assert launch is not None
+    assert (launch.plan, launch.forced) == (plan, False)
+    _, too_big = draft(with_gpus(find_preset("qwen3-14b").spec, 1), quad_gh200(), inherited={})
+    assert too_big is not None
+    assert too_big.forced, "it starts only if the user insists"
+    impossible, nothing = draft(with_gpus(tiny, 8), quad_gh200(), inherited={})
+    assert (impossible.possible, nothing) == (False, None)
+
+
+def test_a_launch_is_read_back_as_it_was_written(tiny: RunSpec, tmp_path: Path) -> None:
+    launch = prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"}, force=True)
+    launch = msgspec.structs.replace(launch, changes={"gpus": "2"})
+    run = create_run(launch.spec, tmp_path)
+    attempt = new_attempt(run)
+    write_launch(run, attempt, launch)
+    assert read_launch(run, attempt, "quad") == launch
+    run.launch_path(attempt).unlink()  # as in a run directory of an older version
+    assert read_launch(run, attempt, "quad").argv == ()
+
+
+def test_software_of_another_machine_decides_about_the_environment(tiny: RunSpec) -> None:
+    machine = quad_gh200(software=Software(torch="2.9.1", deepspeed="0.19.8"))
+    names = {variable.name for variable in prepare(tiny, machine, inherited={}).environment}
+    assert "PYTORCH_CUDA_ALLOC_CONF" in names

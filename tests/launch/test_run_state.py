@@ -1,0 +1,52 @@
+"""The state of a run, derived from the trainer's records."""
+
+from pathlib import Path
+
+from so_tui.launch.run_state import last_alive, observed
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import CheckpointRecord, EndRecord, RunState
+from so_tui.runs.records import MetricRecord as Record
+
+
+def state_after(folder: Path, *records: Record) -> RunState:
+    return observed(RunState(name="r", state="training", step=7), reader_of(folder, *records), records[-1].attempt)
+
+
+def reader_of(folder: Path, *records: Record) -> MetricsReader:
+    run = RunDirectory(folder)
+    run.metrics_dir.mkdir(parents=True)
+    for attempt in sorted({record.attempt for record in records}):
+        writer = MetricsWriter(run, attempt)
+        for record in records:
+            if record.attempt == attempt:
+                writer.append(record)
+        writer.close()
+    reader = MetricsReader(run)
+    reader.poll(limit_records=100, limit_s=1.0)
+    return reader
+
+
+def test_an_attempt_stopped_before_its_first_step_is_where_its_checkpoint_is(tmp_path: Path) -> None:
+    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    end = EndRecord(attempt=2, time=2.0, state="stopped", step=5, saved="step-000005")
+    state = state_after(tmp_path, saved, end)
+    assert (state.step, state.saved_step) == (5, 5)
+
+
+def test_nothing_trained_and_nothing_saved(tmp_path: Path) -> None:
+    state = state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="stopped", step=0))
+    assert (state.step, state.saved_step) == (0, None)
+
+
+def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Path) -> None:
+    assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
+
+
+def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> None:
+    """Not the time of a later supervisor, which may start days after it."""
+    saved = CheckpointRecord(attempt=1, time=90.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    reader = reader_of(tmp_path, saved, EndRecord(attempt=2, time=120.0, state="stopped", step=5))
+    assert last_alive(reader, 2, heartbeat_at=100.0) == 120.0
+    assert last_alive(reader, 2, heartbeat_at=130.0) == 130.0
+    assert last_alive(reader, 1, heartbeat_at=80.0) == 90.0

@@ -1,0 +1,85 @@
+"""Changes of a spec that need less memory, with the plan's own figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.plan import make_plan
+from so_tui.plan.alternatives import batch_splits, less_gpu_memory, memory_advice, more_gpus, shorter_sequences, smaller_batches
+from so_tui.plan.facts import Change, MemorySaving
+from so_tui.plan.messages import message
+from so_tui.spec import with_values
+from tests.support.planning import CATALOG, QUAD, spec_of
+
+
+def saving_of(changes: tuple[Change, ...], savings: tuple[MemorySaving, ...]) -> int:
+    (found,) = (saving.saves_bytes for saving in savings if saving.changes == changes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        (
+            (Change("train.micro_batch", 4, 2), Change("train.gradient_accumulation", 1, 2)),
+            {"train__micro_batch": "2", "train__gradient_accumulation": "2"},
+        ),
+        ((Change("offload.ratio", 0.6, 0.8),), {"offload__ratio": "0.8"}),
+        ((Change("model.activation_checkpointing", "none", "full"),), {"model__activation_checkpointing": "full"}),
+    ],
+)
+def test_promised_savings_are_those_of_the_plan(changes: tuple[Change, ...], values: dict[str, str]) -> None:
+    given = {
+        "offload__mode": "superoffload",
+        "offload__ratio": "0.6",
+        "gpus": "2",
+        "train__micro_batch": "4",
+        "model__activation_checkpointing": "none",
+    }
+    before, after = (make_plan(spec_of("qwen3-14b", **found), QUAD) for found in (given, given | values))
+    advice = memory_advice(spec_of("qwen3-14b", **given), "gpu")
+    assert saving_of(changes, advice.savings) == before.gpu_bytes - after.gpu_bytes
+
+
+def test_a_target_of_tokens_needs_no_other_accumulation() -> None:
+    spec = spec_of("qwen3-14b", offload__mode="superoffload", train__micro_batch="4", train__tokens_per_step="131072")
+    assert memory_advice(spec, "gpu").savings[0].changes == (Change("train.micro_batch", 4, 2),)
+
+
+def test_the_host_is_relieved_by_the_gpu() -> None:
+    (saving,) = memory_advice(spec_of("qwen3-14b", offload__mode="superoffload"), "node").savings
+    assert saving.changes == (Change("offload.ratio", 0.9, 0.7),)
+    assert saving.saves_bytes > 2**30
+
+
+def test_offloading_is_proposed_with_its_ratio() -> None:
+    advice = memory_advice(spec_of("qwen3-14b", offload__mode="gpu", train__micro_batch="1", model__activation_checkpointing="full"), "gpu")
+    assert advice.savings[0].changes == (Change("offload.mode", "gpu", "superoffload"), Change("offload.ratio", 0.9, 0.9))
+    assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in message(advice)
+
+
+def test_where_nothing_helps_or_nothing_is_known_a_larger_machine_does() -> None:
+    assert memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
+    unknown = with_values(CATALOG.presets["tiny"].spec, {"offload.mode": "superoffload", "model.config.hidden_size": "512"})
+    assert memory_advice(unknown, "gpu").savings == ()
+    assert "more GPUs" in less_gpu_memory(unknown)
+
+
+def test_batches_are_halved_as_long_as_the_tokens_of_a_step_stay() -> None:
+    spec = spec_of("tiny", train__micro_batch="12")
+    sizes = [alternative.spec.train.micro_batch for alternative in smaller_batches(spec)]
+    exact = [alternative.spec for alternative in smaller_batches(spec, exact=True)]
+    assert sizes == [6, 3, 1]
+    assert [found.train.micro_batch for found in exact] == [6, 3]
+    sequences = spec.train.micro_batch * spec.gradient_accumulation_steps
+    assert {found.train.micro_batch * found.gradient_accumulation_steps for found in exact} == {sequences}
+    assert all(sequences % size == 0 for size in batch_splits(spec))
+
+
+def test_other_lengths_and_more_gpus_name_what_changes() -> None:
+    spec = spec_of("tiny", data__sequence_length="2048", gpus="2")
+    assert [alternative.changes for alternative in shorter_sequences(spec)] == [
+        (Change("data.sequence_length", 2048, 1024),),
+        (Change("data.sequence_length", 2048, 512),),
+    ]
+    assert [alternative.spec.gpus for alternative in more_gpus(spec, (1, 2, 4, 8))] == [4, 8]

@@ -1,0 +1,153 @@
+"""The words of facts, a few of them in full, and plans that were saved as words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from so_tui.plan import facts as plan_facts
+from so_tui.plan import plan_tree, recommend
+from so_tui.plan.constants import Calibrated, SpeedSource
+from so_tui.plan.facts import (
+    AutoMode,
+    Change,
+    Fact,
+    FitsHere,
+    LargerHostFits,
+    MemoryAdvice,
+    MemoryNeeded,
+    MemorySaving,
+    MicroBatchChosen,
+    NextBest,
+    NodeNeed,
+    NotBindable,
+    Note,
+    Shortage,
+    TooFewGpus,
+)
+from so_tui.plan.messages import message, speed_source_text
+from so_tui.plan.render import render_plan
+from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
+from so_tui.plan.types import Plan, Workload
+from so_tui.spec import Problem
+from tests.support.planning import QUAD, shown, spec_of
+
+GIB = 2**30
+SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fatal=True)
+
+
+@pytest.mark.parametrize(
+    ("fact", "text"),
+    [
+        (SHORT, "each of host nodes 0, 1 needs 200 GiB, has 111 GiB"),
+        (
+            Shortage(pool="gpu", needs=90 * GIB, has=95 * GIB, fatal=False),
+            "each GPU needs 90.0 GiB of 95.0 GiB: little is left for what is not predicted exactly",
+        ),
+        (
+            MemoryNeeded(gpu_bytes=10 * GIB, gpu_capacity_bytes=95 * GIB, hosts=(NodeNeed((0,), 20 * GIB, 111 * GIB),)),
+            "needs 10.0 GiB of 95.0 GiB on each GPU; 20.0 GiB of 111 GiB on host node 0",
+        ),
+        (TooFewGpus(machine="n1", asked=8, present=4), "gpus = 8: n1 has 4 GPUs. Ask for 4 or fewer"),
+        (
+            FitsHere(changes=(Change("train.micro_batch", 4, 2), Change("train.gradient_accumulation", 1, 2))),
+            "train.micro_batch = 2 with train.gradient_accumulation = 2 fits here",
+        ),
+        (
+            LargerHostFits(gpus=4, host_bytes=480 * 10**9, needs_bytes=330 * GIB, micro_batch=2),
+            "4 x GH200 with 480 GB of host memory each would hold it with train.micro_batch = 2 (330 GiB needed per node)",
+        ),
+        (
+            AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=SHORT),
+            "auto is superoffload here: without offload each of host nodes 0, 1 needs 200 GiB, has 111 GiB",
+        ),
+        (
+            MicroBatchChosen(micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.031),
+            "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would be 3.1% slower",
+        ),
+        (
+            NextBest(mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.004),
+            "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective, about as fast",
+        ),
+        (
+            MemoryAdvice(pool="gpu", savings=(MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),)),
+            "offload.ratio 0.6 -> 0.8 needs 3.0 GiB less on each GPU (predicted). `so-tui plan` shows the rest",
+        ),
+        (Note(text="as the machine says"), "as the machine says"),
+        ("a text of an older plan", "a text of an older plan"),
+    ],
+)
+def test_words(fact: Fact | str, text: str) -> None:
+    assert message(fact) == text
+
+
+def test_every_fact_has_a_code_of_its_own_and_words() -> None:
+    kinds = get_args(Fact)
+    codes = [kind.__struct_config__.tag for kind in kinds]
+    assert len(set(codes)) == len(kinds) > 30
+    assert codes[kinds.index(TooFewGpus)] == "too-few-gpus"
+    values: dict[str, object] = {
+        "problems": (Problem(field="gpus", value="", message="m", remedy="r"),),
+        "changes": (Change("a.b", 1, 2),),
+        "policy": "full",
+        "mode": "gpu",
+        "why": "no-gpu",
+        "pool": "gpu",
+        "hosts": (),
+        "savings": (),
+        "asked": (1,),
+        "present": (0,),
+    }
+    for kind in kinds:
+        given = {field.name: values.get(field.name, 1) for field in msgspec.structs.fields(kind) if field.required}
+        if kind is TooFewGpus:
+            given |= {"asked": 2, "present": 1}
+        assert message(kind(**given)) or kind is Note, kind
+    assert plan_facts.NotBindable is NotBindable
+
+
+def test_every_term_has_a_name() -> None:
+    assert TERM_NAMES.keys() == set(TermKind) - {TermKind.UNKNOWN}
+    assert str(Formula("{} B x {} ({:.1%})", (4, 14_000_000, 0.05))) == "4 B x 14.00 M (5.0%)"
+
+
+def test_the_source_of_a_prediction() -> None:
+    source = SpeedSource(
+        calibrated=Calibrated(date="2026-11-21T10:00:00+00:00", host="node7"),
+        published="published for GH200",
+        workload=Workload(attended_tokens=200.0, trained_share=0.5),
+        probed=True,
+    )
+    assert speed_source_text(source) == (
+        "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for GH200; "
+        "for documents of 200 tokens, 50% of all trained, as seen of the data; corrected by a probe of this model here"
+    )
+
+
+def test_a_plan_that_was_saved_with_texts_is_read_and_shown() -> None:
+    """It was written by version 0.14 for two ranks on a machine without GPUs."""
+    saved = Path(__file__).with_name("plan_of_an_older_version.json").read_bytes()
+    plan = msgspec.json.decode(saved, type=Plan)
+    assert (
+        plan.reason_texts == plan.reasons == ("needs 1.4 GiB of 22.6 GiB on host node 0", "auto is superoffload on a machine without GPUs")
+    )
+    assert "exchange with the GPU" in [term.name for term in plan.breakdown]
+    assert {term.kind for term in plan.breakdown} == {TermKind.UNKNOWN}
+    assert "exchange with the GPU" in shown(render_plan(plan, QUAD), 120)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    tree = plan_tree(plan)
+    assert (tree["reasons"], tree["facts"], tree["speed"]) == (plan.reasons, [], None)
+
+
+def test_facts_are_beside_their_texts_in_json() -> None:
+    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    tree = plan_tree(plan)
+    assert [fact["message"] for fact in tree["facts"] if fact["role"] != "warning"] == list(tree["reasons"])
+    assert [fact["message"] for fact in tree["facts"] if fact["role"] == "remedy"] == list(tree["remedies"])
+    first = tree["facts"][0]
+    assert (first["code"], first["pool"], first["fatal"]) == ("shortage", "node", True)
+    assert tree["shortage"]["place"] == "host node 0"
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

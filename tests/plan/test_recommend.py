@@ -1,0 +1,212 @@
+"""Recommended settings, and the reasons for them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from so_tui.machine.types import Machine
+from so_tui.plan import command_of, make_plan, plans_json, recommend
+from so_tui.plan.constants import SpeedSource
+from so_tui.plan.facts import (
+    AdamCoresChosen,
+    CheckpointingChosen,
+    LargerSteps,
+    MemoryNeeded,
+    MicroBatchChosen,
+    MoreGpusKeepMargin,
+    NextBest,
+    NoNextBest,
+    NothingOffloaded,
+    PcieOffload,
+    SmallestRatio,
+    TokensReached,
+)
+from so_tui.plan.fit import assess, in_mode, target_of
+from so_tui.plan.search import choices
+from so_tui.plan.types import Plan, Workload
+from so_tui.plan.workload import Seen, path_of, remember
+from so_tui.spec import with_values
+from tests.support.machines import x86
+from tests.support.planning import BIG, CATALOG, QUAD, facts_of, only, spec_of
+
+
+def source_of(plan: Plan) -> SpeedSource:
+    assert isinstance(plan.speed_source, SpeedSource)
+    return plan.speed_source
+
+
+def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
+    plan = recommend(spec_of("qwen3-14b"), BIG, 1)
+    assert plan.verdict == "fits"
+    less = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__ratio=f"{plan.ratio - 0.05:.2f}"), BIG)
+    assert less.verdict != "fits"
+    given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
+    assert (plan.step_s or 0) <= (given.step_s or 0)
+
+
+def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> None:
+    given = spec_of("llama-3.1-8b", train__micro_batch="64", gpus="4")
+    plan = recommend(given, QUAD)
+    assert plan.fits
+    assert plan.spec.train.micro_batch < 64
+    assert plan.tokens_per_step == make_plan(given, QUAD).tokens_per_step
+    chosen = only(plan.reasons, MicroBatchChosen)
+    assert (chosen.micro_batch, chosen.given_micro_batch) == (plan.spec.train.micro_batch, 64)
+
+
+def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> None:
+    plan = recommend(spec_of("phi-4"), QUAD, 4)
+    expected = [MemoryNeeded, SmallestRatio, CheckpointingChosen, MicroBatchChosen, AdamCoresChosen, NextBest]
+    assert [type(reason) for reason in plan.reasons] == expected
+    assert only(plan.reasons, SmallestRatio).ratio == plan.ratio
+    assert only(plan.reasons, NextBest).slower > 0
+    given = make_plan(spec_of("phi-4", gpus="4", model__activation_checkpointing="full", offload__mode="superoffload"), QUAD)
+    assert plan.tokens_per_step == given.tokens_per_step
+    assert plan.spec.data.sequence_length == given.spec.data.sequence_length
+    assert (plan.useful_tokens_per_s_total or 0) >= (given.useful_tokens_per_s_total or 0)
+
+
+@pytest.mark.parametrize("name", list(CATALOG.presets))
+@pytest.mark.parametrize(
+    "machine", [QUAD, BIG, x86("NVIDIA H200"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)], ids=["quad", "big", "h200", "h100"]
+)
+def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: Machine) -> None:
+    plan = recommend(CATALOG.presets[name].spec, machine, 1)
+    if plan.recommended:
+        assert plan.gpu_bytes <= 0.92 * (plan.gpu_capacity_bytes or 0)
+        assert all(needs <= 0.94 * plan.host_capacity_bytes_per_node[node] for node, needs in plan.host_bytes_per_node.items())
+        as_run = make_plan(plan.spec, machine)
+        assert (as_run.verdict, as_run.gpu_bytes, as_run.step_s) == ("fits", plan.gpu_bytes, plan.step_s)
+
+
+@pytest.mark.parametrize("name", list(CATALOG.presets))
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_what_is_recommended_is_as_fast_as_the_preset_as_published(name: str, gpus: int) -> None:
+    published = {"offload__mode": "superoffload", "model__activation_checkpointing": "full", "gpus": str(gpus)}
+    given, best = make_plan(spec_of(name, **published), QUAD), recommend(spec_of(name), QUAD, gpus)
+    if given.fits:
+        assert best.fits
+        assert (best.useful_tokens_per_s_total or 0) >= (given.useful_tokens_per_s_total or 0)
+
+
+def test_the_command_of_a_recommendation_runs_just_that() -> None:
+    given = spec_of("phi-4")
+    plan = recommend(given, QUAD, 4)
+    words = command_of(plan, given, "phi-4", 4).split()
+    assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
+    changes = dict(word.split("=") for word in words if "=" in word)
+    as_run = make_plan(with_values(replace(given, gpus=4), changes), QUAD)
+    assert (as_run.gpu_bytes, as_run.step_s, as_run.tokens_per_step) == (plan.gpu_bytes, plan.step_s, plan.tokens_per_step)
+    assert plans_json([plan])["plans"][0]["settings"]["train.micro_batch"] == plan.spec.train.micro_batch
+
+
+@pytest.mark.parametrize(("gpus", "words"), [((2, 3), "2,3"), ((2,), "2,"), (2, "2")])
+def test_the_command_names_the_gpus_that_were_planned_for(gpus: int | tuple[int, ...], words: str) -> None:
+    """Other people may train on those that a mere count would take."""
+    given = spec_of("llama-3.1-8b")
+    plan = recommend(replace(given, gpus=gpus), QUAD)
+    assert f"llama-3.1-8b --gpus {words} --set" in command_of(plan, given, "llama-3.1-8b", gpus)
+
+
+def test_a_target_of_tokens_decides_the_accumulation_of_the_command_too() -> None:
+    given = spec_of("llama-3.1-8b")
+    plan = recommend(with_values(given, {"train.tokens_per_step": "100000"}), QUAD)
+    assert plan.spec.gradient_accumulation_steps > 1
+    assert "gradient_accumulation" not in command_of(plan, given, "llama-3.1-8b", given.gpus)
+
+
+def test_a_target_of_tokens_a_step_reaches_memory_time_and_the_reasons() -> None:
+    aimed = make_plan(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="100000"), x86("NVIDIA H200"))
+    given = make_plan(
+        spec_of("qwen3-4b-random", gpus="1", train__gradient_accumulation=str(aimed.spec.gradient_accumulation_steps)), x86("NVIDIA H200")
+    )
+    assert (aimed.gpu_bytes, aimed.step_s, aimed.tokens_per_step) == (given.gpu_bytes, given.step_s, given.tokens_per_step)
+    reached = only(aimed.reasons, TokensReached)
+    assert (reached.target, reached.tokens, reached.accumulation) == (
+        100_000,
+        aimed.tokens_per_step,
+        aimed.spec.gradient_accumulation_steps,
+    )
+    halved = recommend(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="131072", train__micro_batch="64"), BIG, 1)
+    assert halved.spec.train.micro_batch < 64
+    assert halved.tokens_per_step == 131_072
+
+
+def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
+    waiting = recommend(spec_of("gpt-oss-20b"), BIG, 1)
+    priced = only(waiting.warnings, LargerSteps)
+    assert priced.key == "train.gradient_accumulation"
+    larger = recommend(spec_of("gpt-oss-20b", train__gradient_accumulation=str(priced.value)), BIG, 1)
+    assert larger.tokens_per_step == priced.tokens
+    faster = (larger.useful_tokens_per_s_total or 0) / (waiting.useful_tokens_per_s_total or 1)
+    assert priced.faster == pytest.approx(faster, rel=0.05)
+    busy = recommend(spec_of("qwen3-4b-random"), x86("NVIDIA H200"), 1)
+    assert not facts_of(busy.warnings, LargerSteps)
+
+
+def test_a_recommendation_without_an_alternative_says_so() -> None:
+    plan = recommend(spec_of("tiny", train__micro_batch="1", model__activation_checkpointing="full"), QUAD, 1)
+    assert plan.recommended
+    assert only(plan.reasons, NoNextBest).fits
+
+
+def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being_tried() -> None:
+    """Summing takes 4 B a parameter there: one micro-step fits where two of half the size do not."""
+    roomy = recommend(spec_of("qwen3-30b-a3b", train__micro_batch="4"), BIG, 1)
+    assert roomy.recommended
+    cut = make_plan(spec_of("qwen3-30b-a3b", gpus="1", train__micro_batch="1", train__gradient_accumulation="4"), BIG)
+    assert not cut.fits
+    again = recommend(cut.spec, BIG, 1)
+    assert again.recommended
+    assert again.spec.gradient_accumulation_steps == 1
+    assert (again.useful_tokens_per_s_total or 0) > 0.97 * (roomy.useful_tokens_per_s_total or 0)
+
+
+def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:
+    plan = make_plan(spec_of("tiny", gpus="1", offload__mode="superoffload", offload__ratio="0"), x86("NVIDIA H200"))
+    assert not facts_of(plan.warnings, PcieOffload)
+    given = spec_of("tiny", gpus="1")
+    target = target_of(given, x86("NVIDIA H200"))
+    found = list(choices(given, assess(in_mode(given, "superoffload", 0.0), target), ()))
+    assert facts_of(found, NothingOffloaded)
+    assert not facts_of(found, AdamCoresChosen)
+
+
+def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
+    narrow = replace(QUAD, numa_nodes=tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes))
+    tight = [plan for name in CATALOG.presets for count in (1, 2) if (plan := recommend(spec_of(name), narrow, count)).verdict == "tight"]
+    assert tight
+    for plan in tight:
+        gpus = only(plan.warnings, MoreGpusKeepMargin).gpus
+        assert recommend(CATALOG.presets[plan.preset].spec, narrow, gpus).recommended
+
+
+def test_other_cores_and_gpus_are_planned_for_the_same_data() -> None:
+    data = Workload(attended_tokens=200.0, trained_share=0.5)
+    target = target_of(spec_of("tiny", gpus="1"), QUAD, workload=data).on(2, 0.8)
+    assert (target.workload, target.ranks) == (data, 2)
+
+
+def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:
+    spec = spec_of("qwen3-14b", gpus="4")
+    whole = make_plan(spec, QUAD)
+    assert source_of(whole).workload is None
+    remember(spec, Seen(fingerprint="a", workload=Workload(attended_tokens=200.0, trained_share=0.5)))
+    packed = make_plan(spec, QUAD)
+    assert source_of(packed).workload == Workload(attended_tokens=200.0, trained_share=0.5)
+    assert (packed.step_s or 0) < 0.97 * (whole.step_s or 0)
+    assert source_of(recommend(spec, QUAD)).workload == source_of(packed).workload
+    other = make_plan(replace(spec, data=replace(spec.data, loss="all")), QUAD)
+    assert other.step_s == whole.step_s, "other data, or cut in another way"
+    path_of(spec).write_text("{")
+    assert make_plan(spec, QUAD).step_s == whole.step_s
+
+
+def test_the_spec_of_a_plan_is_what_will_run() -> None:
+    plan = make_plan(spec_of("llama-3.1-8b", gpus="2"), QUAD)
+    assert plan.spec.gpus == (0, 1)
+    assert plan.spec.offload.mode == plan.mode
+    assert [rank.numa_node for rank in plan.binding] == [0, 1]
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

@@ -1,0 +1,278 @@
+"""The step model against steps measured on H200 hosts with PCIe: Qwen3 4B shape, 4 x 4096 tokens, whole layers repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.model.profile import profile_of
+from so_tui.plan import make_plan
+from so_tui.plan.constants import Speed, SpeedSource, constants, published_speed
+from so_tui.plan.fit import assess, target_of
+from so_tui.plan.placement import Placement
+from so_tui.plan.timing import Pass, StepModel, UpdateRates, weight_wait_s
+from so_tui.plan.types import Plan, Workload
+from so_tui.spec import load_catalog, with_values
+from tests.support.machines import superchips, x86
+
+SPEC = load_catalog().presets["qwen3-4b-random"].spec
+ONE = Speed(
+    matrix_flops=1,
+    hbm_bytes_per_s=1,
+    d2h_bytes_per_s=1,
+    h2d_bytes_per_s=1,
+    peer_bytes_per_s=1,
+    layer_launch_overhead_s=1,
+    adam=(),
+    node_bytes_per_s=1,
+    source="",
+)
+
+
+def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
+    base = {
+        "gpus": str(gpus),
+        "model.activation_checkpointing": "full",
+        "model.kernels": "plain",
+        "offload.ratio": "0.9",
+        "train.gradient_clipping": "0",
+    }
+    given = {name.replace("__", "."): value for name, value in changes.items()}
+    return make_plan(with_values(SPEC, base | given), x86("NVIDIA H200", gpu_count=gpus, cores=cores, memory_mib=512 * 1024))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "changes", "measured_s"),
+    [
+        (1, 16, {"offload__mode": "gpu"}, 1.69),
+        (1, 16, {"offload__mode": "superoffload"}, 1.71),
+        (1, 16, {"offload__mode": "superoffload", "train__gradient_clipping": "1"}, 2.24),
+        (1, 16, {"offload__mode": "superoffload", "offload__engine": "deepspeed", "train__gradient_clipping": "1"}, 7.13),
+        (1, 16, {"offload__mode": "superoffload", "train__gradient_accumulation": "8"}, 13.26),
+        (1, 16, {"offload__mode": "gpu", "train__gradient_accumulation": "8"}, 13.14),
+        (1, 64, {"offload__mode": "superoffload"}, 1.70),
+        (2, 64, {"offload__mode": "gpu"}, 1.62),
+        (2, 64, {"offload__mode": "superoffload"}, 1.74),
+        (4, 64, {"offload__mode": "gpu"}, 1.62),
+        (4, 64, {"offload__mode": "superoffload"}, 1.86),
+    ],
+)
+def test_measured_steps_are_met(gpus: int, cores: int, changes: dict[str, str], measured_s: float) -> None:
+    """``zerooffload`` took 5.09 s there, which is missed (benchmarks/planner.md)."""
+    assert planned(gpus, cores, **changes).step_s == pytest.approx(measured_s, rel=0.15)
+
+
+PACKED = Workload(attended_tokens=300, trained_share=0.92, useful_share=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kept", "micro_batch", "measured_s", "measured_gib"),
+    [
+        ("plain", "full", "4", 1.60, 69.3),
+        ("auto", "full", "4", 1.18, 69.1),
+        ("auto", "selective", "4", 0.97, 102.7),
+        ("auto", "none", "2", None, 93.7),
+    ],
+)
+def test_packed_rows_are_met(kernels: str, kept: str, micro_batch: str, measured_s: float | None, measured_gib: float) -> None:
+    """benchmarks/results/speed-h200.jsonl: no offload, packed Alpaca rows. The last waited for its host, not for the GPU."""
+    changes = {"gpus": "1", "offload.mode": "gpu", "model.kernels": kernels, "model.activation_checkpointing": kept}
+    plan = make_plan(with_values(SPEC, changes | {"train.micro_batch": micro_batch}), x86("NVIDIA H200"), workload=PACKED)
+    assert plan.gpu_reserved_bytes / 2**30 == pytest.approx(measured_gib, rel=0.025)
+    if measured_s is not None:
+        assert plan.step_s == pytest.approx(measured_s, rel=0.15)
+
+
+@pytest.mark.parametrize(("gpus", "cores", "measured_s"), [(1, 16, 0.10), (1, 64, 0.065), (2, 64, 0.171), (4, 64, 0.262)])
+def test_what_adam_leaves_exposed_is_met(gpus: int, cores: int, measured_s: float) -> None:
+    """The sub-group whose gradient comes last is the one that the next forward wants first."""
+    step = planned(gpus, cores, offload__mode="superoffload").step
+    assert step is not None
+    assert step.exposed_optimizer_s == pytest.approx(measured_s, abs=0.05)
+
+
+def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
+    free, held = (planned(offload__mode="superoffload", train__gradient_clipping=clip).step for clip in ("0", "1"))
+    assert free is not None
+    assert held is not None
+    assert 0.3 < held.exposed_optimizer_s - free.exposed_optimizer_s < 0.6
+
+
+def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> None:
+    """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its kernel moves, ours by nearly all it does; it
+    loses less by sharing, since beside a forward it never has its whole rate."""
+    undisturbed = replace(published(), adam=((16, 120e9), (32, 240e9)), node_bytes_per_s=1e12, adam_together=())
+    together = replace(undisturbed, adam_together=((2, 60e9),))
+
+    def exposed_s(speed: Speed, **changes: str) -> float:
+        spec = with_values(SPEC, {"gpus": "2", "model.activation_checkpointing": "full"} | changes)
+        target = target_of(spec, x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), probed=False)
+        resources = dataclasses.replace(target.resources, speed=speed)
+        step = assess(spec, dataclasses.replace(target, resources=resources)).step
+        assert step is not None
+        return step.exposed_optimizer_s + (step.forward_s if spec.offload.mode == "superoffload" else 0.0)
+
+    ours = {"offload.mode": "superoffload", "offload.ratio": "1.0", "train.micro_batch": "1"}
+    theirs = {"offload.mode": "zerooffload", "offload.ratio": "1.0"}
+    assert 1.3 < exposed_s(together, **ours) / exposed_s(undisturbed, **ours) < 1.6
+    assert 1.2 < exposed_s(together, **theirs) / exposed_s(undisturbed, **theirs) < 1.4
+
+
+def test_copies_of_zerooffload_hide_where_the_gpu_is_busy_but_not_behind_python() -> None:
+    """Every gradient in bf16 for its partition, and in fp32 for the optimizer's, at the link's rate."""
+
+    def backward_s(mode: str, **changes: str) -> float:
+        step = planned(offload__mode=mode, offload__ratio="1.0", **changes).step
+        assert step is not None
+        return step.backward_s
+
+    busy = {"train__micro_batch": "8"}
+    assert backward_s("zerooffload", **busy) == backward_s("gpu", **busy)
+    idle = {"train__micro_batch": "1", "data__sequence_length": "512"}
+    copies_s = 6 * SPEC.model.parameter_count / published().d2h_bytes_per_s
+    assert backward_s("zerooffload", **idle) - backward_s("gpu", **idle) == pytest.approx(copies_s, rel=0.01)
+
+
+def published() -> Speed:
+    found = published_speed("NVIDIA H200")
+    assert found is not None
+    return found
+
+
+def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
+    halves = [((0.0, 0.5), 10), ((0.5, 1.0), 10)]
+    once = Pass(forward_s=1.0, backward_s=2.0, backward_python_s=0.0)
+
+    def wait_s(adam: float, starts: float | None) -> float:
+        rates = UpdateRates(adam_parameters_per_s=adam, d2h_bytes_per_s=1e30, h2d_bytes_per_s=1e30)
+        return weight_wait_s(halves, rates, once, forward_begins_s=0.0, adam_starts_s=starts)
+
+    # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
+    assert wait_s(10, 0.0) == pytest.approx(1.5)
+    # Under backward: the second half is complete 1 s before the end and stepped by then, the first at the end.
+    assert wait_s(10, None) == pytest.approx(1.0)
+    assert wait_s(1e9, None) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_repeating_less_is_faster() -> None:
+    full, selective, none = (
+        planned(offload__mode="gpu", model__activation_checkpointing=kept).step_s or 0 for kept in ("full", "selective", "none")
+    )
+    assert full > selective > none
+
+
+def test_what_is_computed_anew_is_launched_anew() -> None:
+    """Where layers are too small to keep a GPU busy, Python is what repeating them costs: once more a forward's."""
+    small = {"offload__mode": "gpu", "train__micro_batch": "1", "data__sequence_length": "512"}
+    steps = {policy: planned(**small, model__activation_checkpointing=policy).step for policy in ("none", "selective", "full")}
+    backward = {policy: step.backward_s for policy, step in steps.items() if step}
+    forward_s = constants().step.forward_launches_per_layer * published().layer_launch_overhead_s * SPEC.model.config["num_hidden_layers"]
+    assert backward["full"] == backward["selective"] == pytest.approx(backward["none"] + forward_s)
+
+
+def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python() -> None:
+    use = constants().step
+
+    def pass_of(sequence_length: str, gather_s: float) -> Pass:
+        spec = with_values(SPEC, {"data.sequence_length": sequence_length, "model.activation_checkpointing": "none"})
+        profile, ranks = profile_of(spec.model), 2 if gather_s else 1
+        placement = Placement(spec=spec, profile=profile, layout=profile.layout(ranks, spec.offload), local_ranks=ranks)
+        speed = replace(published(), peer_bytes_per_s=profile.parameters / gather_s) if gather_s else published()
+        model = StepModel(placement=placement, speed=speed, adam_cores=16, ranks_per_node=ranks)
+        assert model.all_gather_s == pytest.approx(gather_s)
+        return model.one_pass
+
+    without, beside = pass_of("4096", 0.0), pass_of("4096", 0.01)
+    assert beside.forward_s - without.forward_s == pytest.approx(use.all_gather_share * 0.01)
+    assert beside.backward_s - without.backward_s == pytest.approx(2 * use.all_gather_share * 0.01)
+    waiting, also = pass_of("128", 0.001), pass_of("128", 0.01)
+    assert waiting == also
+    assert waiting.forward_s > pass_of("128", 0.0).forward_s, "gathering has its own Python"
+    slow = pass_of("128", 10.0)
+    assert slow.forward_s > 10
+    assert slow.backward_s >= 20
+
+
+def test_short_documents_and_untrained_tokens_cost_less() -> None:
+    spec = with_values(SPEC, {"gpus": "1", "offload.mode": "gpu", "model.activation_checkpointing": "full"})
+    whole = make_plan(spec, x86("NVIDIA H200"))
+    packed = make_plan(spec, x86("NVIDIA H200"), workload=Workload(attended_tokens=200, trained_share=0.4, useful_share=0.97))
+    assert (packed.step_s or 0) < 0.95 * (whole.step_s or 0)
+    assert packed.useful_tokens_per_s_total == pytest.approx(0.97 * packed.tokens_per_step / (packed.step_s or 1))
+
+
+def test_adam_rates_lie_on_lines_between_what_was_measured() -> None:
+    speed = replace(ONE, adam=((2, 20.0), (10, 60.0)), node_bytes_per_s=100.0)
+    assert [speed.adam_bytes_per_s(cores, 1) for cores in (1, 2, 6, 10, 40)] == [10.0, 20.0, 40.0, 60.0, 60.0]
+    assert speed.adam_bytes_per_s(10, 4) == 15.0  # what 40 cores have together, by four
+    assert speed.adam_bytes_per_s(2, 2) == 15.0
+    assert replace(speed, node_bytes_per_s=40.0).adam_bytes_per_s(10, 4) == 10.0
+    together = replace(speed, adam_together=((2, 14.0), (4, 12.0)))
+    assert [together.adam_bytes_per_s(10, ranks) for ranks in (1, 2, 3, 4)] == [60.0, 14.0, 14.0, 12.0]
+
+
+def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
+    speed = replace(ONE, layer_launch_overhead_s=2.0, layer_launch_overhead_by_ranks=((2, 1.9), (4, 3.0)))
+    assert [speed.layer_launch_overhead_of(ranks) for ranks in (1, 2, 3, 4, 8)] == [2.0, 2.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("NVIDIA GH200 480GB", "GH200 480GB"),
+        ("NVIDIA GH200 120GB", "GH200 120GB"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+    ],
+)
+def test_shipped_rates_say_that_they_are_published(name: str, word: str) -> None:
+    speed = published_speed(name)
+    assert speed is not None
+    assert speed.source.startswith("published")
+    assert word in speed.source
+
+
+def test_constants_have_a_provenance() -> None:
+    found = constants()
+    for text in (found.memory.provenance, found.step.provenance, *(kind.source for kind in found.machines)):
+        assert len(text) > 40
+    for named in ("offload-h200.json", "offload-h200-x4.json", "speed-h200.jsonl"):
+        assert (Path(__file__).parents[2] / "benchmarks" / "results" / named).is_file()
+
+
+def test_parts_add_up_to_the_step() -> None:
+    plan = planned(offload__mode="superoffload")
+    assert plan.step is not None
+    assert plan.step_s == plan.step.total_s
+    assert plan.useful_tokens_per_s_total == plan.tokens_per_step / plan.step.total_s
+
+
+def test_more_offload_is_hardly_ever_faster_with_clipping() -> None:
+    ratios = [f"{ratio / 10}" for ratio in range(11)]
+    steps = [planned(offload__mode="superoffload", offload__ratio=ratio, train__gradient_clipping="1").step_s or 0.0 for ratio in ratios]
+    # Within what the GPU's own share of the step gives back.
+    assert all(after > 0.97 * before for before, after in pairwise(steps))
+    assert steps[-1] > 1.1 * steps[0]
+
+
+def test_accumulation_spreads_the_optimizer_over_more_tokens() -> None:
+    one, eight = (planned(offload__mode="superoffload", train__gradient_accumulation=count) for count in ("1", "8"))
+    assert (eight.useful_tokens_per_s_total or 0) > (one.useful_tokens_per_s_total or 0)
+
+
+def test_unknown_hardware_has_no_prediction() -> None:
+    assert published_speed("Voodoo 3dfx") is None
+    assert make_plan(with_values(SPEC, {"gpus": "1"}), x86("Voodoo 3dfx")).step_s is None
+    assert make_plan(load_catalog().presets["tiny"].spec, x86()).step_s is None
+
+
+def test_grace_hopper_predictions_say_where_they_come_from() -> None:
+    plan = make_plan(with_values(SPEC, {"gpus": "1"}), superchips(1))
+    assert plan.step_s is not None
+    assert isinstance(plan.speed_source, SpeedSource)
+    assert plan.speed_source.calibrated is None
+    assert plan.speed_source.published.startswith("published for GH200")

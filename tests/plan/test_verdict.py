@@ -1,0 +1,224 @@
+"""Verdicts, shortages and remedies on machines people have."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.machine.types import Machine
+from so_tui.plan import make_plan, plan_table, recommend
+from so_tui.plan.facts import (
+    AllOnGpu,
+    AmdGpu,
+    AutoMode,
+    Change,
+    ClippingWaits,
+    EngineNeedsGpu,
+    Fact,
+    FasterOffload,
+    FitsHere,
+    GpuMemoryUnknown,
+    LargerHostFits,
+    ModeNeedsGpu,
+    MoreGpusFit,
+    MoreMachinesFit,
+    NoSuchGpu,
+    Shortage,
+    TooFewGpus,
+)
+from so_tui.plan.fit import Demand, judge
+from so_tui.plan.resources import Supply
+from so_tui.spec import InputError, with_values
+from tests.support.machines import x86
+from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, facts_of, only, spec_of
+
+
+def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_what_would() -> None:
+    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    assert (plan.fits, plan.verdict, plan.recommended) == (False, "does not fit", False)
+    assert plan.possible
+    assert isinstance(plan.reasons[0], Shortage)
+    larger, more = plan.remedies
+    assert isinstance(larger, LargerHostFits)
+    assert larger.host_bytes == 480_000_000_000
+    assert isinstance(more, MoreMachinesFit)
+    assert (more.machines, more.gpus) == (2, 8)
+
+
+def test_too_little_host_memory_names_the_node_the_figures_and_the_remedy() -> None:
+    plan = recommend(spec_of("qwen3-14b"), QUAD, 1)
+    assert not plan.fits
+    assert plan.reasons[0] == plan.shortage
+    assert plan.shortage is not None
+    assert (plan.shortage.pool, plan.shortage.nodes, plan.shortage.fatal) == ("node", (0,), True)
+    assert plan.shortage.needs == plan.host_bytes_per_node[0]
+    assert plan.host_bytes_per_node[0] > plan.host_capacity_bytes_per_node[0]
+    assert only(plan.remedies, MoreGpusFit).gpus == 2
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-14b", "phi-4"])
+def test_one_large_superchip_holds_what_is_published_for_it(name: str) -> None:
+    plan = recommend(spec_of(name), BIG, 1)
+    assert plan.fits, plan.reasons
+    assert plan.mode == "superoffload"
+
+
+def test_auto_takes_the_gpu_when_everything_fits_there() -> None:
+    plan = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86("NVIDIA H200"))
+    assert (plan.mode, plan.verdict, plan.spec.offload.mode) == ("gpu", "fits", "gpu")
+    assert only(plan.reasons, AutoMode) == AutoMode(mode="gpu", why="fits-on-gpu")
+
+
+def test_auto_keeps_the_ratio_it_was_given_where_it_offloads() -> None:
+    plan = make_plan(spec_of("qwen3-14b", gpus="1", offload__ratio="0.85"), BIG)
+    assert (plan.mode, plan.ratio) == ("superoffload", 0.85)
+
+
+@pytest.mark.parametrize("mode", ["auto", "zerooffload"])
+def test_deepspeeds_engine_without_a_gpu_is_its_zero_offload(mode: str) -> None:
+    spec = spec_of("tiny", offload__mode=mode, offload__engine="deepspeed")
+    for plan in (make_plan(spec, CPU_ONLY), recommend(spec, CPU_ONLY)):
+        assert (plan.fits, plan.mode, plan.spec.offload.mode) == (True, "zerooffload", "zerooffload")
+
+
+def test_tiny_fits_without_a_gpu() -> None:
+    plan = make_plan(spec_of("tiny"), CPU_ONLY)
+    assert (plan.fits, plan.mode, plan.gpu_bytes, plan.gpu_capacity_bytes) == (True, "superoffload", 0, None)
+    assert [rank.gpu for rank in plan.binding] == [None, None]
+    assert set(plan.host_bytes_per_node) == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "blocker"),
+    [
+        ({"gpus": "2"}, BIG, TooFewGpus(machine=BIG.label, asked=2, present=1)),
+        ({"gpus": "[3]"}, BIG, NoSuchGpu(machine=BIG.label, asked=(3,), missing=3, present=(0,))),
+        ({"gpus": "1", "offload.mode": "gpu"}, CPU_ONLY, ModeNeedsGpu(machine=CPU_ONLY.label)),
+        ({"gpus": "1", "offload.mode": "superoffload", "offload.engine": "deepspeed"}, CPU_ONLY, EngineNeedsGpu()),
+        ({"gpus": "1"}, x86("AMD Instinct MI300A"), AmdGpu(gpu=0, name="AMD Instinct MI300A")),
+    ],
+)
+def test_a_plan_that_cannot_run_here_has_the_blocker(changes: dict[str, str], machine: Machine, blocker: Fact) -> None:
+    plan = make_plan(with_values(CATALOG.presets["tiny"].spec, changes), machine)
+    assert (plan.fits, plan.possible, plan.verdict, plan.step_s) == (False, False, "does not fit", None)
+    assert plan.reasons[0] == blocker
+
+
+def test_more_gpus_than_there_are_is_a_recommendation_that_says_so() -> None:
+    for name in CATALOG.presets:
+        plan = recommend(spec_of(name), QUAD, 8)
+        assert (plan.possible, plan.recommended, plan.step_s) == (False, False, None)
+        assert plan.reasons[0] == TooFewGpus(machine=QUAD.label, asked=8, present=4)
+    assert not any(cell.fits for row in plan_table(list(CATALOG.presets.values()), QUAD, (5, 8)) for cell in row.cells.values())
+
+
+def test_a_model_without_a_table_is_an_input_error() -> None:
+    bare = replace(spec_of("tiny"), model=replace(spec_of("tiny").model, parameters=()))
+    with pytest.raises(InputError) as caught:
+        make_plan(bare, QUAD)
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("missing-parameter-table", "model.parameters")]
+
+
+def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
+    warned = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__engine="deepspeed"), BIG)
+    assert (only(warned.warnings, ClippingWaits).seconds or 0) > 0
+    own = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
+    assert not facts_of(own.warnings, ClippingWaits)
+
+
+def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
+    plan = recommend(spec_of("llama-3.1-8b", data__sequence_length="1048576", train__micro_batch="1"), BIG, 1)
+    assert not plan.fits
+    (change,) = only(plan.remedies, FitsHere).changes
+    assert change.key == "data.sequence_length"
+    length = change.after
+    assert recommend(spec_of("llama-3.1-8b", data__sequence_length=str(length), train__micro_batch="1"), BIG, 1).fits
+
+
+def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
+    roomy = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H200"))
+    assert roomy.spec.model.activation_checkpointing == "none"
+    narrow = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559))
+    assert narrow.spec.model.activation_checkpointing == "selective"
+    given = spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", model__activation_checkpointing="none")
+    refused = make_plan(given, x86("NVIDIA H100 80GB HBM3", gpu_mib=40_000))
+    assert not refused.fits
+    assert only(refused.remedies, FitsHere).changes == (Change("model.activation_checkpointing", "none", "full"),)
+
+
+def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
+    three = x86("NVIDIA A100", gpu_count=3, cores=48, memory_mib=384 * 1024, gpu_mib=18 * 1024)
+    spec = spec_of("llama-3.1-8b", gpus="1")
+    assert [recommend(spec, three, gpus).fits for gpus in (2, 3)] == [False, True]
+    assert only(recommend(spec, three).remedies, MoreGpusFit).gpus == 3
+
+
+def test_a_needless_ratio_is_priced() -> None:
+    plan = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", offload__ratio="0.9"), x86("NVIDIA H200"))
+    faster = only(plan.warnings, FasterOffload)
+    assert faster.step_s < faster.given_step_s == plan.step_s
+
+
+def test_a_memory_limit_of_the_session_counts() -> None:
+    free = make_plan(spec_of("tiny"), CPU_ONLY)
+    limited = make_plan(spec_of("tiny"), replace(CPU_ONLY, memory_limit_bytes=10**9))
+    assert free.fits
+    assert not limited.fits
+    assert limited.shortage is not None
+    assert limited.shortage.pool == "limit"
+
+
+def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
+    """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from there."""
+    spec = spec_of("qwen3-14b", gpus="2", offload__mode="superoffload")
+    whole, part = make_plan(spec, QUAD), make_plan(spec, replace(QUAD, allowed_memory_nodes=(1,)))
+    assert set(part.host_bytes_per_node) == set(part.host_capacity_bytes_per_node) == {1}
+    assert part.host_bytes_per_node[1] == sum(whole.host_bytes_per_node.values())
+    assert part.host_capacity_bytes_per_node[1] == whole.host_capacity_bytes_per_node[1]
+    assert whole.fits
+    assert not part.fits
+    assert part.shortage is not None
+    assert part.shortage.nodes == (1,)
+
+
+def test_a_rank_takes_memory_from_the_nearest_node_that_it_may_use() -> None:
+    distances = ((10, 40, 20, 40), (40, 10, 40, 20), (20, 40, 10, 40), (40, 20, 40, 10))
+    nodes = tuple(replace(node, distances=row) for node, row in zip(QUAD.cpu_nodes, distances, strict=True))
+    job = replace(QUAD, numa_nodes=nodes, allowed_memory_nodes=(0, 1))
+    plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload"), job)
+    assert set(plan.host_bytes_per_node) == {0, 1}
+    once = sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank == 0)
+    assert plan.host_bytes_per_node[0] - plan.host_bytes_per_node[1] == once, "ranks 0 and 2, ranks 1 and 3"
+
+
+def test_ranks_that_share_a_node_add_up_there() -> None:
+    two = make_plan(spec_of("qwen3-4b-random", gpus="2", offload__mode="superoffload"), x86("NVIDIA H200", gpu_count=2))
+    node_terms = sum(term.bytes for term in two.breakdown if term.location == "node" and term.rank is None)
+    once = sum(term.bytes for term in two.breakdown if term.location == "node" and term.rank == 0)
+    assert two.host_bytes_per_node == {0: 2 * node_terms + once}
+
+
+def test_nodes_with_the_same_figures_share_a_shortage() -> None:
+    """Rank 0's node also holds what starts the run, a few hundred MB, and no two nodes have the same memory to the byte."""
+    gib = 2**30
+    demand = Demand(gpu_bytes=0, node_bytes={0: 200 * gib + gib // 3} | dict.fromkeys((1, 2, 3), 200 * gib), shm_bytes=0)
+    supply = Supply(gpu_bytes=None, node_bytes={node: 111 * gib + node for node in range(4)}, shm_bytes=None, limit_bytes=None)
+    (shortage,) = judge(demand, supply)[1]
+    assert (shortage.pool, shortage.nodes, shortage.needs) == ("node", (0, 1, 2, 3), 200 * gib + gib // 3)
+
+
+def test_what_would_hold_a_model_comes_with_the_least_painful_first() -> None:
+    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    assert [type(remedy) for remedy in plan.remedies] == [LargerHostFits, MoreMachinesFit]
+    assert [reason for reason in plan.reasons if reason in plan.remedies] == list(plan.remedies)
+
+
+def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
+    unknown = replace(BIG, gpus=(replace(BIG.gpus[0], memory_total_bytes=None),))
+    for name in ("tiny", "qwen3-14b"):
+        plan = recommend(spec_of(name), unknown, 1)
+        assert (plan.verdict, plan.recommended, plan.mode, plan.ratio) == ("tight", False, "superoffload", 1.0)
+        assert facts_of(plan.warnings, GpuMemoryUnknown)
+        assert not facts_of(plan.reasons, AllOnGpu)
+        assert only(make_plan(spec_of(name, gpus="1"), unknown).reasons, AutoMode).why == "gpu-memory-unknown"
+    assert not any(plan.recommended for row in plan_table(list(CATALOG.presets.values()), unknown) for plan in row.cells.values())

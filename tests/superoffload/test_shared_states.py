@@ -1,0 +1,89 @@
+"""The memory shared with the Adam worker: how it is allocated, and what happens if there is not enough."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import superoffload
+from so_tui.machine.memory import available_bytes
+from so_tui.machine.system_files import SystemFiles
+from superoffload.shared_states import MEMORY_NAME, SharedStates
+
+SHARED = Path("/dev/shm")
+
+
+def free_bytes() -> int:
+    room = os.statvfs(SHARED)
+    return room.f_bfree * room.f_frsize
+
+
+def own_memory() -> list[str]:
+    """Return the engine's anonymous files that this process has open or mapped."""
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [line for line in (*links, *Path("/proc/self/maps").read_text().splitlines()) if f"memfd:{MEMORY_NAME}" in line]
+
+
+def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
+    names, free = set(SHARED.iterdir()), free_bytes()
+    states = SharedStates([4_000_000], torch.bfloat16, accumulate=False, pin=False)
+    for view in (states.staging(0), states.master_weights(0), states.first_moment(0), states.second_moment(0)):
+        view.fill_(1.0)  # pages are allocated on the first write
+    assert own_memory()
+    during = free_bytes()
+    assert set(SHARED.iterdir()) == names
+    del view
+    states.close()
+    # Half, because other processes on this machine may use /dev/shm, too.
+    assert free - during < states.bytes / 2
+    assert free - free_bytes() < states.bytes / 2
+    assert set(SHARED.iterdir()) == names
+    assert not own_memory()
+
+
+def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
+    numel = 10**14
+    with pytest.raises(superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory") as caught:
+        SharedStates([numel], torch.bfloat16, accumulate=False, pin=False)
+    assert caught.value.code == "host-memory"
+    available = re.search(r"only ([\d.]+) GB", str(caught.value))
+    assert available is not None
+    assert 0 < float(available[1]) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    assert not own_memory()
+
+
+def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
+    try:
+        with pytest.raises(superoffload.OffloadError, match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit") as caught:
+            SharedStates([30_000_000], torch.bfloat16, accumulate=False, pin=False)
+        assert caught.value.code == "host-memory-limit"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert not own_memory()
+
+
+def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
+    """A job's limit ends its processes long before the host runs out of memory. The trainer passes this reading to the engine."""
+    files = {
+        "proc/meminfo": "MemAvailable:   400000000 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "10000000000\n",
+        "sys/fs/cgroup/job/memory.current": "7000000000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 5900000000\nactive_file 600000000\ninactive_file 500000000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    available = partial(available_bytes, SystemFiles(tmp_path))
+    with pytest.raises(superoffload.OffloadError, match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available"):
+        SharedStates([300_000_000], torch.bfloat16, accumulate=False, pin=False, available_bytes=available)
+    SharedStates([250_000_000], torch.bfloat16, accumulate=False, pin=False, available_bytes=available).close()

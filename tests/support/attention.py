@@ -1,0 +1,49 @@
+"""Plain causal attention within documents, in place of flash attention's kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from so_tui_trainer.model.flash import Documents, Kernels
+
+
+def visible(documents: Documents) -> Tensor:
+    """Return whether the row's token attends to the column's, [tokens, tokens]."""
+    starts = documents.boundaries.long()
+    position = torch.arange(int(starts[-1]), device=starts.device)
+    document = torch.bucketize(position, starts, right=True)
+    distance = position[:, None] - position
+    near = distance < documents.window if documents.window else torch.ones_like(distance, dtype=torch.bool)
+    return (document[:, None] == document) & (distance >= 0) & near
+
+
+def scores(query: Tensor, key: Tensor, documents: Documents) -> Tensor:
+    """Return the masked scores, [heads, tokens, tokens]."""
+    repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return torch.einsum("qhd,khd->hqk", query, repeated).mul(documents.scale).masked_fill(~visible(documents), -torch.inf)
+
+
+def plain_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+    found = scores(query, key, documents)
+    normaliser = found.logsumexp(-1)
+    repeated = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", (found - normaliser[..., None]).exp(), repeated), normaliser
+
+
+def plain_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients as a flash kernel does: from the given log-sum-exp and output, not from a softmax of its own."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    probability = (scores(query, key, documents) - normaliser[..., None]).exp()
+    delta = (gradient * out).sum(-1).t()
+    of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * documents.scale
+    of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
+    of_key = torch.einsum("hqk,qhd->khd", of_scores, query).view(*key.shape[:2], groups, -1).sum(2)
+    of_value = torch.einsum("hqk,qhd->khd", probability, gradient).view(*value.shape[:2], groups, -1).sum(2)
+    return of_query, of_key, of_value
+
+
+PLAIN = Kernels(plain_forward, plain_backward)

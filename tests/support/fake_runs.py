@@ -1,0 +1,126 @@
+"""Runs of the fake trainer, started by the real supervisor and the real ``deepspeed`` launcher on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch import prepare, start
+from so_tui.machine import Machine
+from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.records import FINAL_STATES, Process, RunState
+from so_tui.spec import RunSpec
+from tests.support.python_path import python_path
+
+FAKE_TRAINER = Path(__file__).parents[1] / "launch" / "fake_trainer"
+Until = Callable[[RunState], bool]
+
+
+class Runs:
+    """Starts runs in a test's own folder, and leaves no process behind."""
+
+    def __init__(self, folder: Path, spec: RunSpec, machine: Machine, ahead: RunDirectory | None = None) -> None:
+        """``ahead`` is a run that has been started already; the first ``start`` returns it."""
+        self.folder = folder
+        self.spec = spec
+        self._machine = machine
+        self._ahead = ahead
+        self._started: list[RunDirectory] = [ahead] if ahead else []
+
+    def start(self) -> RunDirectory:
+        """Start another run."""
+        if self._ahead:
+            ahead, self._ahead = self._ahead, None
+            return ahead
+        run = start(prepare(self.spec, self._machine, force=True), runs_dir=self.folder)
+        self._started.append(run)
+        return run
+
+    def adopt(self, run: RunDirectory) -> None:
+        """Clean up a run that was not started here."""
+        self._started.append(run)
+
+    def training(self) -> tuple[RunDirectory, RunState]:
+        """Start a run and return it after its first steps, when all its processes are known."""
+        run = self.start()
+        return run, wait_for(run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state))
+
+    def clean_up(self) -> None:
+        """Kill every process that is left."""
+        for run in self._started:
+            with contextlib.suppress(Exception):
+                state = read_state(run)
+                for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
+                    if alive(process):
+                        os.kill(process.pid, signal.SIGKILL)
+
+
+class Ahead:
+    """Starts the run of a test while the test before it still waits, because a launch imports for seconds and a test mostly waits.
+
+    Such tests are marked ``trains`` with the options of their fake trainer (tests/launch/fake_trainer) and need no other environment.
+    """
+
+    def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
+        self._folder, self._spec, self._machine = folder, spec, machine
+        self._started: dict[str, tuple[Runs, RunDirectory]] = {}
+
+    def run_for(self, test: pytest.Item, tests: Sequence[pytest.Item]) -> RunDirectory | None:
+        """Return the run of this test if it is marked, and start that of the next test."""
+        position = tests.index(test)
+        for item in tests[position : position + 2]:
+            marked = item.get_closest_marker("trains")
+            if marked and item.nodeid not in self._started:
+                runs = Runs(self._folder / str(len(self._started)), self._spec, self._machine)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("PYTHONPATH", python_path(FAKE_TRAINER))
+                    patch.setenv("FAKE_TRAINER", " ".join(marked.args))
+                    self._started[item.nodeid] = runs, runs.start()
+        _, mine = self._started.get(test.nodeid, (None, None))
+        return mine
+
+    def clean_up(self) -> None:
+        """Kill every process that is left."""
+        for runs, _ in self._started.values():
+            runs.clean_up()
+
+
+def roles(state: RunState) -> set[str]:
+    """Return the roles of a run's processes."""
+    return {process.role for process in state.processes}
+
+
+def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
+    """Return the run's first process with this role, and of this rank if one is given."""
+    return next(process for process in state.processes if process.role == role and (rank is None or process.rank == rank))
+
+
+def kill(process: Process) -> None:
+    """Send SIGKILL."""
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_attempt: int = 1) -> RunState:
+    """Return the first state that satisfies ``until``. Fail if this attempt (or a later one) ends before, or after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not until(state := read_state(run)):
+        assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(run, state)
+        assert time.monotonic() < deadline, _state_and_logs(run, state)
+        time.sleep(0.1)
+    return state
+
+
+def _state_and_logs(run: RunDirectory, state: RunState) -> str:
+    logs = [path.read_text(errors="replace")[-3000:] for path in sorted(run.attempts_dir.glob("*/*.log"))]
+    return "\n".join([repr(state), *logs])
+
+
+def ended(state: RunState) -> bool:
+    """Return whether the run has ended."""
+    return state.state in FINAL_STATES

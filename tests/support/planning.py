@@ -1,0 +1,49 @@
+"""Presets and facts for tests of planning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from rich.console import Console
+
+from so_tui.plan.facts import Fact
+from so_tui.plan.types import Plan
+from so_tui.spec import RunSpec, load_catalog, with_values
+from tests.support.machines import superchips, x86
+
+CATALOG = load_catalog()
+QUAD = superchips(4)
+BIG = superchips(1, node_mib=490_037, name="NVIDIA GH200 480GB")
+CPU_ONLY = x86(cores=4, memory_mib=16 * 1024)
+
+F = TypeVar("F")
+
+
+def spec_of(name: str, **changes: str) -> RunSpec:
+    """Return a preset's spec with changes; ``__`` stands for the dot of a key."""
+    return with_values(CATALOG.presets[name].spec, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def facts_of(found: Iterable[Fact | str], kind: type[F]) -> list[F]:
+    """Return the facts of one kind."""
+    return [fact for fact in found if isinstance(fact, kind)]
+
+
+def only(found: Iterable[Fact | str], kind: type[F]) -> F:
+    """Return the one fact of a kind."""
+    (fact,) = facts_of(found, kind)
+    return fact
+
+
+def bytes_at(plan: Plan, location: str) -> int:
+    """Return the bytes of a plan's terms at a location."""
+    return sum(term.bytes for term in plan.breakdown if term.location == location)
+
+
+def shown(renderable: object, width: int) -> str:
+    """Return what a terminal of this width shows."""
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()

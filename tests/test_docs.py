@@ -1,0 +1,55 @@
+"""The documents agree with the code: links lead somewhere, named files exist, every command and exit code is described."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from so_tui import cli
+from tests.support.python_path import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+CODE = re.compile(r"`([^`\n]+)`")
+OUR_FOLDERS = ("so_tui/", "trainer/", "tests/", "benchmarks/", "presets/", "docs/", "locks/", "screenshots/")
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
+    named = [text for text in CODE.findall(page.read_text()) if text.startswith(OUR_FOLDERS) and re.fullmatch(r"[\w./-]+", text)]
+    assert [text for text in named if not (ROOT / text).exists()] == []
+
+
+def test_every_command_is_in_the_reference() -> None:
+    (commands,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    public = {choice.dest for choice in commands._choices_actions} - {"supervise"}  # which is started by `run`, not by hand
+    reference = (ROOT / "docs" / "commands.md").read_text()
+    assert {name for name in public if not re.search(rf"`{name}\b", reference)} == set()
+
+
+def test_every_option_in_the_reference_exists() -> None:
+    (commands,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    options = {option for command in commands.choices.values() for option in command._option_string_actions}
+    written = set(re.findall(r"`[^`\n]*?(?<!\w)(--?[a-z][a-z-]*)", (ROOT / "docs" / "commands.md").read_text()))
+    assert written - options == set()
+
+
+def test_every_exit_code_is_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "commands.md").read_text()
+    in_help = {int(code) for code in re.findall(r"(?:^|[ ,])(\d+) [a-z]", cli.EPILOG.partition("first steps")[0])}
+    in_table = {int(code) for code in re.findall(r"^\| (\d+) \|", reference, re.MULTILINE)}
+    assert in_help
+    assert in_help == in_table

@@ -1,0 +1,104 @@
+"""One real run of the tiny preset, as a user would have it: the only test of `make test` that launches ranks.
+
+Command line, supervisor, DeepSpeed's launcher, two ranks with their Adam workers, a checkpoint, a rank that is killed, a resume, an export.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, RunState, StepRecord
+from tests.support.launching import records
+from tests.support.python_path import checkout_path
+
+STEPS = 6
+SETTINGS = {
+    "train.steps": str(STEPS),
+    "checkpoint.every_steps": "2",
+}
+
+pytestmark = pytest.mark.smoke
+
+
+def so_tui(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": checkout_path()}
+    return subprocess.run([sys.executable, "-m", "so_tui", *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def story(run: RunDirectory) -> str:
+    """Return the run's state and the end of what its processes wrote."""
+    logs = [path.read_text(errors="replace")[-3000:] for path in sorted(run.attempts_dir.glob("*/*.log"))]
+    return "\n".join([repr(read_state(run)), *logs])
+
+
+def wait_for(run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 120.0) -> RunState:
+    """Return the first state that satisfies ``until``; fail when this attempt ends before, or takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not until(state := read_state(run)):
+        assert state.state not in FINAL_STATES or state.attempt < attempt, story(run)
+        assert time.monotonic() < deadline, story(run)
+        time.sleep(0.05)
+    return state
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Iterator[Path]:
+    """A folder for the run; its processes are killed at the end, whatever happened."""
+    folder = tmp_path / "runs"
+    yield folder
+    for state_file in folder.glob("*/state.json"):
+        state = read_state(RunDirectory(state_file.parent))
+        for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
+            if alive(process):
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> None:
+    changes = [argument for key, value in SETTINGS.items() for argument in ("--set", f"{key}={value}")]
+    started = so_tui("run", "tiny", "--gpus", "2", "--detach", "--runs-dir", str(runs_dir), *changes)
+    assert started.returncode == 0, started.stderr
+    run = RunDirectory(next(runs_dir.glob("*/spec.json")).parent)
+
+    state = wait_for(run, lambda state: state.step >= 3, attempt=1)
+    victim = next(process for process in state.processes if process.role == "rank" and process.rank == 1)
+    os.kill(victim.pid, signal.SIGKILL)
+    failed = wait_for(run, lambda state: state.state in FINAL_STATES, attempt=2)
+    assert failed.state == "failed", story(run)
+    assert not [process for process in failed.processes if alive(process)]
+    assert so_tui("watch", str(run.path), "--plain").returncode == 1
+
+    resumed = so_tui("resume", str(run.path), "--detach")
+    assert resumed.returncode == 0, resumed.stderr
+    finished = wait_for(run, lambda state: state.attempt == 2 and state.state in FINAL_STATES, attempt=3)
+    assert (finished.state, finished.step) == ("finished", STEPS), story(run)
+
+    found = records(run)
+    saved = {record.step for record in found if isinstance(record, CheckpointRecord) and record.attempt == 1}
+    resumed_at = next(record.step for record in found if isinstance(record, ResumedRecord))
+    assert resumed_at == max(saved)
+    first, second = (
+        {record.step: record.loss for record in found if isinstance(record, StepRecord) and record.attempt == attempt} for attempt in (1, 2)
+    )
+    assert sorted(second) == list(range(resumed_at + 1, STEPS + 1))
+    repeated = set(first) & set(second)
+    assert {step: first[step] for step in repeated} == {step: second[step] for step in repeated}
+    assert second[STEPS] < first[1]
+
+    exported = so_tui("export", str(run.path), "--to", str(tmp_path / "model"))
+    assert exported.returncode == 0, exported.stderr
+    code = "import sys; from transformers import AutoModelForCausalLM as A; print(A.from_pretrained(sys.argv[1]).num_parameters())"
+    loaded = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], capture_output=True, text=True, check=False)
+    assert loaded.returncode == 0, loaded.stderr
+    assert int(loaded.stdout) > 1_000_000

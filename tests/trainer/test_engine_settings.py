@@ -1,0 +1,84 @@
+"""The engine's settings of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.machine.memory import available_bytes
+from so_tui.machine.system_files import SystemFiles
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import run_ahead_parameters
+from so_tui.spec import find_preset, with_values
+from so_tui.spec.types import RunSpec
+from so_tui_trainer.engine_settings import engine_settings
+from superoffload.errors import OffloadError
+from superoffload.settings import Settings
+from tests.support.engine import binding
+
+VALUES = {
+    "offload.mode": "superoffload",
+    "offload.engine": "deepspeed",
+    "offload.ratio": "0.35",
+    "train.gradient_accumulation": "6",
+    "train.gradient_clipping": "0.5",
+    "train.learning_rate": "3e-5",
+    "train.beta1": "0.8",
+    "train.beta2": "0.97",
+    "train.epsilon": "1e-7",
+    "train.weight_decay": "0.02",
+}
+
+
+def spec(**changes: str) -> RunSpec:
+    return with_values(find_preset("qwen3-4b-random").spec, VALUES | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
+    run = spec()
+    found = engine_settings(run, binding())
+    assert found == Settings(
+        mode="superoffload",
+        engine="deepspeed",
+        ratio=0.35,
+        gradient_accumulation_steps=6,
+        gradient_clipping=0.5,
+        learning_rate=3e-5,
+        beta1=0.8,
+        beta2=0.97,
+        epsilon=1e-7,
+        weight_decay=0.02,
+        adam_cpus=binding().adam_cpus,
+        run_ahead_parameters=run_ahead_parameters(profile_of(run.model).largest_layer),
+        available_bytes=found.available_bytes,
+    )
+
+
+def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:
+    undivided = msgspec.structs.replace(binding(), adam_cpus=())
+    assert engine_settings(spec(), undivided).adam_cpus == undivided.cpus
+
+
+def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own reading of the available memory is about the whole host."""
+    limited = SystemFiles(tmp_path)
+    files = {
+        "proc/meminfo": "MemAvailable:   400000000 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "10000000000\n",
+        "sys/fs/cgroup/job/memory.current": "7000000000\n",
+        "sys/fs/cgroup/job/memory.stat": "inactive_file 0\nactive_file 0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("so_tui_trainer.engine_settings.SystemFiles", lambda: limited)
+    assert engine_settings(spec(), binding()).available_bytes() == available_bytes(limited) == 3_000_000_000
+
+
+def test_a_mode_that_nobody_resolved_is_refused() -> None:
+    with pytest.raises(OffloadError) as caught:
+        engine_settings(spec(offload__mode="auto"), binding())
+    assert caught.value.code == "mode-not-resolved"

@@ -1,0 +1,119 @@
+"""Data that cannot be used: the problem names the file, the row and what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from tests.support.launching import tiny
+from tests.support.rows import ROWS, lines, source_refusal
+
+
+def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    long_prompt = lines(tmp_path, [{"instruction": "1 2 3 4 5 6 7 8 9 " * 30, "output": "Yes."}])
+    assert source_refusal(long_prompt, tmp_path, data__sequence_length="64").code == "data-prompts-too-long"
+    assert source_refusal(lines(tmp_path, [{"instruction": "a", "output": ""}]), tmp_path).code == "data-nothing-trained"
+
+
+GOOD = json.dumps(ROWS["alpaca"])
+NARRATOR = '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"role": "narrator", "content": "b"}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("rows.jsonl", '{"question": "a", "answer": "b"}', "data-columns-unknown"),
+        ("rows.txt", "anything", "data-file-type-unknown"),
+        ("rows.json", '[{"instruction": "a", "output": "b"},', "data-source-unreadable"),
+        ("rows.jsonl", "[1, 2]\n3", "data-source-unreadable"),
+        ("rows.jsonl", "", "data-source-empty"),
+        ("rows.csv", "instruction,output\na,b\nc,d,e\n", "data-source-unreadable"),
+        ("rows.parquet", "no parquet", "data-source-unreadable"),
+        ("rows.json", "[]", "data-source-empty"),
+        ("rows.csv", "instruction,output\n", "data-source-empty"),
+        ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
+        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100)[:60], "data-source-unreadable"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: str | bytes, code: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    problem = source_refusal(tmp_path / name, tmp_path)
+    assert (problem.code, problem.field, problem.value) == (code, "data.source", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "row"),
+    [
+        ("rows.json", "not json at all", 1),
+        ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', 3),
+        ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', 2),
+    ],
+)
+def test_a_row_that_is_not_json_is_named(tmp_path: Path, name: str, content: str, row: int) -> None:
+    (tmp_path / name).write_text(content)
+    problem = source_refusal(tmp_path / name, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-not-json", f"{tmp_path / name}, row {row}")
+
+
+@pytest.mark.parametrize(
+    ("content", "row", "column"),
+    [
+        (f'{GOOD}\n{{"instruction": "a", "output": ["b"]}}', 2, "output"),
+        ('{"instruction": {"a": 1}, "output": "b"}', 1, "instruction"),
+        (NARRATOR, 2, "messages[0].role"),
+        ('{"messages": [{"speaker": "a", "words": "b"}]}', 1, "messages[0]"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 1, "messages[0].content"),
+        (json.dumps(ROWS["messages"] | {"tools": "a"}), 1, "tools"),
+        (f'{GOOD[:-1]}, "history": [["a"]]}}', 1, "history[0]"),
+        ('{"messages": "a"}', 1, "messages"),
+    ],
+)
+def test_an_unreadable_row_is_named_with_its_column(tmp_path: Path, content: str, row: int, column: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
+    assert (problem.code, problem.value) == ("data-row-unreadable", f"{tmp_path / 'rows.jsonl'}, row {row}")
+    assert problem.message.startswith(f"column {column}: ")
+
+
+def test_in_a_folder_the_file_and_the_row_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text('{\n "description": "what is in it"\n}')
+    (folder / "a.jsonl").write_text(GOOD)
+    (folder / "b.jsonl").write_text(f'{GOOD}\n{{"instruction": "a"')
+    problem = source_refusal(folder, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-not-json", f"{folder}/b.jsonl, row 2")
+    (folder / "b.jsonl").unlink()
+    (folder / "a.jsonl").unlink()
+    assert source_refusal(folder, tmp_path).code == "data-source-unreadable"
+
+
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/datasets")
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):
+        monkeypatch.delenv("HF_HOME", raising=False)
+        monkeypatch.setenv(variable, "/proc/none")
+        problem = source_refusal(lines(tmp_path, [ROWS["alpaca"]]), tmp_path)
+        assert (problem.code, problem.field, problem.value) == ("cache-unwritable", named, "/proc/none/datasets")
+
+
+def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
+    problem = source_refusal(tmp_path / "absent.jsonl", tmp_path)
+    assert problem.code == "data-source-missing"
+    assert "Errno" not in problem.message
+    (tmp_path / "empty").mkdir()
+    assert source_refusal(tmp_path / "empty", tmp_path).code == "data-source-unreadable"
+
+
+def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(tiny().model.config))
+    rows = lines(tmp_path, [ROWS["alpaca"]])
+    problem = source_refusal(rows, tmp_path, model__tokenizer=str(tmp_path / "model"))
+    assert (problem.code, problem.field) == ("tokenizer-files-missing", "model.tokenizer")
+    assert source_refusal(rows, tmp_path, model__tokenizer=str(tmp_path / "absent")).code == "tokenizer-folder-missing"
