@@ -34,7 +34,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """What the real helper process answers about the data of ``tiny``, asked once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return list(data_preview.look_at(find_preset("tiny").spec, FIRST_ROWS, Cancel()))
+        return list(data_preview.preview_data(find_preset("tiny").spec, FIRST_ROWS, Cancel()))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def asked(recorded: list[Answer], monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows_asked.append(rows)
         yield from recorded
 
-    monkeypatch.setattr(data_preview, "look_at", replay)
+    monkeypatch.setattr(data_preview, "preview_data", replay)
     return rows_asked
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from textual.widgets import Button, DataTable
 
+from so_tui.launch import Launch
 from so_tui.runs import RunDirectory
 from so_tui.spec import RunSpec
 from so_tui.ui.widgets.chart import Chart
@@ -27,8 +28,8 @@ class Starter:
         if ready:
             self.ready.set()
 
-    def __call__(self, spec: RunSpec, *_: object, **__: object) -> RunDirectory:
-        self.asked.append(spec)
+    def __call__(self, launch: Launch, **_: object) -> RunDirectory:
+        self.asked.append(launch.spec)
         self.ready.wait(15)
         return write_run(self.runs_dir, steps=3, seconds_of_samples=2)
 
