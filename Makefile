@@ -61,7 +61,7 @@ demo: $(TRAIN)
 PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
 
 test: $(TRAIN)
-	@$(PYTEST) --tier test -m "not slow and not system and not gpu"
+	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 2 --dist loadgroup
 
 test-all: test
 	@$(MAKE) --no-print-directory test-slow

@@ -12,6 +12,7 @@ import pytest
 
 pytest_plugins = ("tests.support.budgets", "tests.support.tiers")
 
+ENGINE_TESTS = "tests/superoffload"
 OWN = {"XDG_CONFIG_HOME": "config", "XDG_STATE_HOME": "state", "XDG_DATA_HOME": "data"}
 
 
@@ -31,3 +32,11 @@ def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for variable, name in OWN.items():
         monkeypatch.setenv(variable, str(tmp_path / name))
     monkeypatch.delenv("SO_TUI_RUNS_DIR", raising=False)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Send the tests of a file to one worker, and those of the engine too: DeepSpeed keeps one process group in each process."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            file = item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(ENGINE_TESTS if file.startswith(ENGINE_TESTS) else file))

@@ -1,15 +1,14 @@
 """A pytest plugin that measures every test file and, when asked, fails a session whose files take too long.
 
 ``tests/budgets.toml`` holds the budgets: wall-clock seconds on two idle cores, for a file about twice what it takes there. A file that is
-not listed has the default budget. Tiers have budgets too, for all files together. A busy or slow machine must not fail a session, so each
-measurement is divided by how much slower than the reference a short loop of plain Python ran right before and after the tests of that file.
+not listed has the default budget. Tiers have budgets too, for a whole session. A busy or slow machine must not fail a session, so each
+measurement is divided by how much slower than the reference a short loop of plain Python ran meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +48,9 @@ class Budgets:
         over = {file: taken for file, taken in times.items() if taken.scaled > self.of(file)}
         return dict(sorted(over.items(), key=lambda item: -item[1].scaled))
 
-    def tier_exceeded(self, tier: str | None, times: dict[str, FileTime]) -> bool:
-        """Return whether all files together took longer than their tier may."""
-        return tier is not None and sum(taken.scaled for taken in times.values()) > self.tiers[tier]
+    def tier_exceeded(self, tier: str | None, seconds: float) -> bool:
+        """Return whether a session took longer than its tier may."""
+        return tier is not None and seconds > self.tiers[tier]
 
 
 def read_budgets(path: Path = BUDGETS) -> Budgets:
@@ -71,39 +70,33 @@ def timed_loop() -> float:
 
 
 class Meter:
-    """Attributes the time of a session to its test files."""
+    """Attributes the time of a session to its test files, from the reports of all workers."""
 
     def __init__(self) -> None:
         self.times: dict[str, FileTime] = {}
-        self._slowness = 1.0
+        self._slowness: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._slowness_at_start = slowness()
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-        """Time a test with its fixtures; calibrate at the first and the last test of a file."""
-        file = file_of(item)
-        taken = self.times.setdefault(file, FileTime())
-        if not taken.tests:
-            self._slowness = slowness()
-        begun = time.perf_counter()
-        result = yield
-        seconds = time.perf_counter() - begun
-        taken.tests += 1
-        taken.seconds += seconds
-        taken.scaled += seconds / self._slowness
-        if nextitem is None or file_of(nextitem) != file:
-            self._slowness = max(self._slowness, slowness())
-            taken.scaled = min(taken.scaled, taken.seconds / self._slowness)
-        return result
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one phase of a test, fixtures included; calibrate at the first report of each file."""
+        file = report.nodeid.partition("::")[0]
+        if file not in self.times:
+            self.times[file] = FileTime()
+            self._slowness[file] = slowness()
+        taken = self.times[file]
+        taken.tests += report.when == "setup"
+        taken.seconds += report.duration
+        taken.scaled += report.duration / self._slowness[file]
+
+    def session_s(self) -> float:
+        """Return the wall-clock seconds since the session began, on the reference machine."""
+        return (time.perf_counter() - self._started) / max(self._slowness_at_start, slowness())
 
 
 def slowness() -> float:
     """Return how many times slower than the reference this machine is now; at least 1, so that a fast machine gains no budget."""
     return max(1.0, timed_loop() / LOOP_S)
-
-
-def file_of(item: pytest.Item) -> str:
-    """Return the path of a test's file, relative to the repository."""
-    return item.nodeid.partition("::")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -114,12 +107,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="off",
         help="report the slowest test files beside their budgets (tests/budgets.toml), or also fail when one takes longer",
     )
-    parser.addoption("--tier", metavar="NAME", help="with --budgets: the tier whose budget counts for all tests together")
+    parser.addoption("--tier", metavar="NAME", help="with --budgets: the tier whose budget counts for the whole session")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure where a report was asked for."""
-    if config.getoption("--budgets") != "off":
+    if config.getoption("--budgets") != "off" and not hasattr(config, "workerinput"):  # workers report to the session that started them
         config.stash[_METER] = meter = Meter()
         config.stash[_BUDGETS] = read_budgets()
         config.pluginmanager.register(meter, "file-budgets")
@@ -136,7 +129,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if meter is None or session.config.getoption("--budgets") != "enforce" or exitstatus != pytest.ExitCode.OK:
         return
     budgets = session.config.stash[_BUDGETS]
-    if budgets.exceeded(meter.times) or budgets.tier_exceeded(session.config.getoption("--tier"), meter.times):
+    if budgets.exceeded(meter.times) or budgets.tier_exceeded(session.config.getoption("--tier"), meter.session_s()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -155,8 +148,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             note = f"  OVER BUDGET: {taken.scaled:.1f} s at reference speed" if file in over else ""
             terminalreporter.line(f"{taken.seconds:7.1f} s  budget {budgets.of(file):5.0f} s  {taken.tests:4} tests  {file}{note}")
     if tier := config.getoption("--tier"):
-        scaled = sum(taken.scaled for taken in meter.times.values())
-        note = "  OVER BUDGET" if budgets.tier_exceeded(tier, meter.times) else ""
+        scaled = meter.session_s()
+        note = "  OVER BUDGET" if budgets.tier_exceeded(tier, scaled) else ""
         terminalreporter.line(f"tier {tier}: {scaled:.0f} s at reference speed, budget {budgets.tiers[tier]:.0f} s{note}")
     if over:
         terminalreporter.line("Make these tests faster, or raise the budget in tests/budgets.toml with a reason in the commit.")
