@@ -22,7 +22,7 @@ from tests.support.screen import SIZES, Driver, opened
 NOW = 1_800_000_000.0
 REST_S = 0.25
 """Longer than the dashboard takes from one poll to the next."""
-pytestmark = [pytest.mark.usefixtures("_short_form", "_fixed_clock"), pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36"])]
+pytestmark = [pytest.mark.usefixtures("_fixed_clock"), pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36"])]
 
 
 class SvgExtension(SingleFileSnapshotExtension):
@@ -43,7 +43,7 @@ def _fixed_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     monkeypatch.setattr("time.time", lambda: NOW)
-    monkeypatch.setattr("so_tui.ui.widgets.stats.STALE_S", 1e9)
+    monkeypatch.setattr("so_tui.ui.widgets.run_lines.STALE_S", 1e9)
     monkeypatch.setattr("so_tui.machine.doctor.findings", lambda *_, **__: ())
     yield
     monkeypatch.undo()

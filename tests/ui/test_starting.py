@@ -68,7 +68,7 @@ async def test_one_start_at_a_time_which_takes_nobody_out_of_a_field(runs_dir: P
         start.ready.set()
         await ui.until(lambda: not ui.app.starting)
         await ui.until(lambda: typing or ui.app.current_mode == "dashboard")
-        assert any("4 lists it" in note for note in ui.notes()) == typing
+        assert any("4 lists the run" in note for note in ui.notes()) == typing
         assert ui.app.current_mode == ("presets" if typing else "dashboard")
     assert len(start.asked) == 1
 
@@ -100,7 +100,7 @@ async def test_quitting_says_that_a_start_goes_on(runs_dir: Path) -> None:
         await ui.press("l", "y", "q")
         await ui.until(lambda: not ui.app.is_running)
         start.ready.set()
-        assert "Llama 3.1 8B is being started all the same" in str(ui.app._exit_renderables)
+        assert "Llama 3.1 8B is still being started" in str(ui.app._exit_renderables)
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+q"])
