@@ -20,7 +20,7 @@ _IMPORTED = [
     "transformers.models.qwen3.modeling_qwen3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which any engine imports, and torch's compiler with it
     "datasets",
-    "speed",
+    "benchmarks.speed",
 ]
 """What takes a process longer than its steps. None of these may look for GPUs through CUDA."""
 

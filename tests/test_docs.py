@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui import cli
+from so_tui.commands import parser
 from tests.support.python_path import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,14 +34,14 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
 
 
 def test_every_command_is_in_the_reference() -> None:
-    (commands,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in parser.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     public = {choice.dest for choice in commands._choices_actions} - {"supervise"}  # which is started by `run`, not by hand
     reference = (ROOT / "docs" / "commands.md").read_text()
     assert {name for name in public if not re.search(rf"`{name}\b", reference)} == set()
 
 
 def test_every_option_in_the_reference_exists() -> None:
-    (commands,) = (action for action in cli.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (action for action in parser.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     options = {option for command in commands.choices.values() for option in command._option_string_actions}
     written = set(re.findall(r"`[^`\n]*?(?<!\w)(--?[a-z][a-z-]*)", (ROOT / "docs" / "commands.md").read_text()))
     assert written - options == set()
@@ -49,7 +49,7 @@ def test_every_option_in_the_reference_exists() -> None:
 
 def test_every_exit_code_is_in_the_reference() -> None:
     reference = (ROOT / "docs" / "commands.md").read_text()
-    in_help = {int(code) for code in re.findall(r"(?:^|[ ,])(\d+) [a-z]", cli.EPILOG.partition("first steps")[0])}
+    in_help = {int(code) for code in re.findall(r"(?:^|[ ,])(\d+) [a-z]", parser.EPILOG.partition("first steps")[0])}
     in_table = {int(code) for code in re.findall(r"^\| (\d+) \|", reference, re.MULTILINE)}
     assert in_help
     assert in_help == in_table

@@ -87,7 +87,7 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir:
     found = records(run)
     saved = {record.step for record in found if isinstance(record, CheckpointRecord) and record.attempt == 1}
     resumed_at = next(record.step for record in found if isinstance(record, ResumedRecord))
-    assert resumed_at == max(saved)
+    assert resumed_at >= max(saved)  # the kill may come between a checkpoint and its record
     first, second = (
         {record.step: record.loss for record in found if isinstance(record, StepRecord) and record.attempt == attempt} for attempt in (1, 2)
     )

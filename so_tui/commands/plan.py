@@ -88,14 +88,14 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     if not chosen.fits:
         raise plan_refused(chosen)
 
-    def tell(record: object) -> None:
+    def report(record: object) -> None:
         if isinstance(record, StepRecord):
             print(f"step {record.step}: {record.step_s:.3f} s", file=sys.stderr, flush=True)
         elif isinstance(record, PhaseRecord):
             print(record.detail or record.phase, file=sys.stderr, flush=True)
 
     launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
-    run = run_to_end(launch, probes_dir(), tell)
+    run = run_to_end(launch, probes_dir(), report)
     probe = probe_of(run, launch.plan, machine)
     path = store(machine, probe=probe)
     delete_run(run)

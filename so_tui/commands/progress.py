@@ -27,7 +27,7 @@ from so_tui.spec import SoTuiError
 from so_tui.units import count, disk_size, duration, plural, rate, thousands
 
 POLL_S = 0.5
-# Steps come several a second on small models; a terminal or a log file wants no more than this.
+# The least time between printed steps: small models make several steps a second, too many for a terminal or a log file.
 STEP_LINE_S = 2.0
 
 

@@ -13,7 +13,7 @@ TRAINER_MODULE = "so_tui_trainer"
 
 
 def argv(plan: Plan) -> tuple[str, ...]:
-    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for what only the node knows."""
+    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for the node's values."""
     return (
         sys.executable,
         "-m",

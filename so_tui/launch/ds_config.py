@@ -59,7 +59,7 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
         layer = profile_of(plan.spec.model).largest_layer
         section["stage3_max_live_parameters"] = live_parameters(layer)
         if layer:
-            # Layers are gathered whole, the next one while this one computes: there is room for both.
+            # Layers are all-gathered whole, the next one while the current one computes, so there must be room for both.
             section["stage3_prefetch_bucket_size"] = layer
     if plan.mode != "gpu":
         section["offload_optimizer"] = _offload_section(plan)

@@ -133,7 +133,7 @@ def _bereaved(evidence: Evidence) -> bool:
 
 
 def _by_exit(evidence: Evidence) -> Outcome:
-    """Conclude from which process ended, and how, alone."""
+    """Conclude only from which process ended, and how."""
     lost, reported = evidence.first_lost, _reported_rank_code(evidence.log)
     code, pid = evidence.first_lost_code, None if lost is None else lost.pid
     who: Who = "rank"

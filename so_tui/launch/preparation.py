@@ -33,7 +33,7 @@ _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "mode
 class Launch(Struct, frozen=True, kw_only=True):
     """Everything that a start needs. What is shown and confirmed is this value, and the supervisor starts from it.
 
-    ``argv`` and ``environment`` contain placeholders for what only the node knows (see ``placeholders``).
+    ``argv`` and ``environment`` contain placeholders for values that exist only on the node (see ``placeholders``).
     """
 
     plan: Plan

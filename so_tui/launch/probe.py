@@ -59,13 +59,13 @@ def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEP
     )
 
 
-def run_to_end(launch: Launch, runs_dir: Path, tell: Callable[[MetricRecord], None], *, limit_s: float = 1800.0) -> RunDirectory:
+def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], None], *, limit_s: float = 1800.0) -> RunDirectory:
     """Start a run and wait for its end.
 
     Args:
         launch: From ``prepare``.
         runs_dir: Where to make the run directory.
-        tell: Receives every record.
+        report: Receives every record.
         limit_s: How long the run may take, in seconds.
 
     Raises:
@@ -80,7 +80,7 @@ def run_to_end(launch: Launch, runs_dir: Path, tell: Callable[[MetricRecord], No
         while True:
             update = reader.poll()
             for record in update.records:
-                tell(record)
+                report(record)
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 break
             if time.monotonic() - begun > limit_s:

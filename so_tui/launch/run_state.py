@@ -57,7 +57,7 @@ def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
 
 
 def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
-    """Return when an attempt whose end nobody observed was last known to be alive, in seconds since the epoch.
+    """Return when an attempt with an unobserved end was last known to be alive, in seconds since the epoch.
 
     ``heartbeat_at`` is when the supervisor that died last wrote the state.
     """

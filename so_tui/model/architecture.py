@@ -35,7 +35,7 @@ class Architecture(Struct, frozen=True, kw_only=True):
     """Experts of a layer; 0 in a dense model."""
     experts_per_token: int = 0
     window: int | None = None
-    """Positions that a sliding-window layer sees; None when there are no such layers."""
+    """Positions that a sliding-window layer sees; None where no layer has one."""
     windowed_layers: int = 0
 
     @property
@@ -49,7 +49,7 @@ class Architecture(Struct, frozen=True, kw_only=True):
 
     @property
     def active_intermediate(self) -> int:
-        """Feed-forward width that one token meets."""
+        """Feed-forward width that one token uses."""
         return self.intermediate * max(1, self.experts_per_token)
 
     @property
@@ -103,14 +103,14 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _head_dim(config: Mapping[str, Any], number: Callable[..., int]) -> int:
-    """Width of a head as the config gives it, 0 where it does not. In latent attention ``head_dim`` is only the part that is rotated."""
+    """Return the width of a head, 0 where the config has none. In latent attention ``head_dim`` is only the rotated part."""
     if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):
         return number("qk_nope_head_dim") + number("qk_rope_head_dim")
     return number("head_dim") if config.get("head_dim") else 0
 
 
 def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, int]:
-    """The sliding window and the number of layers that have one."""
+    """Return the sliding window and the number of layers that have one."""
     window = config.get("sliding_window")
     if not isinstance(window, int) or (model_type.startswith("qwen") and not config.get("use_sliding_window")):
         return None, 0

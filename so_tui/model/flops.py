@@ -38,7 +38,7 @@ class Flops(Struct, frozen=True, kw_only=True):
     """What one token costs in a model."""
 
     active_parameters: int
-    """Parameters that one token is multiplied with: experts by their chosen share, a tied head counted, the embedding look-up not."""
+    """Parameters that one token is multiplied with: of experts the chosen ones; a tied head counts, the embedding look-up does not."""
     head_parameters: int
     """Those of ``active_parameters`` in the output head (vocabulary x hidden)."""
     attention_width: int
@@ -48,7 +48,7 @@ class Flops(Struct, frozen=True, kw_only=True):
     window: int | None
 
     def attention_forward(self, document_lengths: Iterable[int]) -> float:
-        """FLOPs of QK^T and AV in one forward over documents of these lengths (tokens): 4 x width x pairs seen, all layers."""
+        """Return the FLOPs of QK^T and AV in one forward over documents of these lengths (tokens): 4 x width x pairs, all layers."""
         full = windowed = 0.0
         for length in document_lengths:
             full += attention_pairs(length)
@@ -74,7 +74,7 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
 
 
 def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
-    """Matmul parameters that one token meets: all ``linear`` ones, and ``experts_per_token`` of the ``experts`` stacked in ``expert`` ones.
+    """Return the matmul parameters that one token uses: ``linear`` ones, and ``experts_per_token`` of those stacked in ``expert`` ones.
 
     A tied head multiplies too, whatever it shares its storage with; norms, biases and the embedding look-up do not count.
     """
@@ -83,7 +83,7 @@ def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> 
 
 
 def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
-    """Expert parameters that one token does not meet; 0 in dense models."""
+    """Return the expert parameters that one token does not use; 0 in dense models."""
     if not shape.experts:
         return 0
     return _of_kind(blocks, "expert") * (shape.experts - shape.experts_per_token) // shape.experts
@@ -94,19 +94,19 @@ def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:
-    """Query-key pairs of causal attention in a document: length^2 / 2, less where a sliding window of ``window`` positions cuts it off."""
+    """Return the query-key pairs of causal attention in a document: length^2 / 2, fewer with a sliding window."""
     if window is None or length <= window:
         return length * length / 2
     return window * length - window * window / 2
 
 
 def model_flops(flops: Flops, tokens: int, document_lengths: Iterable[int]) -> float:
-    """Forward and backward of ``tokens`` tokens in documents of these lengths, without recompute: 6 N T + 3 x attention."""
+    """Return the FLOPs of forward and backward over documents of these lengths, without recomputation: 6 N T + 3 x attention."""
     return 6.0 * flops.active_parameters * tokens + 3.0 * flops.attention_forward(document_lengths)
 
 
 def hw_flops(flops: Flops, tokens: int, document_lengths: Iterable[int], *, checkpointing: bool, head_recomputed: bool = False) -> float:
-    """What the GPU executes for ``tokens`` positions, computed padding included: with ``checkpointing`` 8 N T + 4 x attention.
+    """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included: with ``checkpointing`` 8 N T + 4 x attention.
 
     ``head_recomputed``: whether the output head runs again in backward. The trainer's does not: its loss forms gradients in the forward,
     and multiplies again only what ``so_tui.model.loss`` counts.
@@ -119,7 +119,7 @@ def hw_flops(flops: Flops, tokens: int, document_lengths: Iterable[int], *, chec
 
 
 def seed_flops_per_sequence(parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool) -> float:
-    """The original script's count for one sequence padded to ``sequence_length``; ``parameters`` are all of the model's.
+    """Return the original script's count for one sequence padded to ``sequence_length``; ``parameters`` are all of the model's.
 
     2 c P L + 4 c layers hidden L^2 with c = 4 when activations are recomputed, else 3.
     """
@@ -130,13 +130,13 @@ def seed_flops_per_sequence(parameters: int, layers: int, hidden: int, sequence_
 def seed_tflops_total(
     parameters: int, shape: Architecture, sequence_length: int, sequences: int, step_s: float, *, checkpointing: bool
 ) -> float:
-    """TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of ``step_s`` seconds, summed over GPUs."""
+    """Return TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of ``step_s`` seconds, summed over GPUs."""
     per_sequence = seed_flops_per_sequence(parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing)
     return per_sequence * sequences / step_s / 1e12
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when unknown."""
+    """Return the dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when unknown."""
     for pattern, flops in PEAK_BF16_FLOPS:
         if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE):
             return flops

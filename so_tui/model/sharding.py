@@ -1,7 +1,7 @@
 """How parameters are sharded over ranks and cut into sub-groups, as arithmetic on plain numbers.
 
-The engine that trains cuts its states by these functions, and the planner predicts memory and time by the same ones. Nothing here
-knows of a spec, a plan or torch.
+The engine cuts its states with these functions, and the planner predicts memory and time with the same ones. Nothing here depends on a
+spec, a plan or torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ a layer is larger."""
 
 
 def partition_numel(numel: int, ranks: int) -> int:
-    """Elements of one rank's share of a parameter: cut evenly, the last share padded."""
+    """Return the elements of one rank's shard of a parameter: cut evenly, the last shard padded."""
     return -(-numel // ranks)
 
 
@@ -35,7 +35,7 @@ def run_ahead_parameters(largest_layer: int) -> int:
 
 
 def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[int, int], ...]:
-    """Index ranges ``(start, stop)`` of the sub-groups of one parameter group.
+    """Return the index ranges ``(start, stop)`` of the sub-groups of one parameter group.
 
     Greedy, as DeepSpeed's ``_create_fp16_sub_groups``: append parameters until their sum reaches ``sub_group_size``. Every sub-group but
     the last holds at least ``sub_group_size`` elements, and none as much as that plus its last parameter.
@@ -53,7 +53,7 @@ def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[
 
 
 def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
-    """How many of the first sub-groups stay on the GPU: as many parameters as possible, but no more than ``1 - ratio`` of them.
+    """Return how many of the first sub-groups stay on the GPU: as many parameters as possible, but no more than ``1 - ratio``.
 
     The first ones, because backward reaches them last: what it reaches first has the longest time to be stepped on the CPU.
     """
@@ -64,7 +64,7 @@ def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
 
 
 def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
-    """The same decision as DeepSpeed 0.19.8 makes it (``stage3.py``, ``subgroup_to_device``): by count, rounded down.
+    """Return DeepSpeed 0.19.8's decision (``stage3.py``, ``subgroup_to_device``): by count, rounded down.
 
     At ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in floating point.
     """

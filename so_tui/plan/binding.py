@@ -1,7 +1,7 @@
-"""Which cores and which memory each rank gets, and what DeepSpeed's launcher would do, alone and with the core list we hand it.
+"""Cores and memory of each rank, and what DeepSpeed's launcher would do by itself and with the core list that so-tui passes to it.
 
-A rank's cores are those of the CPU node that its GPU hangs off, shared fairly among the ranks of that node. The arithmetic is exact
-integers: the launcher, the trainer and the dashboard all take them from here.
+A rank's cores are those of the CPU node that its GPU is attached to, divided evenly among the ranks of that node. Launcher, trainer and
+dashboard all use these figures.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ from so_tui.spec.errors import InputError, Problem
 __all__ = ["bind_ranks", "core_list", "cpu_ranges", "split_cores", "uses_numactl", "whole_gpus"]
 
 _MAIN_CORES = 3
-"""What the training process needs of eight cores or more: its Python thread, autograd's and the copies'."""
+"""Cores of the training process where a rank has eight or more: for Python, autograd and copies."""
 _ENOUGH_CORES = 8
 
 
-class _Place(NamedTuple):
-    """CPUs that belong together: one CPU node, or several that list the same CPUs (``numa=fake``)."""
+class _CpuGroup(NamedTuple):
+    """CPUs of one CPU node, or of several that list the same CPUs (``numa=fake``)."""
 
     nodes: tuple[int, ...]
     cpus: tuple[int, ...]
-    """Those that may be used."""
+    """Those that this process may use."""
 
 
 def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_adam_cores_fraction: float) -> tuple[RankBinding, ...]:
-    """One binding per rank.
+    """Return one binding per rank.
 
-    ``gpus``: a count (the first ones) or host indices; ranks follow ascending indices, because DeepSpeed sorts its ``--include`` list.
-    On a machine without GPUs it is the number of ranks, spread over the CPU nodes.
-    ``mode``: only ``superoffload`` parts a rank's cores between the training process and its Adam worker.
+    Args:
+        machine: Its nodes, GPUs and allowed CPUs.
+        gpus: A count (the first ones) or host indices; ranks follow ascending indices, because DeepSpeed sorts its ``--include`` list. On a
+            machine without GPUs it is the number of ranks, spread over the CPU nodes.
+        mode: Only ``superoffload`` divides a rank's cores between the training process and its Adam worker.
+        cpu_adam_cores_fraction: The Adam worker's share.
 
-    Raises InputError when a GPU is asked for that the machine does not have, or none of its CPUs may be used.
+    Raises:
+        InputError: The machine lacks a GPU that was asked for (``unavailable-gpu``, ``duplicate-gpu``), or none of its CPUs may be used
+            (``no-usable-cpu``).
     """
     wanted = _wanted(machine, gpus)
-    places = _places(machine)
-    homes = _homes(places, wanted)
-    cores = _shared_out(machine, homes)
+    groups = _cpu_groups(machine)
+    homes = _homes(groups, wanted)
+    cores = _divided(machine, homes)
     policies = tuple(_memory_policy(machine, home) for home in homes)
     listed, unlisted = _deepspeed(machine, cores, policies), _deepspeed_unlisted(machine, cores, policies)
     bindings = []
@@ -65,36 +70,36 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
 
 
 def core_list(bindings: Sequence[RankBinding]) -> str:
-    """The cores for DeepSpeed's ``--bind_core_list``, ascending as it demands: cut into equal slices, they are ``deepspeed.cpus``."""
+    """Return the cores for DeepSpeed's ``--bind_core_list``, ascending as required: cut into equal slices, they are ``deepspeed.cpus``."""
     return cpu_ranges({cpu for binding in bindings for cpu in binding.deepspeed.cpus})
 
 
 def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
-    """Whether the launcher is to be given ``--bind_cores_to_rank --bind_core_list``."""
+    """Return whether the launcher gets ``--bind_cores_to_rank --bind_core_list``."""
     return any(binding.deepspeed.numactl for binding in bindings)
 
 
 def split_cores(cpus: Sequence[int], cpu_adam_cores_fraction: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(training process's, Adam worker's) cores: the worker gets the fraction, rounded down, from the end of ``cpus``.
+    """Return the cores of the training process and of its Adam worker, which gets the fraction, rounded down, from the end of ``cpus``.
 
-    The training process keeps at least 3 of 8 or more cores, else at least 1; of a single core both have it.
+    The training process gets at least 3 of 8 or more cores, else at least 1; a single core is shared.
     """
     count = len(cpus)
     if count == 1:
         return tuple(cpus), tuple(cpus)
-    kept = min(_MAIN_CORES, count - 1) if count >= _ENOUGH_CORES else 1
-    # The small term mends products such as 0.7 * 10 = 6.999...
-    adam = max(1, min(int(count * cpu_adam_cores_fraction + 1e-9), count - kept))
+    main = min(_MAIN_CORES, count - 1) if count >= _ENOUGH_CORES else 1
+    # The small term corrects products such as 0.7 * 10 = 6.999...
+    adam = max(1, min(int(count * cpu_adam_cores_fraction + 1e-9), count - main))
     return tuple(sorted(cpus[: count - adam])), tuple(sorted(cpus[count - adam :]))
 
 
 def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
-    """The GPUs that a rank can have: those that are not split by MIG, of which CUDA would see one slice. In index order."""
+    """Return the GPUs that a rank can use, in index order: those that are not split by MIG, of which CUDA would see one slice."""
     return tuple(sorted((gpu for gpu in machine.gpus if not gpu.mig), key=lambda gpu: gpu.index))
 
 
 def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, ...]:
-    """The GPU of each rank; None for each on a machine without GPUs."""
+    """Return the GPU of each rank; None for each on a machine without GPUs."""
     if not machine.gpus:
         return (None,) * (gpus if isinstance(gpus, int) else len(gpus))
     whole = {gpu.index: gpu for gpu in whole_gpus(machine)}
@@ -104,48 +109,48 @@ def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, 
     if not short and set(indices) <= set(available) and len(set(indices)) == len(indices):
         return tuple(whole[index] for index in indices)
     split = [gpu.index for gpu in machine.gpus if gpu.mig]
-    message = f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}"
+    code, message = "unavailable-gpu", f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}"
     if len(set(indices)) < len(indices):
-        message = "the same GPU is named twice"
+        code, message = "duplicate-gpu", "the same GPU is named twice"
     elif split:
         message += f"; GPU {cpu_ranges(split)} is split by MIG"
     remedy = f"Ask for at most {len(available)}, each once." if available else "Switch MIG off (`nvidia-smi -mig 0`, as root)."
     value = str(gpus) if isinstance(gpus, int) else str(list(gpus))
-    raise InputError([Problem(field="gpus", value=value, message=message, remedy=remedy)])
+    raise InputError([Problem(code=code, field="gpus", value=value, message=message, remedy=remedy)])
 
 
-def _places(machine: Machine) -> tuple[_Place, ...]:
+def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
     allowed = set(machine.allowed_cpus)
     nodes: dict[tuple[int, ...], list[int]] = {}
     for node in machine.cpu_nodes:
         nodes.setdefault(node.cpus, []).append(node.id)
-    places = [_Place(tuple(ids), tuple(cpu for cpu in cpus if cpu in allowed)) for cpus, ids in nodes.items()]
-    usable = tuple(place for place in places if place.cpus)
+    groups = [_CpuGroup(tuple(ids), tuple(cpu for cpu in cpus if cpu in allowed)) for cpus, ids in nodes.items()]
+    usable = tuple(group for group in groups if group.cpus)
     if not usable:
         remedy = "Start so-tui where it may use CPUs of this machine."
         message = "none of the CPUs that may be used belongs to a NUMA node"
-        raise InputError([Problem(field="allowed_cpus", value=cpu_ranges(allowed), message=message, remedy=remedy)])
+        raise InputError([Problem(code="no-usable-cpu", field="allowed_cpus", value=cpu_ranges(allowed), message=message, remedy=remedy)])
     return usable
 
 
-def _homes(places: tuple[_Place, ...], wanted: tuple[Gpu | None, ...]) -> tuple[_Place, ...]:
-    """The place of each rank: its GPU's; ranks without one fill up the places evenly, in ascending order."""
-    by_node = {node: place for place in places for node in place.nodes}
+def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tuple[_CpuGroup, ...]:
+    """Return the CPUs of each rank: those its GPU is attached to; ranks without a GPU fill up the groups evenly, in ascending order."""
+    by_node = {node: group for group in groups for node in group.nodes}
     known = [by_node.get(gpu.numa_node) if gpu is not None and gpu.numa_node is not None else None for gpu in wanted]
-    taken = {place: known.count(place) for place in places}
-    extra: list[_Place] = []
+    taken = {group: known.count(group) for group in groups}
+    extra: list[_CpuGroup] = []
     for _ in range(known.count(None)):
-        # The place where one more rank leaves each rank the most cores; the first of equals.
-        best = max(places, key=lambda place: len(place.cpus) / (taken[place] + 1))
+        # The group where one more rank leaves each rank the most cores; the first of equals.
+        best = max(groups, key=lambda group: len(group.cpus) / (taken[group] + 1))
         taken[best] += 1
         extra.append(best)
-    fill = iter(sorted(extra, key=places.index))
-    return tuple(place if place is not None else next(fill) for place in known)
+    fill = iter(sorted(extra, key=groups.index))
+    return tuple(group if group is not None else next(fill) for group in known)
 
 
-def _shared_out(machine: Machine, homes: tuple[_Place, ...]) -> tuple[tuple[int, ...], ...]:
-    """Each rank's share of its place, in rank order; with more ranks than cores a core is shared."""
-    seats: dict[_Place, int] = {}
+def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return each rank's share of its CPUs, in rank order; with more ranks than cores a core is shared."""
+    seats: dict[_CpuGroup, int] = {}
     shares = []
     for home in homes:
         seat = seats.get(home, 0)
@@ -155,7 +160,7 @@ def _shared_out(machine: Machine, homes: tuple[_Place, ...]) -> tuple[tuple[int,
 
 
 def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[int, ...]:
-    """The seat-th of ``ranks`` nearly equal slices; whole physical cores while there are enough of them."""
+    """Return the seat-th of ``ranks`` nearly equal slices, of whole physical cores where there are enough."""
     if len(cores) < ranks:
         cores = tuple((cpu,) for core in cores for cpu in core)
     first = len(cores) * seat // ranks
@@ -164,7 +169,7 @@ def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[i
 
 
 def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """CPUs by physical core: as the kernel tells it, else as far as their numbers do.
+    """Return CPUs by physical core: as the kernel reports them, else as far as their numbers show.
 
     Linux on x86 mostly numbers the second threads in a range of their own, of the same length as the first threads' (0-55,112-167): the
     n-th CPU of each range is then one core. Arm servers have one thread per core.
@@ -182,12 +187,12 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
 
 
 def by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
-    """CPUs in an order that keeps the threads of a core side by side, so that a cut parts at most one core."""
+    """Return CPUs with the threads of a core side by side, so that a cut splits at most one core."""
     return tuple(cpu for core in _cores(machine, cpus) for cpu in core)
 
 
-def _memory_policy(machine: Machine, home: _Place) -> MemoryPolicy:
-    """Bound to the rank's own CPU node(s), never to a GPU's memory; nothing to choose where only one node has memory."""
+def _memory_policy(machine: Machine, home: _CpuGroup) -> MemoryPolicy:
+    """Return a policy bound to the rank's own CPU nodes, never to a GPU's memory; the default where only one node has memory."""
     with_memory = [node for node in machine.numa_nodes if node.memory_total_bytes > 0]
     own = tuple(node.id for node in with_memory if node.id in home.nodes and _may_use(machine, node.id))
     if len(with_memory) <= 1 or not own:
@@ -196,7 +201,7 @@ def _memory_policy(machine: Machine, home: _Place) -> MemoryPolicy:
 
 
 def _deepspeed(machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]) -> tuple[DeepSpeedBinding, ...]:
-    """What the launcher does for each rank: its own cut of our core list, or nothing where that would end it: it then gets no such flag."""
+    """Return what the launcher does for each rank with our core list. Where it would fail with one, it gets none and binds nothing."""
     bound = _launched(machine, _listed(machine, cores), cores, policies)
     if not any(binding.error for binding in bound):
         return bound
@@ -208,10 +213,10 @@ def _deepspeed(machine: Machine, cores: tuple[tuple[int, ...], ...], policies: t
 
 
 def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
-    """The list whose equal slices, ascending, lie within each rank's cores: so DeepSpeed binds each rank to its own node at least.
+    """Return the list whose equal slices, ascending, lie within each rank's cores, so that DeepSpeed binds each rank to its node at least.
 
     All cores where that works; else as many of each rank's as the smallest share has; else of their first threads. Where nothing works
-    (GPUs that are not in node order) all cores, and each rank moves itself.
+    (GPUs that are not in node order) all cores, and each rank rebinds itself.
     """
     firsts = [sorted(core[0] for core in _cores(machine, cpus)) for cpus in cores]
     for shares in (cores, _cut(cores), _cut(firsts)):
@@ -223,14 +228,14 @@ def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
 
 
 def _cut(shares: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The first of each share, as many as the smallest has."""
+    """Return the first of each share, as many as the smallest has."""
     return [share[: min(map(len, shares))] for share in shares]
 
 
 def _deepspeed_unlisted(
     machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
-    """Without a list the launcher takes the numbers below the count of physical cores, whether or not this process may use them."""
+    """Return what the launcher does without a list: it takes the numbers below the count of physical cores, allowed or not."""
     physical = sum(len(_cores(machine, cpus)) for cpus in {node.cpus for node in machine.cpu_nodes})
     return _launched(machine, list(range(physical)), cores, policies)
 
@@ -238,7 +243,7 @@ def _deepspeed_unlisted(
 def _launched(
     machine: Machine, listed: list[int], cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
-    """Each rank under a core list. A snapshot, where numactl was not tried, counts as a machine where it works."""
+    """Return what the launcher does for each rank under a core list. Where numactl was not tried (a machine file), it counts as working."""
     if machine.software.numactl_works is False:
         return (DeepSpeedBinding(cpus=(), numactl=(), omp_num_threads=0, matches=False, error="numactl does not work here"),) * len(cores)
     if len(listed) < len(cores):
@@ -258,16 +263,16 @@ def _launched(
 
 
 def _numactl_error(machine: Machine, cpus: tuple[int, ...], numactl: tuple[str, ...]) -> str:
-    """Why numactl ends instead of starting the rank; empty where it does not."""
+    """Return why numactl would fail to start the rank; empty where it would not."""
     if outside := set(cpus) - set(machine.allowed_cpus):
-        return f"cores {cpu_ranges(outside)} are not ours"
+        return f"cores {cpu_ranges(outside)} may not be used"
     memoryless = {str(node.id) for node in machine.numa_nodes if node.memory_total_bytes == 0}
     forbidden = [node for node in _bound_nodes(numactl) if node in memoryless or not _may_use(machine, int(node))]
-    return f"no memory to be had on node {forbidden[0]}" if forbidden else ""
+    return f"memory of node {forbidden[0]} may not be used" if forbidden else ""
 
 
 def _same_memory(numactl: tuple[str, ...], policy: MemoryPolicy) -> bool:
-    """Whether the prefix places memory as the policy does. With one memory node, ``-m`` of it changes nothing."""
+    """Return whether the prefix allocates memory as the policy does. With one memory node, ``-m`` of it changes nothing."""
     if "-p" in numactl:
         return False
     if policy.mode == "default":

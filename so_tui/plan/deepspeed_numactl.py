@@ -1,7 +1,7 @@
-"""What DeepSpeed 0.19.8's launcher decides for ``--bind_cores_to_rank --bind_core_list``, as a pure function.
+"""Emulates what DeepSpeed 0.19.8's launcher decides for ``--bind_cores_to_rank --bind_core_list``, as a pure function.
 
-Written from the behaviour of ``deepspeed/utils/numa.py``, and checked against it by a test. It is emulated to show what it does to
-maps it was not made for: nodes without CPUs that are a GPU's memory, SMT numbering, cores that span nodes.
+Follows ``deepspeed/utils/numa.py``; a test compares the two. Plans show what it does on machines that it was not written for: nodes
+without CPUs that are a GPU's memory, SMT numbering, cores that span nodes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ NodeCpus = Sequence[tuple[int, ...]]
 
 
 def numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
-    """CPUs per node as DeepSpeed gathers them from ``numactl --hardware``: it counts the nodes, then looks for ids 0, 1, ... below that."""
+    """Return CPUs per node as DeepSpeed reads them from ``numactl --hardware``: it counts the nodes, then looks for ids below that."""
     by_id = {node.id: node.cpus for node in nodes}
     return tuple(by_id[number] for number in range(len(nodes)) if number in by_id)
 
 
 def numactl_prefix(nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(cores, numactl command prefix) of a rank. ``OMP_NUM_THREADS`` is the number of those cores.
+    """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number of those cores.
 
-    The ascending core list is cut into equal slices; what is left over is not used. The slice's memory is the first node that holds
+    The ascending core list is cut into equal slices; the remainder is not used. The slice's memory is the first node that holds
     all of it, if there is one: bound to that node; or, where there are as many nodes without CPUs as with, taken for a CPU with
     flat high-bandwidth memory, *preferring* the memory of the node without CPUs.
 
-    Raises ValueError when there are fewer cores than ranks (DeepSpeed ends with an AssertionError).
+    Raises ValueError when there are fewer cores than ranks (DeepSpeed raises AssertionError).
     """
     share = len(core_list) // ranks
     if share < 1:
@@ -52,7 +52,7 @@ def _memory_option(nodes: NodeCpus, cores: set[int]) -> tuple[str, ...]:
 
 
 def _repeated(nodes: NodeCpus) -> list[list[int]]:
-    """Groups of neighbouring nodes with the same CPUs (``numa=fake``)."""
+    """Return groups of neighbouring nodes with the same CPUs (``numa=fake``)."""
     groups: list[list[int]] = []
     current: list[int] = []
     for number, cpus in enumerate(nodes):

@@ -5,11 +5,9 @@ Problem codes:
     unknown-preset: There is no preset of this name.
     not-a-preset: The file or folder exists, but is not a preset.
     data-not-preset: A data file was named in place of a preset.
-    invalid-path: The text cannot be a path.
-    file-not-found, unreadable, invalid-toml: The file of the preset is missing, cannot be read, or is not TOML.
+    invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist, cannot be read, or is not TOML.
     circular-extends: A preset extends itself through others.
-    invalid-name: The name has characters that names may not have.
-    name-taken: Another preset or file has the name; ``builtin-name`` if it is a built-in preset.
+    invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or a file has it.
     not-writable: The preset cannot be written.
 """
 

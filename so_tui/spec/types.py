@@ -54,8 +54,6 @@ class ParameterBlock(Spec, frozen=True):
 
 
 class ModelSpec(Spec, frozen=True):
-    """Section ``[model]``."""
-
     id: Annotated[str, Meta(min_length=1, description="Hub id or local folder of the model.")]
     revision: Annotated[str, Meta(description="Branch, tag or commit on the hub.")] = "main"
     weights: Annotated[
@@ -116,8 +114,6 @@ class DataSource(Spec, frozen=True):
 
 
 class DataSpec(Spec, frozen=True):
-    """Section ``[data]``."""
-
     source: Annotated[
         str | tuple[DataSource, ...],
         Meta(
@@ -170,8 +166,6 @@ class DataSpec(Spec, frozen=True):
 
 
 class TrainSpec(Spec, frozen=True):
-    """Section ``[train]``."""
-
     micro_batch: Annotated[
         int, Meta(ge=1, le=4096, description="Sequences per rank in one forward and backward pass.", extra={"unit": "sequences"})
     ] = 4
@@ -243,8 +237,6 @@ class TrainSpec(Spec, frozen=True):
 
 
 class OffloadSpec(Spec, frozen=True):
-    """Section ``[offload]``."""
-
     mode: Annotated[
         OffloadMode,
         Meta(
@@ -269,8 +261,6 @@ class OffloadSpec(Spec, frozen=True):
 
 
 class CheckpointSpec(Spec, frozen=True):
-    """Section ``[checkpoint]``."""
-
     every_steps: Annotated[
         int, Meta(ge=0, description="Steps between checkpoints; 0 disables saving by steps.", extra={"unit": "optimizer steps"})
     ] = 0
@@ -300,8 +290,6 @@ class CheckpointSpec(Spec, frozen=True):
 
 
 class TrackingSpec(Spec, frozen=True):
-    """Section ``[tracking]``."""
-
     tensorboard: Annotated[bool, Meta(description="Also write TensorBoard event files to `tensorboard/` in the run directory.")] = False
     wandb: Annotated[
         bool, Meta(description="Also report to Weights & Biases; account and server come from `wandb login` or `WANDB_*` variables.")
@@ -310,8 +298,6 @@ class TrackingSpec(Spec, frozen=True):
 
 
 class BenchmarkSpec(Spec, frozen=True):
-    """Section ``[benchmark]``."""
-
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps excluded from the summary.", extra={"unit": "optimizer steps"})] = 0
     measured_steps: Annotated[
         int,

@@ -46,6 +46,7 @@ def test_other_numa_nodes_and_cores() -> None:
     assert codes_on(replace(QUAD, allowed_cpus=tuple(range(100)))) == {"cores-not-allowed"}
 
 
+@pytest.mark.slow
 def test_the_supervisor_starts_nothing_on_another_node(tmp_path: Path) -> None:
     here = replace(inspect_machine(), gpus=())
     cores = max(here.online_cpus) + 1

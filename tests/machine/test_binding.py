@@ -218,7 +218,7 @@ def test_deepspeed_without_our_core_list(tmp_path: Path, host: Host, cores: str,
 
 
 def deepspeed_numa() -> ModuleType:
-    """DeepSpeed's own module, loaded alone: importing the package takes seconds."""
+    """Load DeepSpeed's module without its package, whose import takes seconds."""
     package = importlib.util.find_spec("deepspeed")
     if package is None or package.origin is None:
         pytest.skip("deepspeed is not installed")

@@ -1,4 +1,4 @@
-"""Every map of a machine: the right binding of each rank, and what DeepSpeed's launcher alone would have done (``--bind_cores_to_rank``).
+"""Every map of a machine: the right binding of each rank, and what DeepSpeed's launcher would do without our list of cores.
 
 A rank is written ``GPU @ cores / memory nodes``. Each map is a published listing or follows its pattern.
 """
@@ -38,7 +38,7 @@ SAME = "the same"
 QUAD = ["0 @ 0-71 / 0", "1 @ 72-143 / 1", "2 @ 144-215 / 2", "3 @ 216-287 / 3"]
 GB200_FOUR = ["0 @ 0-35 / 0", "1 @ 36-71 / 0", "2 @ 72-107 / 1", "3 @ 108-143 / 1"]
 
-# (map, GPUs, the right binding, what DeepSpeed alone does)
+# (map, GPUs, the right binding, what DeepSpeed does by itself)
 MAPS: list[tuple[str, Host, int, list[str], list[str]]] = [
     ("1x GH200", ONE_GH200, 1, ["0 @ 0-71 / 0"], [SAME]),
     ("1x GH200, CDMM", ONE_GH200_CDMM, 1, ["0 @ 0-71 / any"], [SAME]),
@@ -147,11 +147,11 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
 
 
 def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
-    """The third superchip: its GPU is number 0 in the job, its cores are 144-215. DeepSpeed alone asks for cores that are not the job's."""
+    """The GPU of the third superchip is number 0 in the job, with cores 144-215. DeepSpeed asks for cores of other jobs."""
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "144-215", (2,)), 1)
     assert written(bindings) == ["0 @ 144-215 / 2"]
     assert bindings[0].numa_node == 2
-    assert by_itself(bindings) == ["fails: cores 0-143,216-287 are not ours"]
+    assert by_itself(bindings) == ["fails: cores 0-143,216-287 may not be used"]
     assert deepspeed_text(bindings[0].deepspeed) == SAME
     assert core_list(bindings) == "144-215"
 

@@ -75,7 +75,7 @@ def test_memory_nodes_follow_the_distances_and_not_the_pci_order(tmp_path: Path)
 
 
 def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_path: Path) -> None:
-    host = dataclasses.replace(GB200, hbm={n: place for n, place in GB200.hbm.items() if n != 2}, empty=(2, *GB200.empty))
+    host = dataclasses.replace(GB200, hbm={node: memory for node, memory in GB200.hbm.items() if node != 2}, empty=(2, *GB200.empty))
     assert places(host.machine(tmp_path)) == [(0, None), (0, None), (1, 18), (1, 26)]
 
 
@@ -83,7 +83,7 @@ def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_pa
 def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None) -> None:
     machine = host.machine(tmp_path)  # type: ignore[attr-defined]
     assert places(machine) == [(0, node)]
-    assert machine.gpus[0].memory_total_bytes == 97280 * MIB, "the part's own, where no node tells it"
+    assert machine.gpus[0].memory_total_bytes == 97280 * MIB, "the published size, if no node has it"
     assert any("memory" in note for note in machine.notes) == (node is None)
 
 

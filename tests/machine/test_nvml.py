@@ -1,4 +1,4 @@
-"""GPUs as NVML tells of them. The driver is simulated: what is tested is that any refused call leaves the rest of the picture whole."""
+"""GPUs from a simulated NVML: any call that fails leaves only its own value unknown."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks import planner, planner_fit
-from benchmarks.planner_settings import h200_host
+from benchmarks.planner_settings import SETS, h200_host
 from so_tui.launch.probe import Measured
+from so_tui.plan.calibration import Figures
 from so_tui.plan.constants import Constants, constants, published_speed, using
 from so_tui.plan.resources import resources_of
 from so_tui.plan.types import Workload
@@ -44,9 +45,7 @@ def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
     spec = with_values(find_preset("qwen3-4b-random").spec, {"gpus": "1", "model.activation_checkpointing": "full"} | changes)
     resources = resources_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), spec.gpus, 0.9)
     resources = dataclasses.replace(resources, speed=published_speed("NVIDIA H200"))
-    nothing = planner_fit.Figures(
-        step_s=1, forward_s=1, backward_s=1, exposed_optimizer_s=1, gpu_reserved_bytes=1, gpu_device_bytes=1, host_bytes=1
-    )
+    nothing = Figures(step_s=1, forward_s=1, backward_s=1, exposed_optimizer_s=1, gpu_reserved_bytes=1, gpu_device_bytes=1, host_bytes=1)
     measured = Measured(figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), steps=4)
     empty = planner_fit.Case(spec, resources, measured)
     with using(made_by):
@@ -74,7 +73,7 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
     told, found = planner_fit.predicted(one), one.measured.figures
     bounds = {"gpu_reserved_bytes": (0.98, 1.057), "gpu_device_bytes": (0.98, 1.055), "host_bytes": (0.96, 1.055)}
     bounds |= {"host_load_bytes": (0.98, 1.04), "step_s": (0.87, 1.13)}
-    if one.spec.gpus > 1 and one.spec.offload.mode == "gpu":
+    if one.spec.ranks > 1 and one.spec.offload.mode == "gpu":
         bounds["forward_s"] = (0.9, 1.1)
     off = {
         name
@@ -90,7 +89,7 @@ def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
     seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
         case = planner_fit.case_of(row)
-        plan, figures, kind = planner_fit.predicted(case), case.measured.figures, (case.spec.gpus, case.spec.offload.mode)
+        plan, figures, kind = planner_fit.predicted(case), case.measured.figures, (case.spec.ranks, case.spec.offload.mode)
         outside = plan.gpu_device_bytes - plan.gpu_reserved_bytes
         told[kind] = told.get(kind, set()) | {outside}
         if figures.gpu_device_bytes:
@@ -108,9 +107,9 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
     figures are planned otherwise since, and these are nearer now, and which the program's own changes have made obsolete.
     """
     case = planner_fit.case_of(row)
-    told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], planner_fit.Figures)
+    told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], Figures)
     otherwise = row.get("since_planned_otherwise", [])
-    for name in planner_fit.Figures.__struct_fields__:
+    for name in Figures.__struct_fields__:
         new, old, measured = getattr(told, name), getattr(then, name), getattr(case.measured.figures, name)
         if name in otherwise:
             assert new != pytest.approx(old), name
@@ -172,7 +171,7 @@ def test_the_constants_file_is_written_as_it_is_read() -> None:
 
 
 def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
-    fit, check = planner.SETS["fit"], planner.SETS["check"]
+    fit, check = SETS["fit"], SETS["check"]
     assert not set(fit) & set(check)
     assert len(check) >= 12
     for settings in (fit, check):
@@ -184,12 +183,12 @@ def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
     assert not [setting for setting in check if asdict(setting) in known], "a check of what the constants already rest on"
 
 
-@pytest.mark.parametrize("name", list(planner.SETS))
+@pytest.mark.parametrize("name", list(SETS))
 def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
     """On hosts with 128 GiB and 16 cores for each H200: nothing is refused there, and no machine is held for long."""
     arguments = Namespace(sequence_length=4096, shape=None, rows=None, steps=3, sweep=False)
     seconds: dict[int, float] = {}
-    for setting in planner.SETS[name]:
+    for setting in SETS[name]:
         plan, needed_s = planner.planned(setting, h200_host(setting.gpus), arguments)
         assert plan.verdict == "fits", (setting, plan.reason_texts)
         seconds[setting.gpus] = seconds.get(setting.gpus, 0.0) + needed_s

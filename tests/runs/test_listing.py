@@ -88,12 +88,12 @@ def test_a_probe_is_never_latest_and_found_by_its_path(spec: RunSpec) -> None:
 
 
 def test_missing_folders_are_skipped(spec: RunSpec, tmp_path: Path) -> None:
-    kept = create_run(spec)
+    run = create_run(spec)
     gone = create_run(spec, tmp_path / "scratch")
     subprocess.run(["rm", "-r", gone.path.parent], check=True)
     (default_runs_dir() / "not-a-run").mkdir()
     (default_runs_dir() / "a-file").touch()
-    assert list_runs() == (kept,)
+    assert list_runs() == (run,)
 
 
 def test_the_environment_may_name_the_folder(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

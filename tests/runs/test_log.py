@@ -181,7 +181,7 @@ def test_the_log_of_the_newest_attempt_is_followed(run: RunDirectory) -> None:
 
 
 def test_secrets_are_redacted() -> None:
-    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4", "HF_TOKEN": "", "XAUTHORITY": "/x"}
+    harmless = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4", "HF_TOKEN": "", "XAUTHORITY": "/x"}
     secret = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "my_passwd", "GH_AUTH"), "s3cr3t")
-    assert redact(kept) == kept
+    assert redact(harmless) == harmless
     assert set(redact(secret).values()) == {"<redacted>"}

@@ -312,8 +312,8 @@ def test_a_million_records_open_in_under_a_second(run: RunDirectory, step: Step)
         path.unlink()
     for number in range(count // rows + 1):
         table = array("d", columns)
-        for place in range(2 * count_of_rows):  # first and last steps
-            table[place] += number * rows
+        for row in range(2 * count_of_rows):  # first and last steps
+            table[row] += number * rows
         (run.metrics_dir / f"{number + 1:06d}.jsonl").write_bytes(content)
         (run.metrics_dir / f"{number + 1:06d}.index").write_bytes(header + b"\n" + table.tobytes())
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""Which accelerator DeepSpeed takes: one per process, chosen when it is imported, so before any test is collected."""
+"""Select DeepSpeed's accelerator. There is one per process, chosen on import, so this happens before any test is collected."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """CUDA for ``-m gpu`` where there is some, the CPU for everything else, on GPU machines too."""
+    """Select CUDA for ``-m gpu`` if there is a device, and the CPU for all other tests, even on machines with GPUs."""
     if config.getoption("markexpr") == "gpu":
         import torch
 
@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="package", autouse=True)
 def _process_group_of_its_own() -> Iterator[None]:
-    """The tests in this folder share a group of one rank; the next ones must not find it, or what it set in the environment."""
+    """Remove the process group of one rank that the tests in this folder share, and the environment variables that it set."""
     import torch.distributed as dist
 
     before = dict(os.environ)

@@ -246,7 +246,7 @@ print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
-    """Such a context takes half a gigabyte of the first GPU for each rank on another GPU."""
+    """A context would take half a gigabyte of the first GPU for each rank on another GPU."""
     command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)

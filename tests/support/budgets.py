@@ -55,15 +55,9 @@ class Budgets:
 
 
 def read_budgets(path: Path = BUDGETS) -> Budgets:
-    """Read the budgets of all files.
-
-    Raises:
-        ValueError: a listed file does not exist; it was renamed or removed, and its budget with it.
-    """
+    """Read the budgets of all files and tiers."""
     content = tomllib.loads(path.read_text())
     files = {str(file): float(seconds) for file, seconds in content["files"].items()}
-    if missing := [file for file in files if not (path.parent.parent / file).is_file()]:
-        raise ValueError(f"{path.name} lists files that do not exist: {', '.join(missing)}")
     return Budgets(default=float(content["default"]), files=files, tiers=dict(content["tiers"]))
 
 

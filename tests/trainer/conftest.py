@@ -8,7 +8,37 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from so_tui.runs import RunDirectory, create_run
 from so_tui_trainer.ranks import Ranks
+from tests.support.launching import log, start, tiny
+from tests.support.python_path import python_path
+from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
+
+BROKEN_WANDB = """
+class Settings:
+    def __init__(self, **options): pass
+
+
+def init(**options):
+    raise ConnectionError('no route to host')
+"""
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run that tests may read but not change: two ranks, twelve steps, a checkpoint every five, an export at the end.
+
+    TensorBoard works, and wandb is installed but cannot reach its server, as on a compute node.
+    """
+    folder = tmp_path_factory.mktemp("finished")
+    package = folder / "packages" / "wandb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(BROKEN_WANDB)
+    tracking = {"tracking__wandb": "true", "tracking__tensorboard": "true"}
+    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, **tracking, checkpoint__every_steps="5", checkpoint__export="true")
+    run = create_run(spec, folder / "runs")
+    assert start(run, spec, {"PYTHONPATH": python_path(package.parent)}).wait(timeout=400) == 0, log(run)
+    return run
 
 
 @pytest.fixture(scope="module")

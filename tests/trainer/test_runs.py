@@ -29,6 +29,7 @@ from so_tui_trainer import checkpoint
 from so_tui_trainer.model.build import expected_first_loss, load_config
 from tests.support.launching import log, records, start, tiny, train
 from tests.support.models import causal_model, load_pretrained
+from tests.support.shared_run import HELD_OUT, SUPEROFFLOAD, TWELVE_STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -43,17 +44,8 @@ def end_of(found: list[MetricRecord]) -> EndRecord:
     return last
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Two ranks, twelve steps, a checkpoint every five, an export at the end."""
-    spec = tiny(train__steps="12", checkpoint__every_steps="5", checkpoint__export="true")
-    run, code = train(spec, tmp_path_factory.mktemp("finished"))
-    assert code == 0, log(run)
-    return run
-
-
-def test_a_run_tells_its_story_and_its_end_is_the_last_word(finished: RunDirectory) -> None:
-    found = records(finished)
+def test_a_run_records_its_start_its_steps_and_last_its_end(finished_run: RunDirectory) -> None:
+    found = records(finished_run)
     start_record = next(record for record in found if isinstance(record, StartRecord))
     assert (start_record.ranks, start_record.total_steps) == (2, 12)
     assert start_record.parameters == tiny().model.parameter_count or not tiny().model.parameters
@@ -67,14 +59,14 @@ def test_a_run_tells_its_story_and_its_end_is_the_last_word(finished: RunDirecto
     assert Path(end.saved).name == "step-000012"
 
 
-def test_the_loss_starts_at_that_of_random_weights_and_falls(finished: RunDirectory) -> None:
-    losses = [record.loss for record in steps_of(records(finished))]
+def test_the_loss_starts_at_that_of_random_weights_and_falls(finished_run: RunDirectory) -> None:
+    losses = [record.loss for record in steps_of(records(finished_run))]
     assert losses[0] == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
     assert losses[-1] < losses[0] - 1
 
 
-def test_the_figures_of_a_step_agree_with_each_other(finished: RunDirectory) -> None:
-    for record in steps_of(records(finished)):
+def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory) -> None:
+    for record in steps_of(records(finished_run)):
         parts = record.data_s + record.forward_s + record.backward_s + record.exposed_optimizer_s + record.other_s
         assert parts == pytest.approx(record.step_s, rel=0.02)
         assert record.useful_tokens_per_s_total == pytest.approx(record.useful_tokens / record.step_s)
@@ -86,24 +78,24 @@ def test_the_figures_of_a_step_agree_with_each_other(finished: RunDirectory) -> 
         assert record.gpu_memory_peak_bytes is None
 
 
-def test_old_checkpoints_go_and_nothing_partial_stays(finished: RunDirectory) -> None:
-    saved = [record.step for record in records(finished) if isinstance(record, CheckpointRecord)]
+def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
+    saved = [record.step for record in records(finished_run) if isinstance(record, CheckpointRecord)]
     assert saved == [5, 10, 12]
-    assert sorted(path.name for path in finished.checkpoints_dir.iterdir()) == ["step-000010", "step-000012"]
+    assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == ["step-000010", "step-000012"]
 
 
-def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDirectory) -> None:
+def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: RunDirectory) -> None:
     from transformers import AutoTokenizer
 
     from so_tui_trainer.export import weights
 
     model: Any
-    model, info = load_pretrained(finished.path / "export")
+    model, info = load_pretrained(finished_run.path / "export")
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(finished.path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(finished_run.path / "export")
     ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")["input_ids"]
-    found = checkpoint.newest(finished.checkpoints_dir)
+    found = checkpoint.newest(finished_run.checkpoints_dir)
     assert found is not None
     other = causal_model(model.config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
@@ -114,36 +106,36 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished: RunDir
     assert logits.std() > 0.5  # it learned something: random weights give 0.28
 
 
-def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(finished: RunDirectory, tmp_path: Path) -> None:
-    """Out of the hub's cache, on a node without a network: nothing waits for the hub."""
+def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(finished_run: RunDirectory, tmp_path: Path) -> None:
+    """The weights come from the hub's cache, on a node without a network: nothing waits for the hub."""
     cached = tmp_path / "hub" / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123")
-    shutil.copytree(finished.path / "export", cached / "snapshots" / "0123")
+    shutil.copytree(finished_run.path / "export", cached / "snapshots" / "0123")
     changes = {"model__id": "someone/tiny", "model__tokenizer": "someone/tiny", "model__weights": "pretrained"}
     spec = tiny(**changes, train__steps="2", train__learning_rate="1e-5", checkpoint__at_end="false")
     run = create_run(spec, tmp_path / "runs")
     cut_off = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert start(run, spec, cut_off).wait(timeout=400) == 0, log(run)
     assert "Retrying" not in log(run)
-    learned = steps_of(records(finished))
+    learned = steps_of(records(finished_run))
     assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert steps_of(records(run))[0].loss < learned[0].loss - 1
 
 
-def test_the_export_tool_answers_in_json(finished: RunDirectory, tmp_path: Path) -> None:
-    request = json.dumps({"run": str(finished.path), "to": str(tmp_path / "model")})
+def test_the_export_tool_answers_in_json(finished_run: RunDirectory, tmp_path: Path) -> None:
+    request = json.dumps({"run": str(finished_run.path), "to": str(tmp_path / "model")})
     command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
     done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["done"]
     assert answer["step"] == 12
     assert (tmp_path / "model" / "model.safetensors").stat().st_size <= answer["bytes"]
-    assert json.loads((tmp_path / "model" / "so_tui_export.json").read_text())["run"] == finished.name
+    assert json.loads((tmp_path / "model" / "so_tui_export.json").read_text())["run"] == finished_run.name
 
 
-def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished: RunDirectory, tmp_path: Path) -> None:
-    spec = tiny(train__steps="12")
+def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished_run: RunDirectory, tmp_path: Path) -> None:
+    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD)
     run = create_run(spec, tmp_path)
     process = start(run, spec)
     while not any(isinstance(record, StepRecord) and record.step >= 3 for record in records(run)):
@@ -171,15 +163,15 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     second = [record for record in records(run) if record.attempt == 3]
     assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
-    straight = {record.step: record.loss for record in steps_of(records(finished))}
+    straight = {record.step: record.loss for record in steps_of(records(finished_run))}
     assert {record.step: record.loss for record in steps_of(second)} == {step: loss for step, loss in straight.items() if step > end.step}
 
 
-def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finished: RunDirectory, tmp_path: Path) -> None:
-    """With two micro-batches, one rank meets the sequences of two: the same losses, from the newest checkpoint that can be read."""
-    spec = tiny(train__steps="12", gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload")
+def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finished_run: RunDirectory, tmp_path: Path) -> None:
+    """With two micro-batches, one rank trains the sequences of two ranks: the same losses, from the newest readable checkpoint."""
+    spec = tiny(**TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload")
     run = create_run(spec, tmp_path)
-    shutil.copytree(finished.checkpoints_dir, run.checkpoints_dir)
+    shutil.copytree(finished_run.checkpoints_dir, run.checkpoints_dir)
     states = run.checkpoints_dir / "step-000012" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     assert start(run, spec).wait(timeout=300) == 0, log(run)
@@ -188,7 +180,7 @@ def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finis
     assert warning.code == "checkpoint-damaged"
     assert all(name in warning.message for name in ("step-000012", "rank_00001.states", "step-000010"))
     assert next(record for record in found if isinstance(record, ResumedRecord)).step == 10
-    expected = {record.step: record for record in steps_of(records(finished))}
+    expected = {record.step: record for record in steps_of(records(finished_run))}
     assert [record.step for record in steps_of(found)] == [11, 12]
     for record in steps_of(found):
         assert record.useful_tokens == expected[record.step].useful_tokens
@@ -212,12 +204,13 @@ def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(
     assert not run.checkpoints_dir.is_dir() or not any(run.checkpoints_dir.iterdir())
 
 
-def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished: RunDirectory, tmp_path: Path) -> None:
-    """One rank with two micro-batches meets the sequences of two ranks with one, and gets the same loss and gradient.
+def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished_run: RunDirectory, tmp_path: Path) -> None:
+    """One rank with two micro-batches trains the sequences of two ranks with one, with the same loss and gradient.
 
-    As a deterministic benchmark of one step after one of warm-up, without a checkpoint.
+    The run is a deterministic benchmark of one step after one warm-up step, without a checkpoint.
     """
     spec = tiny(
+        **HELD_OUT,
         offload__mode="zerooffload",
         gpus="1",
         train__gradient_accumulation="2",
@@ -230,7 +223,7 @@ def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished: RunDirect
     run, code = train(spec, tmp_path)
     assert code == 0, log(run)
     first, second = steps_of(records(run))
-    expected = steps_of(records(finished))[0]
+    expected = steps_of(records(finished_run))[0]
     assert (first.useful_tokens, first.trained_tokens) == (expected.useful_tokens, expected.trained_tokens)
     assert first.loss == pytest.approx(expected.loss, rel=5e-3)
     assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=2e-2)

@@ -84,7 +84,7 @@ def apply_main_cores(binding: RankBinding) -> None:
 
 
 def memory_policy() -> str:
-    """Return this thread's memory policy: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` if the kernel does not tell."""
+    """Return this thread's memory policy: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` if the kernel does not report it."""
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is None:
         return "unknown"

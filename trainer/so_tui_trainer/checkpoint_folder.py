@@ -60,6 +60,8 @@ class Damage(NamedTuple):
     """A checkpoint that cannot be read, and why."""
 
     path: Path
+    code: str
+    """``torn``, ``checksum``, ``unreadable``, or another code of OffloadError."""
     reason: str
 
 
@@ -90,7 +92,8 @@ def newest(folder: Path) -> Found | None:
         except (OSError, msgspec.DecodeError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder)
-            damaged.append(Damage(path, f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)))
+            code = error.code if isinstance(error, superoffload.OffloadError) else "unreadable"
+            damaged.append(Damage(path, code, f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)))
     if damaged:
         reasons = "; ".join(f"{damage.path.name}: {damage.reason}" for damage in damaged)
         reason = f"none of the checkpoints in {folder} can be read ({reasons})"
@@ -110,10 +113,11 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     for name, size in manifest.files.items():
         if (found := (checkpoint / name).stat().st_size) != size:
-            raise superoffload.OffloadError(f"{checkpoint / name} has {found} bytes, but the checkpoint says {size}: it is incomplete.")
+            message = f"{checkpoint / name} has {found} bytes, but the checkpoint says {size}: it is incomplete."
+            raise superoffload.OffloadError(message, code="torn")
     for name, checksum in manifest.checksums.items():
         if zlib.crc32((checkpoint / name).read_bytes()) != checksum:
-            raise superoffload.OffloadError(f"{checkpoint / name} is not what was written (its checksum differs).")
+            raise superoffload.OffloadError(f"{checkpoint / name} is not what was written (its checksum differs).", code="checksum")
     superoffload.verify_state(optimizer_folder(checkpoint))
     return manifest
 

@@ -50,9 +50,14 @@ class TrainingError(SoTuiError):
 
 
 class NonFiniteError(TrainingError):
-    """A loss or a gradient is not finite: the weights must not be saved."""
+    """A loss or a gradient is not finite: the weights must not be saved.
+
+    Attributes:
+        step: The first step for which this holds.
+    """
 
     def __init__(self, step: int, what: str) -> None:
+        self.step = step
         super().__init__("not-finite", f"the {what} was not finite at step {step}", _LOWER_RATE)
 
 

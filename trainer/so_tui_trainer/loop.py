@@ -192,7 +192,7 @@ class Loop:
         """Write a checkpoint of the last step, unless there is one.
 
         Raises:
-            NonFiniteError: A loss was not finite; such weights are never saved.
+            NonFiniteError: A loss was not finite; these weights must not be saved.
             TrainingError: The checkpoint cannot be written.
         """
         if self.saved_step == self.step:

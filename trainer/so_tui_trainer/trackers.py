@@ -141,7 +141,7 @@ class TensorBoard:
         self._file: EventFile | None = None
 
     def start(self) -> None:
-        """Do nothing: the first record, which creates the file, tells whether the run was resumed."""
+        """Do nothing: the first record, which creates the file, shows whether the run was resumed."""
 
     def write(self, record: MetricRecord) -> None:
         if isinstance(record, ResumedRecord):

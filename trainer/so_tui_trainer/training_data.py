@@ -15,9 +15,9 @@ from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, train
 from so_tui_trainer.ranks import Ranks
 
 OnProgress = Callable[[str], None]
-"""Takes what is being done."""
+"""Called with a description of the current work."""
 OnWarning = Callable[[str, str, str], None]
-"""Takes a code, a message and a suggestion."""
+"""Called with a code, a message and a suggestion."""
 
 
 class TrainingData(NamedTuple):

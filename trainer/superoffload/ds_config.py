@@ -28,7 +28,7 @@ _KEPT_OFFLOAD_KEYS = frozenset({"device", "super_offload", "ratio", "pin_memory"
 
 
 class Override(NamedTuple):
-    """One value that DeepSpeed reads in place of the user's."""
+    """One value that DeepSpeed reads instead of the user's."""
 
     key: str
     """Dotted path in DeepSpeed's config, such as ``zero_optimization.offload_optimizer.ratio``."""

@@ -22,7 +22,7 @@ class NonFiniteGradientError(OffloadError):
 
     Attributes:
         step: Optimizer step in which the gradient was found, counted from 1.
-        sub_group: Index of the first sub-group with such a gradient.
+        sub_group: Index of the first sub-group whose gradient is not finite.
         poisoned: Whether weights or moments in memory were already updated with it.
     """
 

@@ -1,4 +1,4 @@
-"""Everything the engine needs to be told: it reads no other configuration but DeepSpeed's."""
+"""The engine's settings. Besides these it reads only DeepSpeed's config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Choose the sequences of a step and make tensors of them.
 
 The order of all sequences is a pure function of seed and epoch. A step takes the next sequences of that order and the ranks share them, so
-the number of ranks does not change what is trained next. Every rank knows the token counts of the whole step, of all ranks and gradient
+the number of ranks does not change what is trained next. Every rank computes the token counts of the whole step, of all ranks and gradient
 accumulation steps, from the document lengths: the exact weight of a token in the loss takes no communication and no wait for the GPU.
 """
 

@@ -79,7 +79,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     """Return how a tokenizer writes conversations.
 
     Raises:
-        InputError: No token could ever tell the model to stop.
+        InputError: The model would have no stop token.
     """
     end = str(tokenizer.eos_token or "")
     plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")

@@ -92,7 +92,7 @@ class Documents(NamedTuple):
             members: Indices to choose from, ascending; all documents by default.
 
         Raises:
-            InputError: The weights cannot be met.
+            InputError: A weight is too large.
         """
         members = np.arange(len(self.offsets) - 1) if members is None else members
         if len(self.parts) < 2:

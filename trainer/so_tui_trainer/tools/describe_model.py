@@ -47,7 +47,7 @@ _WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
 _DEQUANTISED = ("mxfp4", "gpt_oss")
 """The quantisation that the trainer converts when it loads weights, and the kind of model for which it does."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-"""Files of which a tokenizer has at least one."""
+"""Every tokenizer has at least one of these files."""
 
 
 def describe(request: Answer) -> Iterator[Answer]:

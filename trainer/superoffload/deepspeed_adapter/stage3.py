@@ -1,4 +1,4 @@
-"""Our optimizer in place of DeepSpeed's SuperOffload optimizer. It overrides internals of one DeepSpeed version: see ``engine``."""
+"""Our optimizer as a replacement for DeepSpeed's SuperOffload optimizer. It overrides internals of one DeepSpeed version (``engine``)."""
 
 from __future__ import annotations
 
