@@ -1,6 +1,6 @@
-"""The application: five screens, what they share (presets, machine, runs), and starting runs.
+"""The application: five screens, the state they share (presets, machine, runs), and starting runs.
 
-Nothing is computed before the first paint: presets, machine, plans and runs come from named workers that compute in threads.
+Nothing is computed before the first paint. Named workers compute presets, machine, plans and runs in threads.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class SoTuiApp(App[None]):
             for number, (name, title) in enumerate(PAGES, 1)
         ),
         Binding("question_mark,f1", "help", "Help", key_display="?", show=False, id="help", tooltip="Every key of this screen"),
-        Binding("q", "quit", "Quit", id="quit", tooltip="Leave the screen; runs go on training"),
+        Binding("q", "quit", "Quit", id="quit", tooltip="Leave the screen; runs continue training"),
     ]
 
     catalog: var[Catalog | None] = var(None)
     machine: var[Machine | None] = var(None)
     machine_file: var[str] = var("")
-    """Where the machine was described that is planned for; empty: it is this one."""
+    """File that describes the machine that is planned for; empty for this machine."""
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
     glyphs: var[GlyphName] = var[GlyphName]("braille")
     starting: var[str] = var("")
-    """What is being started, for seconds; nothing else is meanwhile, since the thread of a start cannot be called off."""
+    """What is being started, which takes seconds. Starts wait for each other, because the thread of a start cannot be cancelled."""
 
     def __init__(
         self,
@@ -77,8 +77,11 @@ class SoTuiApp(App[None]):
         machine_file: str = "",
         start: StartRun | None = None,
     ) -> None:
-        """``machine_file``: of ``machine``, where that is not this one. ``start`` replaces ``so_tui.launch.start``, for tests whose
-        subject is not the launch.
+        """Create the application.
+
+        Args:
+            machine_file: File that describes ``machine``, where that is another one.
+            start: Replaces ``so_tui.launch.start`` in tests whose subject is not the launch.
         """
         self._given = (catalog, machine, machine_file)
         self.runs_dir = Path(runs_dir) if runs_dir else None
@@ -88,7 +91,7 @@ class SoTuiApp(App[None]):
         self._quit_question: Question | None = None
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
-        # Per instance, before Textual reads it: a run that is to be shown needs no other screen first.
+        # Set on the instance before Textual reads it, so that a given run is shown without another screen first.
         setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
         super().__init__()
         self.set_reactive(SoTuiApp.machine_file, machine_file)
@@ -112,9 +115,9 @@ class SoTuiApp(App[None]):
 
     # What is shared: presets, machine, runs.
 
-    @work(thread=True, exclusive=True, group="load", name="look at presets and machine", exit_on_error=False)
+    @work(thread=True, exclusive=True, group="load", name="load presets and machine", exit_on_error=False)
     def load(self) -> None:
-        """Read the presets and look at the machine."""
+        """Load the presets and inspect the machine."""
         from so_tui.spec import load_catalog
 
         catalog, machine, file = self._given
@@ -125,12 +128,12 @@ class SoTuiApp(App[None]):
             machine = inspect_machine()
         messages.answer(self, messages.Loaded(catalog, machine, file))
 
-    def look_again(self) -> None:
-        """Inspect this machine afresh, also where another was given."""
+    def inspect_again(self) -> None:
+        """Inspect this machine again, and plan for it even where another was given."""
         self.plan_for(None, "")
 
     def plan_for(self, machine: Machine | None, file: str) -> None:
-        """Plan for the machine that ``file`` describes from now on; for this one where none is given."""
+        """Plan from now on for the machine that ``file`` describes, or for this machine where it is None."""
         self._given = (self.catalog, machine, file)
         self.load()
 
@@ -140,7 +143,7 @@ class SoTuiApp(App[None]):
 
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)
     def diagnose(self) -> None:
-        """Ask doctor about the machine."""
+        """Have doctor check the machine."""
         from so_tui.machine.doctor import findings
         from so_tui.runs import default_runs_dir
 
@@ -148,13 +151,13 @@ class SoTuiApp(App[None]):
             messages.answer(self, messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))
 
     def on_diagnosed(self, message: messages.Diagnosed) -> None:
-        from so_tui.ui.screens.findings import doctor_words
+        from so_tui.ui.screens.findings import doctor_summary
 
         self.findings = message.findings
-        self.doctor_line = doctor_words(message.findings)
+        self.doctor_line = doctor_summary(message.findings)
 
     def reload_presets(self, *, then_edit: str = "") -> None:
-        """Read the presets again after one was saved, and go on editing that one where the form is open."""
+        """Read the presets again after one was saved, and continue editing it where the form is open."""
         from so_tui.spec import load_catalog
         from so_tui.ui.screens.configure import ConfigureScreen
 
@@ -164,14 +167,14 @@ class SoTuiApp(App[None]):
             screen.go_on_with(then_edit)
 
     def list_runs(self) -> None:
-        """Read the list of runs, after the reading that may be under way (a slow file system)."""
+        """Request another reading of the list of runs. A reading under way, as on a slow file system, is completed first."""
         self._listing_due.set()
         if self._listing is None or self._listing.is_finished:
             self._listing = self._list_runs()
 
     @work(group="runs", name="list runs", exclusive=True, exit_on_error=False)
     async def _list_runs(self) -> None:
-        """One worker for every reading, in a thread: starting one each time costs as much as reading."""
+        """Read in a thread whenever requested. One worker serves all readings: starting one costs as much as a reading."""
         while True:
             await self._listing_due.wait()
             self._listing_due.clear()
@@ -187,20 +190,20 @@ class SoTuiApp(App[None]):
         self.worker_changed(event)
 
     def worker_changed(self, event: Worker.StateChanged) -> None:
-        """A start is over, however it ended; and a worker that failed in a way it did not foresee says so: nothing fails silently."""
+        """End the state of starting when its worker ends, and report workers that failed unexpectedly."""
         if event.worker.group == "launch" and event.worker.is_finished:
             self.starting = ""
         error = event.worker.error
         if event.state is WorkerState.ERROR and error is not None:
-            self.notify(f"{event.worker.name}: {type(error).__name__}: {error}", title="This did not work", severity="error", markup=False)
+            self.notify(f"{event.worker.name}: {type(error).__name__}: {error}", title="Unexpected error", severity="error", markup=False)
 
     # Starting and opening runs.
 
     def may_start(self) -> bool:
-        """Whether nothing else is being started; says what is."""
+        """Return whether a run may be started now; notify the user where another start is under way."""
         if self.starting:
-            words = f"{self.starting} is still being started, and one is started at a time."
-            self.notify(words, title="Not started", severity="warning", markup=False)
+            text = f"{self.starting} is still being started. Runs are started one at a time."
+            self.notify(text, title="Not started", severity="warning", markup=False)
         return not self.starting
 
     def ask_launch(self, launch: Launch, facts: Iterable[Content]) -> None:
@@ -210,7 +213,7 @@ class SoTuiApp(App[None]):
         if not self.may_start():
             return
         if self.machine_file and self.machine is not None:
-            there = f"What you see is planned for {self.machine.label} ({self.machine_file}), and a run starts where so-tui runs."
+            there = f"This plan is for {self.machine.label} ({self.machine_file}), but runs start on the machine that so-tui runs on."
             back = "Start it on that machine, or press o and leave the field empty to plan for this one."
             self.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))
             return
@@ -228,12 +231,12 @@ class SoTuiApp(App[None]):
             from so_tui.ui.page import Page
 
             if isinstance(page := self.screen_stack[0], Page):
-                page.action_leave_field()  # who types on will be typing when it has started
+                page.action_leave_field()  # or the user would still be typing when the run has started
             self._launch(launch)
 
     @work(thread=True, group="launch", name="launch", exit_on_error=False)
     def _launch(self, launch: Launch) -> None:
-        """Check everything, then hand the run to its supervisor. A refusal comes back with its reasons."""
+        """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons."""
         from msgspec.structs import replace
 
         from so_tui.spec.errors import Refused, SoTuiError
@@ -256,7 +259,7 @@ class SoTuiApp(App[None]):
     def on_launched(self, message: messages.Launched) -> None:
         self.list_runs()
         if isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input):
-            self.notify(f"{message.run.name} was started. Leave this with esc; 4 lists it, and enter opens it.", markup=False)
+            self.notify(f"{message.run.name} was started. Close this with esc; 4 lists the run and enter opens it.", markup=False)
         else:
             self.open_run(message.run)
 
@@ -267,7 +270,7 @@ class SoTuiApp(App[None]):
             if forced and message.retry_forced is not None:
                 self.launch(message.retry_forced)
 
-        offer = "Launch all the same" if message.retry_forced is not None else ""
+        offer = "Launch anyway" if message.retry_forced is not None else ""
         self.push_screen(Notice(message.title, message.lines, offer=offer), answered)
 
     def open_run(self, run: RunDirectory) -> None:
@@ -283,7 +286,7 @@ class SoTuiApp(App[None]):
     # Commands.
 
     def action_other_machine(self) -> None:
-        from so_tui.ui.screens.elsewhere import ask_for_machine
+        from so_tui.ui.screens.other_machine import ask_for_machine
 
         ask_for_machine(self)
 
@@ -291,7 +294,7 @@ class SoTuiApp(App[None]):
         self.switch_mode(name)
 
     async def action_quit(self) -> None:
-        """Quit; asks first where that would lose what was typed into Configure."""
+        """Quit. Ask first where unsaved edits in Configure would be lost."""
         from so_tui.ui.screens.configure import ConfigureScreen
         from so_tui.ui.screens.dialogs import Question
 
@@ -304,15 +307,19 @@ class SoTuiApp(App[None]):
             self._quit()
         elif self.screen is not self._quit_question:
             lines = [f"Configure: {plural(count, 'change')} to preset {preset}, not saved" for preset, count in unsaved.items()]
-            self._quit_question = Question("Quit and lose what you typed?", lines, yes="Quit", no="No, stay")
+            self._quit_question = Question("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
             self.push_screen(self._quit_question, lambda yes: self._quit() if yes else None)
 
     def _quit(self) -> None:
         live = [row.run.name for row in self.runs if row.live]
-        told = [f"{', '.join(live)} goes on training. `so-tui watch {live[0]}` shows it again."] if live else []
+        lines = (
+            [f"{', '.join(live)} {'continues' if len(live) == 1 else 'continue'} training. `so-tui watch {live[0]}` shows it again."]
+            if live
+            else []
+        )
         if self.starting:
-            told.append(f"{self.starting} is being started all the same. `so-tui watch latest` shows it.")
-        self.exit(message="\n".join(told) or None)
+            lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
+        self.exit(message="\n".join(lines) or None)
 
     def action_help(self) -> None:
         from so_tui.ui.page import Page
@@ -325,7 +332,7 @@ class SoTuiApp(App[None]):
             self.push_screen(KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page)))
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
-        """Every command of the screen and of the program, with its key; then what Textual brings."""
+        """Yield every command of the screen and the application with its key, then Textual's own."""
         from so_tui.ui.screens.help import commands
 
         yield from commands(self, screen)

@@ -1,7 +1,7 @@
-"""From a run directory to what the dashboard draws: polled in a worker thread, handed over as frozen snapshots.
+"""Follow a run directory for the dashboard: polled in a worker thread, handed over as frozen snapshots.
 
-The follower owns the series and is the only one to append; a snapshot names them together with their lengths, so the event loop may read
-what it was shown while the next poll appends.
+The follower owns the series and is the only one to append. A snapshot refers to them together with their lengths, so the event loop may
+read them while the next poll appends.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
 HISTORY_ROWS = 1500
 RECENT_STEPS = 30
 MOST_POLLS = 10
-"""Polls of the reader, 0.1 s each at most, in one of ours: a run that writes fast is caught up with, and the screen still moves."""
+"""Polls of the reader, 0.1 s each at most, in one poll here: enough to catch up with a fast run without freezing the screen."""
 
 
 def smoothing(total_steps: int) -> float:
-    """Decay of the moving averages: they look back over a twenty-fifth of the run, 5 steps at least and 50 at most."""
+    """Return the decay of the moving averages. They span a twenty-fifth of the run, between 5 and 50 steps."""
     return 1 - 1 / min(50, max(5, total_steps / 25))
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that is known of a run at one poll."""
+    """Everything known about a run at one poll."""
 
     run: RunDirectory
     spec: RunSpec | None
@@ -63,7 +63,7 @@ class Snapshot:
     recent: tuple[StepRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     evaluations: Line | None
-    """Loss on what is not trained on; None before the first evaluation."""
+    """Loss on held-out data; None before the first evaluation."""
     resumes: tuple[ResumedRecord, ...]
     warnings: tuple[WarningRecord, ...]
     whole: StepSeries
@@ -73,15 +73,15 @@ class Snapshot:
     nodes: tuple[NodeView, ...]
     gpus: tuple[GpuView, ...]
     averaged: bool
-    """Nodes and GPUs show what they did on average while the run trained: it has ended, and what its host does now is not its doing."""
+    """Nodes and GPUs show means over the training, because the run has ended and its host now does other work."""
     log_lines: tuple[LogLine, ...]
     log_partial: str
     silent_s: float
-    """How long the supervisor's heartbeat has not moved, by our own clock."""
+    """Seconds since the supervisor's heartbeat last moved, by this process's clock."""
     trouble: str = ""
-    """Why this poll could not read; everything else is what was known before."""
+    """Why this poll could not read; everything else is as of the poll before."""
     deleted: bool = False
-    """The run's folder is gone; everything else is what was known before."""
+    """The run's folder does not exist any more; everything else is as of the poll before."""
     stop_asked: bool = False
 
     @property
@@ -90,12 +90,12 @@ class Snapshot:
 
     @property
     def training(self) -> bool:
-        """Steps are being made: the newest figures are those of now."""
+        """Whether steps are being made, so that the newest figures are current."""
         return self.live and self.state is not None and self.state.state == "training"
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the ranks train on GPUs; taken for granted as long as nothing tells."""
+        """Whether the ranks train on GPUs; assumed until the binding is known."""
         ranks = self.binding.ranks if self.binding is not None else self.plan.binding if self.plan is not None else ()
         return not ranks or any(rank.gpu is not None for rank in ranks)
 
@@ -123,7 +123,7 @@ class Snapshot:
         return self.whole.line(metric, role, self.length)
 
     def recent_median(self, name: str) -> float:
-        """Median over the newest steps of a field of the step record; NaN where none has it."""
+        """Return the median of a field of the newest step records; NaN where none has it."""
         values = [value for record in self.recent if (value := getattr(record, name)) is not None]
         return statistics.median(values) if values else math.nan
 
@@ -154,9 +154,9 @@ class RunFollower:
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     def poll(self, window: tuple[float, float] | None = None) -> Snapshot:
-        """Read what is new, and the steps in ``window`` as closely as they were recorded.
+        """Read what is new, and the steps in ``window`` in full detail.
 
-        A directory that cannot be read right now is told in ``trouble``; what was known stays.
+        A directory that cannot be read now is reported in ``trouble``; earlier data stays.
         """
         lines: list[LogLine] = []
         trouble = ""
@@ -176,27 +176,27 @@ class RunFollower:
                 if not update.more:
                     break
             self._loads.average(self._whole.times)
-            self._look_closer(window)
+            self._read_window(window)
         except OSError as error:
             trouble = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), trouble)
 
     def _seed(self) -> None:
-        """Draw the part of the run before now."""
+        """Load the overview of the run so far."""
         first, latest = self._reader.metrics.first_step, self._reader.latest
         if first is not None and latest is not None:
             self._whole.add_columns(self._reader, first, latest.step)
             self._recent.extend(self._reader.recent(RECENT_STEPS))
 
     def _add_step(self, record: StepRecord) -> None:
-        if record.step > self._whole.last_step:  # else it is drawn already, from the overview
+        if record.step > self._whole.last_step:  # else the overview has it already
             if self._closer is not None and self._closer.last_step == self._whole.last_step:
                 self._closer.add(record)
             self._whole.add(record)
             self._recent.append(record)
 
-    def _look_closer(self, window: tuple[float, float] | None) -> None:
-        """Read the steps of ``window`` one by one, where the whole run shows several in a row; and as much again on both sides."""
+    def _read_window(self, window: tuple[float, float] | None) -> None:
+        """Read the steps of ``window`` one by one where the overview merges several, and as many again on both sides."""
         whole, first, latest = self._whole, self._reader.metrics.first_step, self._reader.latest
         if window is None or first is None or latest is None or window[0] >= whole.coarse_until:
             self._closer = None
@@ -210,7 +210,7 @@ class RunFollower:
             self._closer.add_columns(self._reader, int(max(first, low - width)), int(min(latest.step, high + width)))
 
     def _read_attempt(self, state: RunState | None) -> None:
-        """Plan and machine of the newest attempt, once each."""
+        """Read plan and machine of the newest attempt, once each."""
         import msgspec
 
         if state is None or (state.attempt == self._attempt and self._plan is not None):
@@ -221,7 +221,7 @@ class RunFollower:
             self._plan = msgspec.json.decode(self.run.plan_path(state.attempt).read_bytes(), type=Plan)
             self._machine = load_machine(self.run.machine_path(state.attempt, state.host))
         except (OSError, InputError, msgspec.DecodeError):
-            return  # not written yet, or by another version: the dashboard does without what only they know
+            return  # not written yet, or by another version: the dashboard leaves out what only they contain
 
     def _snapshot(self, lines: tuple[LogLine, ...], trouble: str) -> Snapshot:
         reader, state = self._reader, self._reader.state
@@ -256,7 +256,7 @@ class RunFollower:
         )
 
     def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
-        """Made anew with every evaluation: they are few, and a resume takes some back."""
+        """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume removes some."""
         if records != self._evaluations:
             self._evaluations = records
             series = Series()

@@ -1,4 +1,4 @@
-"""The form behind Configure, without widgets: which fields in which order, and what was typed over a preset. Pure."""
+"""The form behind Configure, without widgets: its fields in order, and the edits over a preset. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from so_tui.spec import FieldInfo, RunSpec, complete_tree, differences, field_index
 
 LENGTH = "train.length"
-"""Stands for the three keys of which a run has one."""
+"""Stands for the three keys of LENGTH_KEYS, one of which is set."""
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -72,32 +72,32 @@ HINTS = {
     "checkpoint.every_steps": "0: not by steps",
     "checkpoint.every_minutes": "0: not by time",
 }
-"""Where the bare range would leave open what a number means."""
+"""Hints where the range would not explain what a number means."""
 
-# What identifies a preset rather than configures a run, and what has no single value to type.
+# They identify a preset and configure nothing.
 _NOT_IN_FORM = ("name", "title")
 
 
 def label(path: str) -> str:
-    """What the form calls a field."""
+    """Return the form's label of a field."""
     return LABELS.get(path) or path.rpartition(".")[2].replace("_", " ")
 
 
 def advanced_paths() -> tuple[str, ...]:
-    """Fields that no group names, in the order of the types."""
+    """Return the fields outside all groups, in the order of the types."""
     named = {path for _, paths in GROUPS for path in paths} | set(LENGTH_KEYS) | set(_NOT_IN_FORM)
     return tuple(path for path, info in field_index().items() if path not in named and info.type_name not in ("table", "list"))
 
 
 def hint(info: FieldInfo) -> str:
-    """What to type, short enough to stand beside the field: the range, else the unit; the tooltip says it in full."""
+    """Return a hint short enough to stand beside the field: the range, else the unit. The tooltip has the full text."""
     if info.path in HINTS:
         return HINTS[info.path]
     return info.range_text.removesuffix(info.unit).removeprefix("from ").replace("_", " ").replace(" and ", ", ").strip() or info.unit
 
 
 def text_of(value: object) -> str:
-    """A value as it is typed into a field and read back by ``parse_value``."""
+    """Return a value as it is typed into a field, for ``parse_value`` to read."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -116,7 +116,7 @@ def _inline(value: object) -> str:
 
 
 def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """A tree as dotted paths; tables that are values themselves (a model's shape) stay whole."""
+    """Yield a tree as dotted paths. Tables that are values themselves, such as a model's shape, stay whole."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and path not in field_index():
@@ -126,20 +126,20 @@ def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, ob
 
 
 def values_of(spec: RunSpec) -> dict[str, str]:
-    """Every field of the form as text."""
+    """Return every field of the form as text."""
     known = field_index()
     return {path: text_of(value) for path, value in flat(complete_tree(spec)) if path in known}
 
 
 def edits_between(base: RunSpec, wanted: RunSpec) -> dict[str, str]:
-    """What to type over ``base`` to get ``wanted``."""
+    """Return the edits that turn ``base`` into ``wanted``."""
     known = field_index()
     changes = differences(complete_tree(wanted), complete_tree(base))
     return {path: text_of(value) for path, value in flat(changes) if path in known and path not in _NOT_IN_FORM}
 
 
 def length_of(values: Mapping[str, str]) -> tuple[str, str]:
-    """The length's key and text: the one of the three that is not 0."""
+    """Return key and text of the length: the one of the three that is not 0."""
     for path in LENGTH_KEYS:
         if values.get(path, "0") not in ("0", "0.0", ""):
             return path, values[path]
@@ -147,7 +147,7 @@ def length_of(values: Mapping[str, str]) -> tuple[str, str]:
 
 
 def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str) -> dict[str, str]:
-    """``edits`` after typing ``text`` into ``path``; what equals the preset is no edit, and one length replaces the others."""
+    """Return ``edits`` after ``text`` was typed into ``path``. A value equal to the preset's is no edit; one length replaces the others."""
     changed = {key: value for key, value in edits.items() if key != path}
     if path in LENGTH_KEYS:
         changed = {key: value for key, value in changed.items() if key not in LENGTH_KEYS}
@@ -157,5 +157,5 @@ def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text
 
 
 def typed_over(edits: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, str]:
-    """The ``edits`` that a person typed: those that are not as they were taken over from a recommendation."""
+    """Return the edits that the user typed: those that differ from what a recommendation filled in."""
     return {path: text for path, text in edits.items() if taken.get(path) != text}

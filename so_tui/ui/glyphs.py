@@ -1,4 +1,4 @@
-"""Which characters this terminal can show, and plain ones for those that can show little."""
+"""The characters that a terminal can show, and ASCII replacements for terminals that show little else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PLAIN = str.maketrans(
 
 
 def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None) -> GlyphName:
-    """``SO_TUI_GLYPHS`` if it names a set; otherwise what the locale and the terminal can show: the Linux console has no braille."""
+    """Return the set that ``SO_TUI_GLYPHS`` names, or else one that locale and terminal can show: the Linux console has no braille."""
     names: tuple[GlyphName, ...] = get_args(GlyphName)
     for name in names:
         if environ.get(VARIABLE) == name:
@@ -67,7 +67,7 @@ def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None) -> Gl
 
 
 class PlainCharacters(LineFilter):
-    """Everything that is drawn, in ASCII, cell for cell."""
+    """Replaces everything drawn by ASCII, cell for cell."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(_plain(text), style, control) for text, style, control in segments]

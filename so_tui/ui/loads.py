@@ -1,6 +1,6 @@
-"""What the hosts of a run do over time: the load of their NUMA nodes and GPUs, from the supervisors' samples.
+"""The load of a run's hosts over time, by NUMA node and GPU, from the supervisors' samples.
 
-Appended to by the follower's thread; a view names its series together with their length.
+The follower's thread appends; a view refers to its series together with their length.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NodeView:
     length: int
 
     def lines(self) -> tuple[Line, Line]:
-        """Band and mean, to be drawn in this order."""
+        """Return band and mean, to be drawn in this order."""
         return Line(self.band, self.length, self.times, None, "band"), Line(self.mean, self.length, self.times, None, "main")
 
 
@@ -48,7 +48,7 @@ class GpuView:
     length: int
 
     def line(self) -> Line:
-        """Its load, drawn over that of its node."""
+        """Return its load, to be drawn over that of its node."""
         return Line(self.busy, self.length, self.times, None, "gpu")
 
 
@@ -71,14 +71,14 @@ class Loads:
 
     @property
     def averaged(self) -> bool:
-        """Whether views show what a host did on average while the run trained."""
+        """Whether views show means over the training."""
         return bool(self._means)
 
     def add(self, host: str, samples: tuple[Sample, ...], steps_at: array[float]) -> None:
-        """Newer samples of a host; the first ones bring its history since the run began (``steps_at``: when its steps were)."""
+        """Add newer samples of a host. The first also load its history since the run began; ``steps_at`` are the times of its steps."""
         if host not in self._latest and samples:
             start = self._reader.start
-            # A run that was resumed shows its earlier attempts too.
+            # A resumed run shows its earlier attempts too.
             since = min([*steps_at[:1], *([start.time] if start is not None else [])], default=samples[0].time)
             if samples[0].time - since > 2:
                 for rollup in self._reader.sample_history(host, since, math.nextafter(samples[0].time, 0), HISTORY_ROWS):
@@ -88,7 +88,7 @@ class Loads:
             self._latest[host] = sample
 
     def average(self, steps_at: array[float]) -> None:
-        """Once a run has ended: what each host did on average between the first step of its last attempt and the last step."""
+        """Once a run has ended, average each host from the first step of its last attempt to the last step."""
         state, start, latest = self._reader.state, self._reader.start, self._reader.latest
         if state is None or state.state not in FINAL_STATES or start is None or latest is None:
             self._means = {}
@@ -101,7 +101,7 @@ class Loads:
                 self._means[host] = roll_up(parts).mean
 
     def nodes(self, machine: Machine | None) -> tuple[NodeView, ...]:
-        """The NUMA nodes with cores of every host; ``machine`` knows the numbers of their cores."""
+        """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
         views = []
         for host, sample in (self._latest | self._means).items():
@@ -114,7 +114,7 @@ class Loads:
         return tuple(views)
 
     def gpus(self) -> tuple[GpuView, ...]:
-        """The GPUs of every host."""
+        """Return the GPUs of every host."""
         return tuple(
             GpuView(host, gpu, load.mean, load.times, len(load.mean))
             for host, sample in (self._latest | self._means).items()

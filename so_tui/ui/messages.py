@@ -1,4 +1,4 @@
-"""What workers tell the screens: each a frozen value, posted from a thread, handled in the event loop."""
+"""Messages from workers to screens: posted from a thread, handled in the event loop."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def answer(to: MessagePump, message: Message) -> None:
-    """Post what a worker found. The thread of an exclusive one runs on when another takes its place, and its answer is none any more."""
+    """Post a worker's result, unless the worker was cancelled: the thread of an exclusive worker runs on after another has replaced it."""
     if not get_current_worker().is_cancelled:
         to.post_message(message)
 
 
 class Loaded(Message):
-    """The presets and the machine are known; ``machine_file`` describes it where it is not this one."""
+    """Presets and machine are loaded; ``machine_file`` describes the machine where it is another one."""
 
     def __init__(self, catalog: Catalog, machine: Machine, machine_file: str) -> None:
         self.catalog, self.machine, self.machine_file = catalog, machine, machine_file
@@ -34,7 +34,7 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """A worker could not do its work; ``title`` says what was tried."""
+    """A worker failed; ``title`` names what was tried."""
 
     def __init__(self, title: str, lines: tuple[str, ...], *, retry_forced: Launch | None = None) -> None:
         self.title, self.lines, self.retry_forced = title, lines, retry_forced
@@ -50,7 +50,7 @@ class Launched(Message):
 
 
 class Planned(Message):
-    """The plan of what stands in the form, or what is wrong with it; ``serial`` tells an old answer from a new one."""
+    """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
 
     def __init__(self, serial: int, plan: Plan | None, problems: tuple[Problem, ...], launch: Launch | None = None) -> None:
         self.serial, self.plan, self.problems, self.launch = serial, plan, problems, launch

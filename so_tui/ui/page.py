@@ -1,4 +1,4 @@
-"""What the five screens share: the line that says where I am, the way between screens, and the line of keys."""
+"""The parts that all five screens share: top line, navigation and key line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from so_tui.ui.runlist import RunRow
 
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
-"""Titles where there is no room for those."""
+"""Titles for narrow terminals."""
 
 
 OTHER_MACHINE = Binding(
@@ -32,7 +32,7 @@ OTHER_MACHINE = Binding(
 
 
 class TopLine(Widget):
-    """Host, machine and live runs: where I am, on every screen."""
+    """Host, machine and live runs, on every screen."""
 
     DEFAULT_CSS = """
     TopLine { height: 1; background: $surface; padding: 0 1; }
@@ -53,7 +53,7 @@ class TopLine(Widget):
         self.refresh()
 
     def _count(self, runs: tuple[RunRow, ...]) -> None:
-        """The list changes at every step of a run; this line only says how many live."""
+        """Redraw only when the number of live runs changes; the list changes with every step of a run."""
         live = sum(run.live for run in runs)
         if live != self._live:
             self._live = live
@@ -67,7 +67,7 @@ class TopLine(Widget):
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
-            left += Content.styled("  looking at this machine …", "$faint")
+            left += Content.styled("  inspecting this machine …", "$faint")
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:
@@ -110,11 +110,11 @@ class Navigation(Widget):
     def _tabs(self, titles: Mapping[str, str]) -> Content:
         pieces: list[str] = []
         for number, (name, _) in enumerate(PAGES, 1):
-            words = f" {number} {titles.get(name, '')}".rstrip() + " "
+            tab = f" {number} {titles.get(name, '')}".rstrip() + " "
             if name == self._current:
-                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background]{words}[/]")
+                pieces.append(f"[b $block-cursor-foreground on $block-cursor-background]{tab}[/]")
             else:
-                pieces.append(f"[@click=app.show('{name}')]{words}[/]")
+                pieces.append(f"[@click=app.show('{name}')]{tab}[/]")
         return Content.from_markup(" ".join(pieces))
 
 
@@ -124,13 +124,13 @@ class Page(Screen[None]):
     app = getters.app(SoTuiApp)
     PAGE: ClassVar[str]
     HELP_TEXT: ClassVar[str] = ""
-    """What this screen is for, in a sentence or two; the help opens with it."""
+    """Purpose of this screen in a sentence or two; the help opens with it."""
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave_field", "Leave the field", show=False),
     ]
 
     _left: Widget | None = None
-    """The field that was left, from which tab goes on."""
+    """The field that was left last; tab continues from it."""
 
     def compose(self) -> ComposeResult:
         yield TopLine()
@@ -139,14 +139,14 @@ class Page(Screen[None]):
         yield KeyLine()
 
     def body(self) -> Iterable[Widget]:
-        """The screen's own widgets."""
+        """Return the screen's own widgets."""
         raise NotImplementedError
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         self.app.worker_changed(event)
 
     def action_leave_field(self) -> None:
-        """Take the keyboard out of a text field, so that single keys are commands again."""
+        """Take the focus out of a text field, so that single keys are commands again."""
         if self.maximized is not None:
             self.minimize()
         elif self.focused is not None:

@@ -1,4 +1,4 @@
-"""The columns of the list of runs: what each says of a run, and which there is room for. Pure."""
+"""The columns of the list of runs: their content, and which of them fit. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
+from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.sketch import Sketch
 from so_tui.ui.text import age, rate, shorten
-from so_tui.ui.widgets.stats import SIGNS
+from so_tui.ui.widgets.run_lines import SIGNS
 from so_tui.units import thousands
 
 Cells = dict[str, Text]
@@ -21,11 +21,11 @@ MARK, CURVE = "", " "
 """Columns without a heading."""
 COLUMNS = (MARK, "state", "name", "model", "step", "loss", CURVE, "tokens/s", "age", "host")
 DISPENSABLE = ("host", "tokens/s", "model", CURVE)
-"""Columns that go where there is no room, in this order: the dashboard tells the rest, and the preview draws the curve larger."""
+"""Columns that are dropped first where there is no room; dashboard and preview show their content too."""
 
 
-def cells_of(row: RunRow, sketch: Sketch | None, colours: Mapping[str, str], *, marked: bool) -> Cells:
-    """What the list says of a run. ``colours``: those of the theme by name."""
+def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, marked: bool) -> Cells:
+    """Return the cells of a run; ``colours`` are the theme's, by name."""
     state = row.state
     sign, style = SIGNS.get(state.state, ("?", "$faint"))
     faint = colours["faint"]
@@ -37,20 +37,20 @@ def cells_of(row: RunRow, sketch: Sketch | None, colours: Mapping[str, str], *, 
         "model": Text(shorten(model_of(row), 24), style=faint),
         "step": Text(step, justify="right"),
         "loss": Text("" if state.loss is None else f"{state.loss:.3f}", justify="right"),
-        CURVE: Text(sketch.spark if sketch is not None else "", style=colours["accent"]),
-        "tokens/s": Text(rate(sketch.tokens_per_s) if sketch is not None and sketch.tokens_per_s else "", justify="right"),
+        CURVE: Text(curve.spark if curve is not None else "", style=colours["accent"]),
+        "tokens/s": Text(rate(curve.tokens_per_s) if curve is not None and curve.tokens_per_s else "", justify="right"),
         "age": Text(age(time.time() - state.started) if state.started else "", style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
     }
 
 
 def model_of(row: RunRow) -> str:
-    """The model as people call it; ``?`` for a run whose settings cannot be read."""
+    """Return the model's label; ``?`` for a run whose settings cannot be read."""
     return row.spec.label if row.spec is not None else "?"
 
 
 def with_room(rows: Sequence[Cells], room: int, padding: int) -> list[str]:
-    """The columns that fit into ``room`` cells, each padded on both sides: one that is cut would say something else."""
+    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a cut number is another number."""
     widths = {name: max(map(cell_len, (name, *(row[name].plain for row in rows)))) + 2 * padding for name in COLUMNS}
     columns = list(COLUMNS)
     for name in DISPENSABLE:

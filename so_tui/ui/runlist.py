@@ -28,16 +28,16 @@ class RunRow:
 
 
 class RunLister:
-    """Lists runs again and again for one thread at a time; what has ended and did not change is not read twice."""
+    """Lists runs repeatedly, for one thread at a time. A run that has ended is read again only after a change."""
 
     def __init__(self, runs_dir: Path | None) -> None:
         self._runs_dir = runs_dir
-        self._looked_after: dict[Path, float] = {}
+        self._supervision_checked: dict[Path, float] = {}
         self._watch = HeartbeatWatch()
         self._ended: dict[Path, tuple[int, RunRow]] = {}
 
     def rows(self) -> tuple[RunRow, ...]:
-        """All runs, newest first."""
+        """Return all runs, newest first."""
         rows = []
         for run in list_runs(self._runs_dir):
             changed = _changed_ns(run)
@@ -54,12 +54,12 @@ class RunLister:
         return tuple(rows)
 
     def _keep_supervised(self, run: RunDirectory) -> None:
-        """Whoever looks keeps a run supervised; now and then, because a supervisor needs a moment to take over."""
+        """Make sure that a live run has a supervisor, at intervals, because one needs a moment to take over."""
         from so_tui.launch import ensure_supervised
 
         now = time.monotonic()
-        if now - self._looked_after.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
-            self._looked_after[run.path] = now
+        if now - self._supervision_checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
+            self._supervision_checked[run.path] = now
             ensure_supervised(run)
 
     def _state(self, run: RunDirectory) -> RunState:
@@ -72,7 +72,7 @@ class RunLister:
 def _changed_ns(run: RunDirectory) -> int:
     try:
         return run.state_path.stat().st_mtime_ns
-    except OSError:  # deleted in this moment: state_with_truth tells what is left
+    except OSError:  # deleted meanwhile: state_with_truth reports what is left
         return 0
 
 

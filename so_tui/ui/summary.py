@@ -1,4 +1,4 @@
-"""The machine in one line, most telling first: what the top line and the Machine screen open with. Pure functions."""
+"""The machine in one line, most important facts first. Pure functions."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def machine_facts(machine: Machine) -> list[str]:
     """Facts for one line, most important first."""
     facts = [gpus_text(machine.gpus), nodes_text(machine)]
     if len(machine.allowed_cpus) < len(machine.online_cpus):
-        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores are ours")
+        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
     facts.append(f"MPAM {machine.mpam.state}")
     return facts

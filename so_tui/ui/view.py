@@ -1,4 +1,4 @@
-"""Which stretch of a run the charts show: everything, a stretch that stays, or the newest part as it grows. Pure."""
+"""The range of a run that the charts show: all of it, a fixed window, or the newest part as it grows. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NARROWEST = {"step": 4.0, "time": 5.0}
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """``window`` None: the whole run. ``tail``: the window's right end moves with the newest value."""
+    """The unit of the axis, the window on it (None: the whole run) and the cursor. With ``tail`` the window follows the newest value."""
 
     unit: Unit = "step"
     window: tuple[float, float] | None = None
@@ -22,7 +22,7 @@ class View:
     cursor: float | None = None
 
     def resolved(self, extent: tuple[float, float]) -> tuple[float, float]:
-        """The stretch to show of a run that reaches over ``extent``."""
+        """Return the window of a run that covers ``extent``."""
         if self.window is None:
             return extent
         low, high = self.window
@@ -31,7 +31,7 @@ class View:
         return low, high
 
     def zoomed(self, factor: float, extent: tuple[float, float], about: float | None = None) -> View:
-        """Closer for ``factor`` below 1, about a place (default: the cursor, else the right end, which is kept in sight)."""
+        """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right end, which stays visible."""
         low, high = self.resolved(extent)
         about = about if about is not None else self.cursor if self.cursor is not None else high
         about = min(high, max(low, about))
@@ -43,7 +43,7 @@ class View:
         return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
 
     def panned(self, share: float, extent: tuple[float, float]) -> View:
-        """Moved by a share of its width, within the run."""
+        """Move the window by a share of its width, within the run."""
         if self.window is None:
             return self
         low, high = self.resolved(extent)
@@ -52,16 +52,16 @@ class View:
         return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
 
     def at(self, x: float, extent: tuple[float, float]) -> View:
-        """With the cursor at ``x``, kept within the run; on a whole step, so that the step that is named is the one whose values are."""
+        """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names the step whose values it shows."""
         x = min(extent[1], max(extent[0], x))
         return replace(self, cursor=float(round(x)) if self.unit == "step" else x)
 
     def pointed(self, columns: int, extent: tuple[float, float], dots: int) -> View:
-        """The cursor moved by ``columns`` of a chart of ``dots`` columns; the window follows where it would leave it."""
+        """Move the cursor by ``columns`` of a chart ``dots`` columns wide; the window follows where the cursor would leave it."""
         low, high = self.resolved(extent)
         width = (high - low) / max(1, dots)
         if self.unit == "step":
-            width = max(1.0, width)  # no press of a key without a move
+            width = max(1.0, width)  # every key press moves it
         moved = self.at((self.cursor if self.cursor is not None else high) + columns * width, extent)
         at = moved.cursor
         assert at is not None
@@ -77,7 +77,7 @@ class View:
 
 
 def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
-    """From where to where a run reaches; None before there is anything to draw."""
+    """Return the first and last position of a run; None before there is anything to draw."""
     if unit == "step":
         if not snapshot.length:
             return None
@@ -95,11 +95,11 @@ def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
 
 
 HELD_SHARE = 1 / 90
-"""The right end of a growing axis waits until it moved by about a dot: until then a plot that is drawn again would look the same."""
+"""The right end of a growing axis moves in steps of about a dot: below that, a redrawn plot would look the same."""
 
 
 def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None) -> Axis | None:
-    """The axis that every chart of this snapshot shares. Before the first step it is the time. ``held`` is the one that is shown."""
+    """Return the axis that all charts of a snapshot share; before the first step it is time. ``held`` is the present axis."""
     unit: Unit = view.unit if snapshot.length else "time"
     extent = extent_of(snapshot, unit)
     if extent is None:
@@ -115,7 +115,7 @@ def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None) -> Axis | 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows each part of the dashboard gets."""
+    """Rows of each part of the dashboard."""
 
     charts: int
     plot: int
@@ -124,9 +124,9 @@ class Rows:
 
 
 def rows_for(height: int, nodes: int, gpus: int, fixed: int) -> Rows:
-    """Share ``height`` rows: the charts come first, then some log, then history of each node; ``fixed`` rows are taken already.
+    """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed`` rows are taken already.
 
-    What does not fit even so is reached by scrolling.
+    Parts that do not fit even so are reached by scrolling.
     """
     left = height - fixed - 2 * nodes - gpus
     for plot, least_charts, least_log in ((4, 12, height // 6), (3, 12, 5), (2, 12, 5), (1, 8, 4), (0, 9, 4)):

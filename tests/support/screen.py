@@ -20,7 +20,7 @@ from so_tui.runs import RunDirectory
 from so_tui.ui.app import SoTuiApp, StartRun
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
-from so_tui.ui.widgets.words import Words
+from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine
 
 SIZES = [(80, 24), (120, 36)]
@@ -69,7 +69,7 @@ class Driver:
     def shown(self, selector: str) -> str:
         """Return the text of one widget."""
         widget = self.screen.query_one(selector)
-        assert isinstance(widget, Static | Words)
+        assert isinstance(widget, Static | StyledLines)
         return str(widget.content)
 
     def heading(self, selector: str) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from so_tui.ui.form import GROUPS
+
 NAP_S = 0.004
 """How long Textual's pilot sleeps before it looks whether the application is idle; its own 20 ms add up to a minute over these tests."""
 
@@ -31,5 +33,6 @@ def runs_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _short_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the advanced fields out of Configure: mounting them takes half of the time of a test that needs none of them."""
+    """Cut Configure down to its first groups: mounting the others takes most of the time of a test that needs none of them."""
     monkeypatch.setattr("so_tui.ui.screens.configure.advanced_paths", tuple)
+    monkeypatch.setattr("so_tui.ui.screens.configure.GROUPS", GROUPS[:6])

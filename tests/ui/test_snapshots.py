@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from tests.support.screen import SIZES, Driver, opened
 NOW = 1_800_000_000.0
 REST_S = 0.25
 """Longer than the dashboard takes from one poll to the next."""
-pytestmark = [pytest.mark.usefixtures("_short_form", "_fixed_clock"), pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36"])]
+pytestmark = [pytest.mark.usefixtures("_fixed_clock"), pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36"])]
 
 
 class SvgExtension(SingleFileSnapshotExtension):
@@ -43,7 +43,7 @@ def _fixed_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     monkeypatch.setattr("time.time", lambda: NOW)
-    monkeypatch.setattr("so_tui.ui.widgets.stats.STALE_S", 1e9)
+    monkeypatch.setattr("so_tui.ui.widgets.run_lines.STALE_S", 1e9)
     monkeypatch.setattr("so_tui.machine.doctor.findings", lambda *_, **__: ())
     yield
     monkeypatch.undo()
@@ -59,6 +59,10 @@ async def svg(ui: Driver) -> str:
     return now
 
 
+def marked(row: FieldRow, mark: str) -> Callable[[], bool]:
+    return lambda: row.has_class(mark)
+
+
 @pytest.mark.parametrize("state", ["training", "failed"])
 async def test_dashboard(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int], state: Literal["training", "failed"]) -> None:
     run = write_run(runs_dir, steps=1240, seconds_of_samples=900, state=state, now=NOW - 5, name="qwen3-14b-a")
@@ -68,16 +72,16 @@ async def test_dashboard(runs_dir: Path, picture: SnapshotAssertion, size: tuple
         assert await svg(ui) == picture
 
 
-@pytest.mark.parametrize("field", ["changed", "wrong"])
-async def test_configure(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int], field: Literal["changed", "wrong"]) -> None:
+async def test_configure(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int]) -> None:
     async with opened(runs_dir, size) as ui:
         await ui.configure()
         form = ui.screen
         assert isinstance(form, ConfigureScreen)
         form.edit("qwen3-14b")
         await ui.until(lambda: "preset qwen3-14b, no changes" in ui.shown("#form-title"))
-        await ui.edit("gpus", "4" if field == "changed" else "9")
-        await ui.until(lambda: "1 change" in ui.shown("#form-title") and ui.app.findings is not None)
-        await ui.until(lambda: ui.find("#field-gpus", FieldRow).has_class("-changed" if field == "changed" else "-wrong"))
-        await ui.press("escape")
-        assert await svg(ui) == picture
+        for gpus, mark in (("4", "-changed"), ("9", "-wrong")):
+            row = await ui.edit("gpus", gpus)
+            await ui.until(marked(row, mark))
+            await ui.until(lambda: "1 change" in ui.shown("#form-title") and ui.app.findings is not None)
+            await ui.press("escape")
+            assert await svg(ui) == picture(name=mark.removeprefix("-"))

@@ -14,7 +14,7 @@ from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis
 from so_tui.ui.text import rate, significant
 from so_tui.ui.view import View
-from so_tui.ui.widgets import stats
+from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.drawing import GUTTER, Mark
 
@@ -64,7 +64,7 @@ class ChartPanel(Horizontal):
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
         for chart in (self.loss, self.throughput, self.norm):
-            chart.waiting = stats.waiting_words(snapshot)
+            chart.waiting = run_lines.waiting_text(snapshot)
         self._show_loss(snapshot, view, axis, marks)
         self._show_throughput(snapshot, view, axis, marks)
         if self.norm.display:

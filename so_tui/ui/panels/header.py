@@ -8,8 +8,8 @@ from textual.containers import Vertical
 from textual.content import Content
 
 from so_tui.ui.follow import Snapshot
-from so_tui.ui.widgets import stats
-from so_tui.ui.widgets.words import Words
+from so_tui.ui.widgets import run_lines
+from so_tui.ui.widgets.styled_lines import StyledLines
 
 MOST_NEWS_ROWS = 3
 """Enough to read in full why a run ended and what to do next."""
@@ -18,17 +18,17 @@ MOST_NEWS_ROWS = 3
 class RunHeader(Vertical):
     """One row for the run, and up to MOST_NEWS_ROWS for news, which are hidden while there is none."""
 
-    title = getters.child_by_id("title", Words)
-    news = getters.child_by_id("news", Words)
+    title = getters.child_by_id("title", StyledLines)
+    news = getters.child_by_id("news", StyledLines)
 
     def compose(self) -> ComposeResult:
-        yield Words(id="title")
-        yield Words(id="news")
+        yield StyledLines(id="title")
+        yield StyledLines(id="news")
 
     def show(self, snapshot: Snapshot, now: float, width: int) -> None:
         """Show the run's state in lines of ``width`` cells."""
-        self.title.update(stats.title_line(snapshot, now, width))
-        news = stats.news_line(snapshot)
+        self.title.update(run_lines.title_line(snapshot, now, width))
+        news = run_lines.news_line(snapshot)
         lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
         self.news.display = bool(lines)
         self.news.update(Content("\n").join(lines))

@@ -12,10 +12,10 @@ from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import plural
-from so_tui.ui.widgets import stats
+from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.nodes import NodePicture, NumaNodes
 from so_tui.ui.widgets.rule import Rule
-from so_tui.ui.widgets.words import Words
+from so_tui.ui.widgets.styled_lines import StyledLines
 
 
 class NumaPanel(Vertical):
@@ -23,7 +23,7 @@ class NumaPanel(Vertical):
 
     heading = getters.child_by_id("nodes-rule", Rule)
     nodes = getters.child_by_id("nodes", NumaNodes)
-    gpus = getters.child_by_id("gpus", Words)
+    gpus = getters.child_by_id("gpus", StyledLines)
 
     def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
@@ -32,12 +32,12 @@ class NumaPanel(Vertical):
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
         yield NumaNodes(glyphs=self._glyphs, id="nodes")
-        yield Words(id="gpus")
+        yield StyledLines(id="gpus")
 
     def show(self, snapshot: Snapshot, axis: Axis | None, width: int) -> None:
         """Show the nodes over ``axis``, and the GPUs in lines of ``width`` cells."""
         self.gpus.display = bool(snapshot.gpus)
-        self.gpus.update(stats.gpu_lines(snapshot.gpus, width))
+        self.gpus.update(run_lines.gpu_lines(snapshot.gpus, width))
         self.show_nodes(snapshot, axis)
 
     def show_nodes(self, snapshot: Snapshot, axis: Axis | None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from so_tui.ui.follow import Snapshot
-from so_tui.ui.widgets import stats
-from so_tui.ui.widgets.words import Words
+from so_tui.ui.widgets import run_lines
+from so_tui.ui.widgets.styled_lines import StyledLines
 
 
-class StepPanel(Words):
+class StepPanel(StyledLines):
     """Medians over the newest steps, as a bar with its legend."""
 
     def show(self, snapshot: Snapshot, width: int) -> None:
         """Show the newest steps of ``snapshot`` in lines of ``width`` cells."""
-        self.update(stats.anatomy_lines(snapshot, width))
+        self.update(run_lines.anatomy_lines(snapshot, width))

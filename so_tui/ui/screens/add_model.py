@@ -1,4 +1,4 @@
-"""Any model as a preset: asks for a hub id or folder, builds its shape in a helper process, and shows there what does not work."""
+"""Make a preset of any model: ask for a hub id or a folder, and have a helper process read its shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from so_tui.ui.widgets.entry import Entry
 
 
 class Answered(Message):
-    """The helper process has answered: the preset's name and notes on it, or what is wrong."""
+    """The helper process has answered: the preset's name with notes, or an empty name with the problems."""
 
     def __init__(self, name: str, lines: tuple[str, ...]) -> None:
         self.name, self.lines = name, lines
@@ -26,7 +26,7 @@ class Answered(Message):
 
 
 class AddModel(ModalScreen[str | None]):
-    """Answers with the name of the new preset; None when it was left. What was typed stays until it works."""
+    """The result is the name of the new preset, or None when the dialog was cancelled. What was typed stays until it works."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
@@ -34,9 +34,9 @@ class AddModel(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Static("Add a model", classes="dialog-title")
-            yield Static("Its config.json is read and its shape is built without memory. No weights are downloaded.", classes="faint")
+            yield Static("Only its config.json is read. No weights are downloaded.", classes="faint")
             yield Entry(placeholder="hub id such as Qwen/Qwen3-8B, or a folder", id="model", compact=True)
-            yield Entry(placeholder="name of the preset (empty: made from the model's)", id="name", compact=True)
+            yield Entry(placeholder="name of the preset (empty: derived from the model's)", id="name", compact=True)
             yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Add  enter", id="yes", compact=True)
@@ -50,10 +50,10 @@ class AddModel(ModalScreen[str | None]):
     def _submitted(self) -> None:
         model, name = (self.query_one(selector, Input).value.strip() for selector in ("#model", "#name"))
         if not model:
-            self._say(Content.styled("Type a hub id or a folder first.", "$warning"))
+            self._show_answer(Content.styled("Type a hub id or a folder first.", "$warning"))
             self.query_one("#model", Input).focus()
         elif not any(worker.is_running for worker in self.workers if worker.node is self):
-            self._say(Content.styled(f"building the shape of {model} …", "$faint"))
+            self._show_answer(Content.styled(f"reading the shape of {model} …", "$faint"))
             self.add_model(model, name)
 
     @on(Button.Pressed, "#no")
@@ -62,7 +62,7 @@ class AddModel(ModalScreen[str | None]):
 
     @work(thread=True, exclusive=True, group="add", name="add a model", exit_on_error=False)
     def add_model(self, model: str, name: str) -> None:
-        """Describe the model and save the preset, unless the dialog was left meanwhile."""
+        """Describe the model and save the preset, unless the dialog was cancelled meanwhile."""
         from so_tui.launch.new_preset import add_preset, describe_model
         from so_tui.spec.errors import SoTuiError
 
@@ -81,8 +81,8 @@ class AddModel(ModalScreen[str | None]):
                 self.app.notify(note, markup=False)
             self.dismiss(message.name)
         else:
-            self._say(Content.assemble(("✗ ", "$error"), "\n".join(message.lines)))
+            self._show_answer(Content.assemble(("✗ ", "$error"), "\n".join(message.lines)))
             self.query_one("#model", Input).focus()
 
-    def _say(self, words: Content) -> None:
-        self.query_one("#said", Static).update(words)
+    def _show_answer(self, text: Content) -> None:
+        self.query_one("#said", Static).update(text)

@@ -1,4 +1,4 @@
-"""Configure: everything a run needs, and beside it the plan, which answers while you type."""
+"""Configure: everything a run needs, and beside it the plan, updated while you type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 
 from so_tui.spec import InputError, Problem, Refused, RunSpec, field_index, with_values
-from so_tui.ui.advice import advice, impossible_field
+from so_tui.ui.field_notes import field_note, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, typed_over, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, Page
@@ -31,15 +31,21 @@ class ConfigureScreen(Page):
     AUTO_FOCUS = ""
     # Nothing has the keyboard at first, so that single keys are commands; tab goes to the first field.
     HELP_TEXT = (
-        "Every change is planned at once: whether it fits, how fast it will be, what would be started. • marks what differs from the "
-        "preset, ✗ what cannot run. Leave a text field with esc to use single keys; F5 and ^s work everywhere."
+        "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that differ "
+        "from the preset, ✗ fields that cannot run. Leave a text field with esc to use single keys; F5 and ^s work everywhere."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run on this machine (asks once)"),
-        Binding("ctrl+s", "save", "Save", id="save", tooltip="Keep these settings under a name"),
+        Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
         Binding("equals_sign", "differences", "Changes", key_display="=", id="differences", tooltip="What differs from the preset"),
         Binding("u", "reset", "Undo", id="reset", tooltip="Back to what the preset says"),
-        Binding("d", "look", "Data", id="look", tooltip="Look at the data as the model will see it: rows, lengths, packing, what is lost"),
+        Binding(
+            "d",
+            "preview_data",
+            "Data",
+            id="preview-data",
+            tooltip="See the data as the model will: rows, lengths, packing, what is dropped",
+        ),
         Binding("y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"),
         OTHER_MACHINE,
     ]
@@ -49,7 +55,7 @@ class ConfigureScreen(Page):
         self._base_values: dict[str, str] = {}
         self._drafts: dict[str, dict[str, str]] = {}
         self._taken: dict[str, dict[str, str]] = {}
-        """What of each draft is a recommendation, which comes back by itself."""
+        """The part of each draft that a recommendation filled in. It need not be saved: choosing the preset again brings it back."""
         self._planned: Planned | None = None
         self._serial = 0
         self._timer: Timer | None = None
@@ -66,7 +72,7 @@ class ConfigureScreen(Page):
                 with Horizontal(id="buttons"):
                     yield Button("Launch  F5", id="launch", compact=True, disabled=True)
                     yield Button("Save  ^s", id="save", compact=True)
-                    yield Button("Data  d", id="look", compact=True, tooltip="Look at the data as the model will see it")
+                    yield Button("Data  d", id="preview_data", compact=True, tooltip="See the data as the model will")
                     yield Button("Copy  y", id="copy", compact=True)
 
     def on_mount(self) -> None:
@@ -88,7 +94,7 @@ class ConfigureScreen(Page):
         return self._drafts.setdefault(self._base.name, {}) if self._base else {}
 
     def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
-        """Show a preset with what was typed over it before; ``wanted`` (a recommendation) replaces that, and an earlier one."""
+        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and replaces an earlier one."""
         catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
@@ -101,7 +107,7 @@ class ConfigureScreen(Page):
         self.call_after_refresh(self._show_form)
 
     def go_on_with(self, preset: str) -> None:
-        """Show the preset that the draft was saved as."""
+        """Show the preset that the draft was saved as, and forget the draft."""
         for name in {preset, self._base.name if self._base else preset}:
             self._forget(name)
         self.edit(preset)
@@ -111,7 +117,7 @@ class ConfigureScreen(Page):
         self._taken.pop(preset, None)
 
     def unsaved(self) -> dict[str, int]:
-        """How many fields of each preset were typed over and are saved nowhere."""
+        """Return how many fields of each preset have unsaved edits."""
         counts = {preset: len(typed_over(edits, self._taken.get(preset, {}))) for preset, edits in self._drafts.items()}
         return {preset: count for preset, count in counts.items() if count}
 
@@ -136,7 +142,7 @@ class ConfigureScreen(Page):
         return values.get(path, "")
 
     def _length_values(self, values: dict[str, str]) -> dict[str, str]:
-        """The lengths in force: one that was typed hides those of the preset."""
+        """Return the lengths in force: an edited one hides those of the preset."""
         typed = {path: text for path, text in self._edits.items() if path in LENGTH_KEYS}
         return typed or {path: values.get(path, "0") for path in LENGTH_KEYS}
 
@@ -152,7 +158,7 @@ class ConfigureScreen(Page):
     # The plan of it.
 
     def replan(self) -> None:
-        """Plan what stands in the form; an answer to an older question is dropped."""
+        """Plan the values in the form. The answer to an older request is dropped."""
         if self._base is None or self.app.machine is None:
             return
         self._serial += 1
@@ -188,7 +194,7 @@ class ConfigureScreen(Page):
         self.query_one("#launch", Button).disabled = plan is None or not message.command
         if plan is None:
             count = plural(len(message.problems), "field")
-            self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to mend before this can be planned", "bold $error"))
+            self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to correct before this can be planned", "bold $error"))
             lines = [
                 Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.advice}")
                 for problem in message.problems
@@ -199,7 +205,7 @@ class ConfigureScreen(Page):
         self._lay_out_plan()
 
     def _lay_out_plan(self) -> None:
-        """Draw the plan for the width there is."""
+        """Draw the plan for the present width of its pane."""
         planned = self._planned
         if planned is not None and planned.plan is not None:
             width = max(30, self.query_one("#plan-pane").content_size.width - 1)
@@ -209,7 +215,7 @@ class ConfigureScreen(Page):
         self.call_after_refresh(self._lay_out_plan)
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
-        """Mark what differs and what is wrong; ``field`` is the one that makes the plan impossible here."""
+        """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible on this machine."""
         problems = {field: f"{reason}."} if field else {}
         for problem in message.problems:
             path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]  # a source of a mixture has no row
@@ -222,9 +228,8 @@ class ConfigureScreen(Page):
                 was = " ".join(reversed(self._length_was())) if edited else None
             else:
                 was = self._base_values.get(row.path, "") if row.path in edits else None
-            row.show_status(
-                was=was, problem=problems.get(row.path, ""), advice=advice(row.path, message.plan, self.app.machine, given_mode)
-            )
+            note = field_note(row.path, message.plan, self.app.machine, given_mode)
+            row.show_status(was=was, problem=problems.get(row.path, ""), note=note)
 
     def _length_was(self) -> tuple[str, str]:
         key, text = length_of(self._base_values)
@@ -265,29 +270,29 @@ class ConfigureScreen(Page):
     def action_save(self) -> None:
         planned, base = self._planned, self._base
         if planned is None or planned.plan is None or base is None:
-            self.notify("Mend the marked fields first", severity="error")
+            self.notify("Correct the marked fields first", severity="error")
             return
-        from so_tui.ui.screens.saving import ask_to_save
+        from so_tui.ui.screens.save_preset import ask_to_save
 
         ask_to_save(self.app, with_values(base, self._edits), base.name)
 
-    def action_look(self) -> None:
-        """Show the data as the model will see it, with what stands in the form."""
+    def action_preview_data(self) -> None:
+        """Preview the data with the values in the form."""
         if self._base is None:
             return
-        from so_tui.ui.screens.look_at_data import LookAtData
+        from so_tui.ui.screens.data_preview import DataPreviewScreen
 
         try:
-            self.app.push_screen(LookAtData(with_values(self._base, self._edits)))
+            self.app.push_screen(DataPreviewScreen(with_values(self._base, self._edits)))
         except InputError as error:
-            self.app.post_message(Failed("Mend this before looking at the data", tuple(map(str, error.problems))))
+            self.app.post_message(Failed("Correct this before previewing the data", tuple(map(str, error.problems))))
 
     def action_differences(self) -> None:
         from so_tui.ui.screens.dialogs import Notice
 
         lines = [f"{path}: {self._base_values.get(path, '') or 'empty'} → {text or 'empty'}" for path, text in sorted(self._edits.items())]
         title = f"What differs from preset {self._base.name}" if self._base else "No preset chosen"
-        self.app.push_screen(Notice(title, lines or ["Nothing: every field is as the preset says."], bad=False))
+        self.app.push_screen(Notice(title, lines or ["No field differs from the preset."], bad=False))
 
     def action_reset(self) -> None:
         if self._base is None or not self._edits:
@@ -299,13 +304,13 @@ class ConfigureScreen(Page):
                 self._forget(self._base.name)
                 self.call_after_refresh(self._show_form)
 
-        lines = [f"{plural(len(self._edits), 'change')} will be gone."]
+        lines = [f"{plural(len(self._edits), 'change')} will be lost."]
         self.app.push_screen(Question(f"Back to preset {self._base.name}?", lines, yes="Undo all changes"), answered)
 
     def action_copy(self) -> None:
         if self._planned is not None and self._planned.command:
             self.app.copy_to_clipboard(self._planned.command)
-            self.notify("The command is in the clipboard")
+            self.notify("Copied the command")
 
     @on(Button.Pressed)
     async def _button(self, event: Button.Pressed) -> None:

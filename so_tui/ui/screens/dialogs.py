@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class Question(ModalScreen[bool]):
-    """Asks once, yes or no. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
+    """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -54,8 +54,9 @@ class Question(ModalScreen[bool]):
 
 
 class AskText(ModalScreen[Answer | None]):
-    """Asks for a line of text, and answers with what ``read`` makes of it; None when it was left. What was typed stays until ``read``
-    finds nothing wrong with it.
+    """Asks for a line of text. The result is what ``read`` returns for it, or None when the dialog was cancelled.
+
+    What was typed stays until ``read`` accepts it.
     """
 
     CSS_PATH = "dialogs.tcss"
@@ -98,13 +99,13 @@ class AskText(ModalScreen[Answer | None]):
 
 
 Laid = Callable[[int], str]
-"""Text that is laid out for a number of cells: a table."""
+"""Text laid out for a number of cells, as a table is."""
 COPIED_WIDTH = 160
 """Cells of a table in the clipboard."""
 
 
 class LaidOut(Static):
-    """A table as wide as its place."""
+    """Text that is laid out again for each width."""
 
     def __init__(self, lay: Laid) -> None:
         self._lay = lay
@@ -115,7 +116,7 @@ class LaidOut(Static):
 
 
 class Notice(ModalScreen[bool]):
-    """What happened, why, and what to do next; stays until it is read. True when the offered way on was taken."""
+    """What happened, why, and what to do next. The result is True when the offered action was chosen."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -157,7 +158,7 @@ class Notice(ModalScreen[bool]):
 
 
 class KeysHelp(ModalScreen[None]):
-    """Every key of the screen below, from its bindings: help and dispatch cannot differ."""
+    """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]

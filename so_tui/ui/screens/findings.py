@@ -1,4 +1,4 @@
-"""Doctor's findings in words. Pure functions."""
+"""Doctor's findings as text. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _INDENT = 10
 STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
 
 
-def doctor_words(findings: Sequence[Finding]) -> str:
+def doctor_summary(findings: Sequence[Finding]) -> str:
     """``doctor: 1 blocks, 2 warnings``; empty when all is well."""
     blocks = sum(finding.severity == "blocks" for finding in findings)
     warnings = sum(finding.severity == "warning" for finding in findings)
-    words = ([f"{plural(blocks, 'problem')} that blocks" if blocks == 1 else f"{blocks} problems that block"] if blocks else []) + (
+    parts = ([f"{plural(blocks, 'problem')} that blocks" if blocks == 1 else f"{blocks} problems that block"] if blocks else []) + (
         [plural(warnings, "warning")] if warnings else []
     )
-    return f"doctor: {', '.join(words)}" if words else ""
+    return f"doctor: {', '.join(parts)}" if parts else ""
 
 
 def finding_content(finding: Finding, width: int) -> Content:
-    """A finding with its evidence, its cost and its remedy, folded to ``width`` with its lines under each other."""
+    """Return a finding with its evidence, cost and remedy, wrapped to ``width``."""
     lines = [
         Content.assemble((f"{SIGNS[finding.severity]} {finding.severity:<8}", f"bold {STYLES[finding.severity]}"), (finding.title, "bold"))
     ]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
-    """The program's own bindings (they have an id), once per action; moving about in tables and fields is left to Textual's."""
+    """Yield the application's own bindings, which have an id, once per action. Moving within tables and fields is Textual's."""
     seen: set[str] = set()
     for active in screen.active_bindings.values():
         binding = active.binding
@@ -26,7 +26,7 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
 
 
 def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Keys of the screen, of the program, and for moving about: (key, what it does, more about it)."""
+    """Return the keys of the screen, of the application, and for moving, each as key, name and details."""
     here: list[tuple[str, str, str]] = []
     everywhere: list[tuple[str, str, str]] = []
     for node, binding, _ in _bindings(screen):
@@ -42,7 +42,7 @@ def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[s
 
 
 def commands(app: SoTuiApp, screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
-    """A palette command for every binding of the screen and the program that is of use now."""
+    """Yield a palette command for every enabled binding of the screen and the application."""
     for node, binding, enabled in _bindings(screen):
         if enabled:
             key = app.get_key_display(binding)

@@ -1,4 +1,4 @@
-"""Machine: the host as it hangs together, its software, and what doctor found, worst first."""
+"""Machine: the host as a tree, its software, and doctor's findings, worst first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
-    """Node -> cores -> memory -> GPU -> its own memory node, as it hangs together."""
+    """Return the host as a tree: node, cores, memory, GPU, the GPU's own memory node."""
     lines = [
         Content.assemble(
             (machine.label, "bold"),
@@ -38,15 +38,13 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
         )
     ]
     nodes = machine.cpu_nodes
-    homeless = [gpu for gpu in machine.gpus if gpu.numa_node not in {node.id for node in nodes}]
+    unplaced = [gpu for gpu in machine.gpus if gpu.numa_node not in {node.id for node in nodes}]
     for index, node in enumerate(nodes):
-        last = index == len(nodes) - 1 and not homeless
+        last = index == len(nodes) - 1 and not unplaced
         lines += _node_lines(machine, node, last, distances)
-    for gpu in homeless:
+    for gpu in unplaced:
         lines.append(
-            Content.assemble(
-                ("└─ " if gpu is homeless[-1] else "├─ ", "$rule"), _gpu_words(gpu), ("   its NUMA node is not known", "$warning")
-            )
+            Content.assemble(("└─ " if gpu is unplaced[-1] else "├─ ", "$rule"), _gpu_text(gpu), ("   NUMA node unknown", "$warning"))
         )
     empty = [node for node in machine.numa_nodes if node.kind == "empty"]
     if empty:
@@ -60,20 +58,20 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
 
 def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -> list[Content]:
     stem, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
-    ours = len(set(node.cpus) & set(machine.allowed_cpus))
+    available = len(set(node.cpus) & set(machine.allowed_cpus))
     cores = f"{plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)}"
     head = Content.assemble(
         (stem, "$rule"),
         (f"node {node.id}", "bold"),
         f"   {cores}",
-        (f"   {ours} of them ours" if ours < len(node.cpus) else "", "$warning"),
+        (f"   {available} of them available" if available < len(node.cpus) else "", "$warning"),
     )
     lines = [head]
     gpus = [gpu for gpu in machine.gpus if gpu.numa_node == node.id]
-    lines.append(Content.assemble((under + ("├─ " if gpus or distances else "└─ "), "$rule"), "memory   ") + _memory_words(node))
+    lines.append(Content.assemble((under + ("├─ " if gpus or distances else "└─ "), "$rule"), "memory   ") + _memory_text(node))
     for index, gpu in enumerate(gpus):
         final = index == len(gpus) - 1 and not distances
-        lines.append(Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_words(gpu)))
+        lines.append(Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_text(gpu)))
         if gpu.memory_node is not None:
             own = machine.node(gpu.memory_node)
             lines.append(
@@ -88,7 +86,7 @@ def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -
     return lines
 
 
-def _memory_words(node: NumaNode) -> Content:
+def _memory_text(node: NumaNode) -> Content:
     if node.memory_free_bytes is None:
         return Content(memory(node.memory_total_bytes))
     used = node.memory_total_bytes - node.memory_free_bytes
@@ -97,7 +95,7 @@ def _memory_words(node: NumaNode) -> Content:
     return fill(share, 16, verdict_style(share)) + f"  {memory_of(used, node.memory_total_bytes)} in use{cache}"
 
 
-def _gpu_words(gpu: Gpu) -> Content:
+def _gpu_text(gpu: Gpu) -> Content:
     words = Content.assemble((f"GPU {gpu.index}", "bold $accent"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
     if gpu.memory_total_bytes is not None:
         words += f"   {memory(gpu.memory_total_bytes)}"
@@ -109,7 +107,7 @@ def _gpu_words(gpu: Gpu) -> Content:
 
 
 def software_lines(machine: Machine, width: int) -> list[Content]:
-    """Versions beside each other; what is missing says so."""
+    """Return the software's versions, as many on a line as fit; missing packages are marked as absent."""
     software = machine.software
     torch = software.torch and (software.torch + (f" (CUDA {software.torch_cuda})" if software.torch_cuda else " (CPU)"))
     numactl = software.numactl and software.numactl + ("" if software.numactl_works in (True, None) else " (cannot bind here)")
@@ -137,7 +135,7 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
     lines.append(line)
     host = [f"host memory {memory(machine.host_memory_bytes)}"]
     if machine.memory_limit_bytes is not None:
-        host.append(f"our limit {memory(machine.memory_limit_bytes)}")
+        host.append(f"memory limit {memory(machine.memory_limit_bytes)}")
     if machine.shm_total_bytes is not None:
         host.append(f"/dev/shm {memory(machine.shm_total_bytes)}")
     host.append(f"MPAM {machine.mpam.state}: {machine.mpam.evidence}")
@@ -152,11 +150,11 @@ class MachineScreen(Page):
     PAGE = "machine"
     CSS_PATH = "machine.tcss"
     AUTO_FOCUS = "#findings"
-    HELP_TEXT = "What this host is made of, which cores and memory hang together with which GPU, and what would slow or stop a run."
+    HELP_TEXT = "What this host is made of, which cores and memory belong to which GPU, and what would slow down or stop a run."
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("t", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
-        Binding("g", "look_again", "Look again", id="look-again", tooltip="Inspect this machine and ask doctor again"),
+        Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
         OTHER_MACHINE,
     ]
 
@@ -166,7 +164,7 @@ class MachineScreen(Page):
 
     def body(self) -> Iterable[Widget]:
         with VerticalScroll(id="machine"):
-            yield Static("looking at this machine …", id="tree")
+            yield Static("inspecting this machine …", id="tree")
             yield Rule("software", id="software-rule")
             yield Static(id="software")
         yield Rule("doctor", id="doctor-rule")
@@ -191,11 +189,11 @@ class MachineScreen(Page):
         findings = self.app.findings
         rule, options = self.query_one("#doctor-rule", Rule), self.query_one("#findings", OptionList)
         if findings is None:
-            rule.update(Content.styled("doctor is looking …", "$faint"))
+            rule.update(Content.styled("doctor is checking …", "$faint"))
             return
         rule.update(
             Content.styled(
-                f"doctor   {plural(len(findings), 'finding')}, worst first; y copies a remedy" if findings else "doctor   nothing to mend",
+                f"doctor   {plural(len(findings), 'finding')}, worst first; y copies a remedy" if findings else "doctor   no findings",
                 "$faint",
             )
         )
@@ -207,7 +205,7 @@ class MachineScreen(Page):
         if findings:
             options.highlighted = min(at or 0, len(findings) - 1)
         elif self.focused is None or self.focused is options:
-            self.query_one("#machine").focus()  # so that the arrow keys move something
+            self.query_one("#machine").focus()  # so that the arrow keys scroll
 
     def action_copy(self) -> None:
         findings, at = self.app.findings, self.query_one("#findings", OptionList).highlighted
@@ -219,6 +217,6 @@ class MachineScreen(Page):
         self._distances = not self._distances
         self._show()
 
-    def action_look_again(self) -> None:
-        self.notify("Looking again …")
-        self.app.look_again()
+    def action_inspect_again(self) -> None:
+        self.notify("Inspecting again …")
+        self.app.inspect_again()

@@ -1,4 +1,4 @@
-"""Presets: what this machine can train, model by model and GPU count by GPU count."""
+"""Presets: what this machine can train, by model and number of GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FIRST_VISIT = (
     "First time here? Choose a row: [$accent]enter[/] configures it, [$accent]l[/] launches it. "
-    "[b]tiny[/] trains anywhere in about a minute, nothing is downloaded."
+    "[b]tiny[/] trains anywhere in about a minute and downloads nothing."
 )
 
 
@@ -50,9 +50,9 @@ class PresetsScreen(Page):
     AUTO_FOCUS = "#table"
     CSS_PATH = "presets.tcss"
     HELP_TEXT = (
-        "Each row is a model, each column a number of GPUs. A cell says whether that fits on this machine, how much of the optimizer "
-        "has to live in CPU memory (the offload ratio; none: all of it stays on the GPU), and the predicted tokens per second. "
-        "★ marks the count we would take."
+        "Each row is a model, each column a number of GPUs. A cell shows whether that fits on this machine, which share of the "
+        "optimizer states lives in host memory (the offload ratio; none: all on the GPU), and the predicted tokens per second. "
+        "★ marks the recommended number of GPUs."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -63,7 +63,7 @@ class PresetsScreen(Page):
             id="launch",
             tooltip="Start this preset on this machine (asks once); F5 does the same",
         ),
-        Binding("d", "look", "Data", id="look", tooltip="Look at its data as the model will see it"),
+        Binding("d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"),
         Binding("a", "add", "Add model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
         OTHER_MACHINE,
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
@@ -89,7 +89,7 @@ class PresetsScreen(Page):
 
     def on_mount(self) -> None:
         self.query_one("#detail-title", Static).update(
-            Content.styled("looking at this machine and planning every preset for it …", "$faint")
+            Content.styled("inspecting this machine and planning every preset for it …", "$faint")
         )
         self.watch(self.app, "machine", self._machine_known)
         self.watch(self.app, "catalog", self._machine_known, init=False)
@@ -108,7 +108,7 @@ class PresetsScreen(Page):
         problems.display = bool(catalog.problems)
         if catalog.problems:
             more = f"   and {plural(len(catalog.problems) - 1, 'more problem')}" if len(catalog.problems) > 1 else ""
-            problems.update(Content.assemble(("✗ a preset of yours was left out: ", "$error"), str(catalog.problems[0]), (more, "$faint")))
+            problems.update(Content.assemble(("✗ one of your presets was ignored: ", "$error"), str(catalog.problems[0]), (more, "$faint")))
         self.plan_all()
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
@@ -142,7 +142,7 @@ class PresetsScreen(Page):
         self.table.move_cursor(row=self.table.get_row_index(preset), column=self._fixed + best, scroll=True)
 
     def _start_where_it_fits(self) -> None:
-        """The cursor starts on the first recommended cell; where nothing bigger fits, that is ``tiny``."""
+        """Put the cursor on the first recommended cell that fits, or on the last row where none does."""
         for row_index, row in enumerate(self._shown_rows()):
             for column, ranks in enumerate(self.counts):
                 plan = row.cells.get(ranks)
@@ -180,7 +180,7 @@ class PresetsScreen(Page):
         table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=at.column)
 
     def _preset_at(self, row: int) -> str:
-        """The preset in a row of the table as it is shown now; empty where there is none."""
+        """Return the preset in a row of the table; empty where there is none."""
         table = self.table
         return table.ordered_rows[row].key.value or "" if 0 <= row < table.row_count else ""
 
@@ -191,7 +191,7 @@ class PresetsScreen(Page):
         return self.app.theme_variables[variable.removeprefix("$")]
 
     def _cell(self, plan: Plan | None, wide: bool) -> Text:
-        """``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or that it does not fit."""
+        """``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``."""
         if plan is None:
             return Text("-")
         text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
@@ -208,7 +208,7 @@ class PresetsScreen(Page):
         return text.append(f" {speed:>5}", self._colour("$faint"))
 
     def _chosen(self) -> tuple[PlanRow, Plan] | None:
-        """The row under the cursor and its plan: that of the column, or of the best column where the cursor is on the model."""
+        """Return the row under the cursor and its plan: the column's, or the recommended one where the cursor is on the model."""
         shown = self._shown_rows()
         at = self.table.cursor_coordinate
         if not shown or at.row >= len(shown):
@@ -275,11 +275,11 @@ class PresetsScreen(Page):
             return
         self.app.ask_launch(launch, plan_view.launch_facts(plan))
 
-    def action_look(self) -> None:
+    def action_preview_data(self) -> None:
         if (chosen := self._chosen()) is not None:
-            from so_tui.ui.screens.look_at_data import LookAtData
+            from so_tui.ui.screens.data_preview import DataPreviewScreen
 
-            self.app.push_screen(LookAtData(chosen[1].spec))
+            self.app.push_screen(DataPreviewScreen(chosen[1].spec))
 
     def action_add(self) -> None:
         from so_tui.ui.screens.add_model import AddModel

@@ -17,34 +17,34 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
+from so_tui.ui.loss_curve import CurveReader, LossCurve
 from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
 from so_tui.ui.run_columns import cells_of, model_of, with_room
-from so_tui.ui.run_words import comparison, facts
+from so_tui.ui.run_details import comparison, facts
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions
 from so_tui.ui.series import Axis
-from so_tui.ui.sketch import Sketch, Sketcher
 from so_tui.ui.text import plural, shorten
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.rule import Rule
 
 EMPTY = (
-    "No runs yet. Every run you start is listed here, with its loss, its settings and what it left on disk.\n\n"
+    "No runs yet. Every run you start is listed here, with its loss, its settings and its checkpoints.\n\n"
     "Press [$accent]1[/], choose a row, and [$accent]l[/] launches it."
 )
 ROLES = ("main", "second", "third", "fourth")
-"""Chart roles of overlaid runs: more than four lines are not told apart."""
+"""Chart roles of overlaid runs: nobody can tell more than four lines apart."""
 BESIDE = 4
 """Cells left and right of the table: its margins, and a scrollbar."""
 
 
-class Sketched(Message):
+class CurvesRead(Message):
     """The losses of some runs were read."""
 
-    def __init__(self, sketches: dict[RunDirectory, Sketch]) -> None:
-        self.sketches = sketches
+    def __init__(self, curves: dict[RunDirectory, LossCurve]) -> None:
+        self.curves = curves
         super().__init__()
 
 
@@ -56,10 +56,7 @@ class RunsScreen(Page):
     PAGE = "runs"
     CSS_PATH = "runs.tcss"
     AUTO_FOCUS = "#table"
-    HELP_TEXT = (
-        "Every run that was started from here or in a folder that was named. Space marks runs: their losses are overlaid, and = puts "
-        "the settings of two side by side."
-    )
+    HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares the settings of two."
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares two"),
         Binding(
@@ -85,8 +82,8 @@ class RunsScreen(Page):
     def __init__(self) -> None:
         self._rows: list[RunRow] = []
         self._marked: list[RunDirectory] = []
-        self._sketches: dict[RunDirectory, Sketch] = {}
-        self._sketcher = Sketcher()
+        self._curves: dict[RunDirectory, LossCurve] = {}
+        self._curve_reader = CurveReader()
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
@@ -124,29 +121,29 @@ class RunsScreen(Page):
         if not self.is_current:
             return
         self._fill()
-        stale = [row.run for row in self._rows if row.live or row.run not in self._sketches]
-        if stale and not any(worker.group == "sketch" and worker.is_running for worker in self.workers):
-            self._sketch(stale)
+        stale = [row.run for row in self._rows if row.live or row.run not in self._curves]
+        if stale and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
+            self._read_curves(stale)
 
-    @work(thread=True, group="sketch", name="read the losses", exit_on_error=False)
-    def _sketch(self, runs: list[RunDirectory]) -> None:
-        found: dict[RunDirectory, Sketch] = {}
+    @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
+    def _read_curves(self, runs: list[RunDirectory]) -> None:
+        found: dict[RunDirectory, LossCurve] = {}
         for run in runs:
             try:
-                sketch = self._sketcher.sketch(run)
+                curve = self._curve_reader.read(run)
             except OSError:
-                continue  # deleted in this moment, or not ours to read: its row says what its state is
-            if sketch is not None:
-                found[run] = sketch
-        self.post_message(Sketched(found))
+                continue  # deleted meanwhile, or unreadable: its row shows its state
+            if curve is not None:
+                found[run] = curve
+        self.post_message(CurvesRead(found))
 
-    @on(Sketched)
-    def _sketched(self, message: Sketched) -> None:
-        self._sketches |= message.sketches
+    @on(CurvesRead)
+    def _curves_read(self, message: CurvesRead) -> None:
+        self._curves |= message.curves
         self._fill()
 
     def _fill(self) -> None:
-        """Draw the table again, the cursor on the run it was on."""
+        """Redraw the table and keep the cursor on its run."""
         wanted = self.filter.needle
         chosen = self.chosen_run
         self._rows = [row for row in self.app.runs if wanted in f"{row.run.name} {model_of(row)} {row.state.state}".lower()]
@@ -157,14 +154,14 @@ class RunsScreen(Page):
         table = self.table
         table.clear(columns=True)
         colours = self.app.theme_variables
-        cells = [cells_of(row, self._sketches.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
+        cells = [cells_of(row, self._curves.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
         columns = with_room(cells, self.size.width - BESIDE, table.cell_padding)
         for name in columns:
             table.add_column(name.strip())
         for row, own in zip(self._rows, cells, strict=True):
             table.add_row(*(own[name] for name in columns), key=str(row.run.path))
-        places = [index for index, row in enumerate(self._rows) if row.run == chosen]
-        table.move_cursor(row=places[0] if places else 0)
+        positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
+        table.move_cursor(row=positions[0] if positions else 0)
         self._preview()
 
     # The preview.
@@ -177,15 +174,15 @@ class RunsScreen(Page):
         row = self._chosen_row()
         self.refresh_bindings()
         if row is None:
-            self.query_one("#facts", Static).update("no run with this text" if self.app.runs else "")
+            self.query_one("#facts", Static).update("no run matches" if self.app.runs else "")
             return
         shown = self._marked or [row.run]
         title = f"{plural(len(self._marked), 'marked run')}, losses overlaid" if self._marked else row.run.name
         self.query_one("#preview-rule", Rule).update(Content.styled(title, "$faint"))
-        drawn = [(run, self._sketches[run]) for run in shown if run in self._sketches][: len(ROLES)]
-        lines = [replace(sketch.line, role=ROLES[index]) for index, (_, sketch) in enumerate(drawn)]
+        drawn = [(run, self._curves[run]) for run in shown if run in self._curves][: len(ROLES)]
+        lines = [replace(curve.line, role=ROLES[index]) for index, (_, curve) in enumerate(drawn)]
         names = [shorten(run.name, 20) if self._marked else "mean" for run, _ in drawn]
-        ends = [sketch.steps for _, sketch in drawn]
+        ends = [curve.steps for _, curve in drawn]
         axis = (
             Axis("step", min(low for low, _ in ends), max(max(high for _, high in ends), min(low for low, _ in ends) + 1)) if ends else None
         )
@@ -247,7 +244,7 @@ class RunsScreen(Page):
             if yes:
                 self._delete(run)
 
-        lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be gone."]
+        lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
         self.app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
 
     @work(thread=True, group="delete", name="delete a run", exit_on_error=False)

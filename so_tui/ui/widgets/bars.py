@@ -1,4 +1,4 @@
-"""Bars made of text: how full something is, and what shares a whole has. Pure functions that return styled content."""
+"""Bars made of text: how full something is, and the parts of a whole. Pure functions that return styled content."""
 
 from __future__ import annotations
 

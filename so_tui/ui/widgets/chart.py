@@ -1,4 +1,4 @@
-"""Charts: lines over the dashboard's one x axis, drawn once per change and kept as strips."""
+"""Charts: lines over the dashboard's one x axis, drawn once per change and cached as strips."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Chart(Widget, can_focus=True):
     """
 
     class CursorMoved(Message):
-        """A place on the axis was pointed at with the mouse."""
+        """A position on the axis was clicked."""
 
         def __init__(self, x: float) -> None:
             self.x = x
             super().__init__()
 
     class Zoomed(Message):
-        """The wheel turned: ``factor`` below 1 looks closer, about ``x``."""
+        """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
 
         def __init__(self, factor: float, x: float) -> None:
             self.factor, self.x = factor, x
@@ -116,15 +116,15 @@ class Chart(Widget, can_focus=True):
         cursor: float | None = None,
         note: str = "",
     ) -> None:
-        """Take new data: ``names`` say what each line's value is called in the heading (empty: not shown there)."""
+        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it."""
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
         self.marks, self.cursor, self.note = tuple(marks), cursor, note
-        stretch = None if axis is None else (axis.unit, axis.low, axis.high)
+        window = None if axis is None else (axis.unit, axis.low, axis.high)
         # Series grow in place, so their length says whether there is anything new.
         shown = (
             tuple((id(line.series), line.length, line.role) for line in lines),
             self.names,
-            stretch,
+            window,
             self.marks,
             cursor,
             note,
@@ -135,15 +135,15 @@ class Chart(Widget, can_focus=True):
             self._draw_again()
 
     def _draw_again(self) -> None:
-        """Draw now, and repaint only rows that came out different: painting a row costs more than drawing it."""
-        if self._drawn != self._look():
+        """Draw now, and repaint only rows that changed: painting a row costs more than drawing it."""
+        if self._drawn != self._appearance():
             self.redraw()
             return
         before, self._strips = self._strips, self._draw()
         repaint(self, before, self._strips)
 
-    def _look(self) -> tuple[object, ...]:
-        """What strips depend on besides the data."""
+    def _appearance(self) -> tuple[object, ...]:
+        """Return what strips depend on besides the data."""
         return self.outer_size, self.has_focus, self.app.theme, self.glyphs
 
     def redraw(self) -> None:
@@ -151,7 +151,7 @@ class Chart(Widget, can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        key = self._look()
+        key = self._appearance()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
@@ -180,7 +180,7 @@ class Chart(Widget, can_focus=True):
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _plot(self, width: int, height: int, styles: dict[str, Style]) -> tuple[list[list[Segment]], Scale]:
-        """The plot area; the one before where neither the stretch nor the lines changed (what is newer lies right of the stretch)."""
+        """Return the plot area, cached while neither range nor lines change; values beyond the range are no change."""
         axis = self.axis
         assert axis is not None
         key = (width, height, self.log_scale, self.glyphs, id(styles), *plot_key(self.lines, axis))
@@ -193,15 +193,15 @@ class Chart(Widget, can_focus=True):
         return fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling)
 
     def _heading(self, styles: Mapping[str, Style], width: int) -> list[Segment]:
-        """Title and values, as many as there is room for; none is cut, which would make it another number."""
-        kept: list[Segment] = []
+        """Return title and as many values as fit; none is cut, since a cut number is another number."""
+        shown: list[Segment] = []
         free = width
         for piece in self._pieces(styles):
             cells = sum(segment.cell_length for segment in piece)
-            if cells <= free or not kept:
-                kept += piece
+            if cells <= free or not shown:
+                shown += piece
                 free -= cells
-        return kept
+        return shown
 
     def _pieces(self, styles: Mapping[str, Style]) -> Iterator[list[Segment]]:
         yield [Segment(self.title, styles["title"])]
@@ -225,7 +225,7 @@ class Chart(Widget, can_focus=True):
             yield [Segment(f"  {note}", styles["note"])]
 
     def _with_cursor(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
-        """The row with the cursor's cell replaced; a crossing line stays visible in the cursor's colour."""
+        """Return the row with the cursor's cell replaced; a crossing line stays visible in the cursor's colour."""
         axis, cursor = self.axis, self.cursor
         if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
             return row

@@ -1,4 +1,4 @@
-"""What a model will see of its data, for the eye. Pure functions from a preview to content."""
+"""A preview of training data as styled text. Pure functions from a preview to content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def facts(preview: DataPreview) -> list[Content]:
 
 
 def histogram(preview: DataPreview, width: int) -> list[Content]:
-    """A bar for each stretch of lengths."""
+    """Return a bar for each range of lengths."""
     label = max(len(entry.label) for entry in preview.histogram)
     cells = preview.histogram_cells(max(8, min(60, width - label - 1 - _MOST_COUNT)))
     return [

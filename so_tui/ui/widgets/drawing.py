@@ -1,4 +1,4 @@
-"""What charts are drawn with: rows of a plot, the x axis, the gutter of y labels, and which rows came out different."""
+"""Parts of charts: rows of a plot, the x axis, the gutter of y labels, and repainting of changed rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def value_at(line: Line, axis: Axis, x: float) -> float | None:
 
 
 def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
-    """What a plot depends on: equal keys, equal plots. Values right of the stretch play no part, so a held axis keeps its plot."""
+    """Return a key of a plot: equal keys, equal plots. Values right of the range are left out, so that a held axis keeps its plot."""
     lengths = []
     for line in lines:
         positions, end = line.times, axis.high
@@ -59,7 +59,7 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
 
 
 def x_text(axis: Axis, x: float) -> str:
-    """A place on the axis in words: ``1 240`` steps or ``12 m 4 s``."""
+    """Return a position on the axis as text: ``1 240`` steps or ``12 m 4 s``."""
     if axis.unit == "step":
         return thousands(round(x))
     return mark_duration(max(0.0, x - axis.origin))
@@ -80,7 +80,7 @@ def plot_rows(
     *,
     fit: Callable[[list[list[tuple[float, float] | None]]], Scale] | None = None,
 ) -> tuple[list[list[Segment]], Scale]:
-    """The plot area as segments by row, and the scale that was used: ``scale``, or what ``fit`` makes of the visible spans."""
+    """Return the plot area as segments by row, and its scale: ``scale``, or the one that ``fit`` makes of the visible spans."""
     width, height = size
     canvas = Canvas(width, height, glyphs)
     measured = [spans(line, axis, canvas.columns) for line in lines]
@@ -95,14 +95,14 @@ def plot_rows(
 
 
 def axis_row(axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]) -> list[Segment]:
-    """The x axis: a thin rule with round values written into it and marks on it."""
+    """Return the x axis: a thin rule with round values and marks."""
     cells: list[tuple[str, str]] = [("─", "axis")] * width
     marked = {_column(axis, x, width): mark for mark in marks if axis.low <= (x := mark.at(axis)) <= axis.high}
     for start, label in _labels(axis, width, marked.keys()):
         for offset, character in enumerate(label[: width - start]):
             cells[start + offset] = (character, "label")
-    for place, mark in marked.items():
-        cells[place] = (mark.sign, mark.role)
+    for column, mark in marked.items():
+        cells[column] = (mark.sign, mark.role)
     return joined(cells, styles)
 
 
@@ -116,7 +116,7 @@ def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, s
     most = max(2, width // 11)
     best: list[tuple[int, str]] = []
     for number in range(most, max(most, width // 4) + 1):
-        labels = _placed(axis, width, _round_places(axis, number), taken)
+        labels = _placed(axis, width, _round_positions(axis, number), taken)
         if len(labels) > len(best):
             best = labels
         if sum(label.strip() != "0" for _, label in labels) >= 2:
@@ -124,7 +124,7 @@ def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, s
     return best
 
 
-def _round_places(axis: Axis, most: int) -> list[float]:
+def _round_positions(axis: Axis, most: int) -> list[float]:
     if axis.unit == "step":
         return [value for value in round_values(axis.low, axis.high, most, (1, 2, 5, 10)) if value == round(value)]
     return [axis.origin + seconds for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)]
@@ -137,7 +137,7 @@ def _placed(axis: Axis, width: int, values: Sequence[float], taken: Collection[i
     for value in values:
         label = _tick_text(axis, value)
         start = min(max(0, _column(axis, value, width) - len(label) // 2), width - len(label) - 1)
-        if start < free or any(start <= place < start + len(label) for place in taken):
+        if start < free or any(start <= column < start + len(label) for column in taken):
             continue
         if start > 0:
             label = f" {label} "
@@ -166,12 +166,12 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str])
     """The y labels of a plot, one text of GUTTER cells per row, at most every third row named."""
     texts = [" " * GUTTER] * height
     for value in ticks(scale, max(2, height // 3 + 1)):
-        place = scale.height(value, height)
-        if place is not None:
+        row = scale.height(value, height)
+        if row is not None:
             text = format_value(value)
             if len(text) >= GUTTER and "." in text:
                 text = text.rstrip("0")[: GUTTER - 1]
-            texts[height - 1 - place] = f"{text:>{GUTTER - 1}} "[-GUTTER:]
+            texts[height - 1 - row] = f"{text:>{GUTTER - 1}} "[-GUTTER:]
     return texts
 
 
@@ -183,8 +183,8 @@ def changed_rows(before: Sequence[Strip], after: Sequence[Strip], width: int) ->
 
 
 def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:
-    """Have the rows that differ painted again, if there are any: painting a row costs more than drawing it."""
-    if regions := changed_rows(before, after, widget.size.width):  # without a region everything would be painted
+    """Repaint the rows that differ, if any: painting a row costs more than drawing it."""
+    if regions := changed_rows(before, after, widget.size.width):  # without a region, everything would be painted
         widget.refresh(*regions)
 
 

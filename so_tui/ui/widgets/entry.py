@@ -7,7 +7,7 @@ from textual.widgets import Input
 
 
 class Entry(Input):
-    """An Input that runs its own keys at once.
+    """An Input that handles its own keys directly.
 
     Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters go straight into the field: of a burst,
     as a slow connection delivers it, the letters arrive first and are deleted by the backspaces that were typed before them.

@@ -1,4 +1,4 @@
-"""One row of the form: its name, its control, and beside it what to know or what is wrong."""
+"""One row of the form: its name, its control, and beside it a hint or a problem."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from so_tui.ui.widgets.entry import Entry
 
 
 class Tick(Checkbox):
-    """A box whose mark is there only when it is on: Textual's is told by its colour alone."""
+    """A box that shows its mark only when it is on; Textual's differs by colour only."""
 
     BUTTON_INNER = " "
 
@@ -25,7 +25,7 @@ class Tick(Checkbox):
 
 
 class FieldRow(Horizontal):
-    """Posts Edited with the dotted path and the text as it would be typed after ``--set``."""
+    """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
 
     DEFAULT_CSS = """
     FieldRow {
@@ -100,14 +100,14 @@ class FieldRow(Horizontal):
             else:
                 self.query_one(Input).value = value
 
-    def show_status(self, *, was: str | None, problem: str, advice: str = "") -> None:
-        """Mark what differs from the preset (``was``: the preset's text) and what is wrong; ``advice`` replaces the plain hint."""
+    def show_status(self, *, was: str | None, problem: str, note: str = "") -> None:
+        """Mark a field that differs from the preset, whose text is ``was``, or that is wrong; ``note`` replaces the plain hint."""
         self.set_class(was is not None, "-changed")
         self.set_class(bool(problem), "-wrong")
-        note = f"✗ {problem}" if problem else advice or self._note()
+        text = f"✗ {problem}" if problem else note or self._note()
         if was is not None and not problem:
-            note = f"was {was or 'empty'}" + (f" · {advice}" if advice else "")
-        self.query_one(".field-note", Label).update(Content(note))
+            text = f"was {was or 'empty'}" + (f" · {note}" if note else "")
+        self.query_one(".field-note", Label).update(Content(text))
         self.query_one(".field-name", Label).update(Content(("✗ " if problem else "• " if was is not None else "") + label(self.path)))
 
     @on(Input.Changed)
@@ -133,10 +133,10 @@ class FieldRow(Horizontal):
         box.value = checked
 
     def focus_control(self) -> None:
-        """Put the keyboard into this field."""
+        """Focus this field's control."""
         self.query(Input if self.query(Input) else "Select, Checkbox").first().focus()
 
 
 def _yes_or_no(checked: bool) -> str:
-    """Beside the box, whose mark is small."""
+    """Return the text beside the box, whose mark is small."""
     return "yes" if checked else "no"

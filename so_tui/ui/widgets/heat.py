@@ -15,7 +15,7 @@ _PAIRS = ((0x40, 0x44, 0x46, 0x47), (0x80, 0xA0, 0xB0, 0xB8))
 
 @dataclass(frozen=True, slots=True)
 class CoreGroup:
-    """Cores of a node that do one thing; ``sign`` leads them on the row, so that they are told apart without colour."""
+    """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ without colour as well."""
 
     name: str
     sign: str

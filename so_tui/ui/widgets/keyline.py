@@ -1,4 +1,4 @@
-"""The bottom line: the next keys. One widget, where Textual's Footer is one per key, which costs more than the rest of the first paint."""
+"""The bottom line: the keys in force. It is one widget; Textual's Footer, one per key, would cost more than the rest of the first paint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeyLine(Widget):
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, int, str]] = []
+        self._spans: list[tuple[int, int, str]] = []
         super().__init__()
 
     def on_mount(self) -> None:
@@ -35,25 +35,25 @@ class KeyLine(Widget):
 
     def render(self) -> Content:
         right = _item("^p", "commands")
-        bindings = list(self._bindings_to_tell())
+        bindings = list(self._bindings_to_show())
         items = [_item(self._shown(binding), binding.description) for binding in bindings]
         room = self.size.width - right.cell_length - GAP
-        places: list[tuple[int, int, str]] = []
+        spans: list[tuple[int, int, str]] = []
         line = Content("")
         for index in fitting([item.cell_length for item in items], [binding.action for binding in bindings], room):
-            places.append((line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key))
+            spans.append((line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key))
             line = line + items[index] + " " * GAP
         gap = max(0, self.size.width - line.cell_length - right.cell_length)
         start = line.cell_length + gap
-        self._places = [*places, (start, start + right.cell_length, "ctrl+p")]
+        self._spans = [*spans, (start, start + right.cell_length, "ctrl+p")]
         return line + " " * gap + right
 
     @property
     def _typing(self) -> bool:
         return isinstance(self.screen.focused, Input)
 
-    def _bindings_to_tell(self) -> Iterator[Binding]:
-        """Once per action; in a text field those that type nothing, and the way out of it."""
+    def _bindings_to_show(self) -> Iterator[Binding]:
+        """Yield each action once; in a text field only keys that type nothing, and the way out of it."""
         seen: set[str] = set()
         for active in self.screen.active_bindings.values():
             binding = active.binding
@@ -65,14 +65,14 @@ class KeyLine(Widget):
     def _shown(self, binding: Binding) -> str:
         if binding.key == "enter":
             return "enter"
-        if self._typing:  # what stands for several keys names some that are typed
+        if self._typing:  # a display for several keys would name some that type text
             shown = self.app.get_key_display(replace(binding, key_display=None))
             return shown.upper() if shown[1:].isdecimal() else shown
         return self.app.get_key_display(binding)
 
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
-        for start, end, key in self._places:
+        for start, end, key in self._spans:
             if at is not None and start <= at.x < end:
                 self.app.simulate_key(key)
 
@@ -84,13 +84,13 @@ def prints(key: str) -> bool:
 
 
 def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
-    """Which items fit into ``room`` cells, first come, first served; but the way out comes before any other."""
-    told = []
+    """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit`` before any other."""
+    fitted = []
     for index in sorted(range(len(widths)), key=lambda index: actions[index] != "quit"):
         if widths[index] <= room:
-            told.append(index)
+            fitted.append(index)
             room -= widths[index] + GAP
-    return sorted(told)
+    return sorted(fitted)
 
 
 def _item(key: str, description: str) -> Content:

@@ -19,12 +19,12 @@ MOST_LINES = 20_000
 
 
 def thumb_top(rows: int, lines: int) -> int:
-    """Where the thumb of a scrollbar begins when ``lines`` are followed through ``rows``: in eighths of a cell, as it is drawn."""
+    """Return where the thumb of a scroll bar begins while ``lines`` are followed through ``rows``, in eighths of a cell."""
     return int((rows - max(1.0, rows * rows / max(1, lines))) * 8)
 
 
 class LogView(ScrollView, can_focus=True):
-    """Lines of text, newest at the bottom. Keeps at most MOST_LINES. Maximised, it scrolls through long lines; else it cuts them."""
+    """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and are cut elsewhere."""
 
     ALLOW_MAXIMIZE = True
     COMPONENT_CLASSES: ClassVar[set[str]] = {"log--line", "log--match", "log--found", "log--partial", "log--bad"}
@@ -48,7 +48,7 @@ class LogView(ScrollView, can_focus=True):
     needle = reactive("")
 
     class Moved(Message):
-        """Following began or ended, or a search found something: the heading has news."""
+        """Following began or ended, or the search changed."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -100,7 +100,7 @@ class LogView(ScrollView, can_focus=True):
         self.refresh()
 
     def _move_thumb(self, before: int, after: int) -> None:
-        """Tell the scrollbar of more lines; painted only where it will look different, which a long log's seldom does."""
+        """Update the scroll bar, and repaint it only where it changes visibly, which is rare in a long log."""
         scrollbar = self.vertical_scrollbar
         if not self.following:
             scrollbar.window_virtual_size = after
@@ -136,7 +136,7 @@ class LogView(ScrollView, can_focus=True):
 
     @property
     def matches(self) -> int:
-        """How many lines hold the searched text."""
+        """Number of lines that contain the searched text."""
         wanted = self.needle.lower()
         return sum(wanted in line.lower() for line in self.lines) if wanted else 0
 
@@ -188,8 +188,8 @@ class LogView(ScrollView, can_focus=True):
         segments: list[Segment] = []
         at = 0
         mark = self._styles["log--found" if index == self._found else "log--match"]
-        while wanted and (place := low.find(wanted, at)) >= 0:
-            segments += [Segment(text[at:place], style), Segment(text[place : place + len(wanted)], mark)]
-            at = place + len(wanted)
+        while wanted and (found := low.find(wanted, at)) >= 0:
+            segments += [Segment(text[at:found], style), Segment(text[found : found + len(wanted)], mark)]
+            at = found + len(wanted)
         segments.append(Segment(text[at:], style))
         return segments

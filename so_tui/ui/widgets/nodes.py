@@ -1,4 +1,4 @@
-"""NUMA nodes: for each its load over time as mean and band, one cell a core with Adam and main cores told apart, and its memory."""
+"""NUMA nodes: load over time as mean and band, one cell per core with Adam and main cores marked, and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDENT = GUTTER
 
 @dataclass(frozen=True, slots=True)
 class NodePicture:
-    """A node with what the run does on it."""
+    """A node with the ranks and GPUs that are bound to it."""
 
     view: NodeView
     ranks: str
@@ -33,14 +33,14 @@ class NodePicture:
     adam: frozenset[int]
     main: frozenset[int]
     gpus: tuple[GpuView, ...] = ()
-    """GPUs that hang off this node and have a load to draw."""
+    """GPUs attached to this node whose load is drawn."""
 
     def groups(self) -> tuple[CoreGroup, ...]:
         return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
 
 
 class NumaNodes(Widget, can_focus=True):
-    """All nodes under each other, each with ``plot_height`` rows of history (0: none), a row of cores and a row of words."""
+    """All nodes in a column, each with a heading, ``plot_height`` rows of history and a row of cores."""
 
     ALLOW_MAXIMIZE = True
     ROLES = (
@@ -96,22 +96,22 @@ class NumaNodes(Widget, can_focus=True):
         self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
 
     def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None) -> None:
-        """Take new data."""
+        """Show new data."""
         rows = len(self.pictures)
         self.pictures, self.axis = pictures, axis
-        if rows != len(pictures) or self._drawn != self._look():
+        if rows != len(pictures) or self._drawn != self._appearance():
             self._drawn = ()
             self.refresh(layout=rows != len(pictures))
             return
         before, self._strips = self._strips, self._draw()
         repaint(self, before, self._strips)
 
-    def _look(self) -> tuple[object, ...]:
-        """What strips depend on besides the data."""
+    def _appearance(self) -> tuple[object, ...]:
+        """Return what strips depend on besides the data."""
         return self.outer_size, self.has_focus, self.app.theme, self.glyphs, self.plot_height
 
     def set_plot_height(self, rows: int) -> None:
-        """Rows of history per node, as the room allows."""
+        """Set the rows of history of each node."""
         if rows != self.plot_height:
             self.plot_height, self._drawn = rows, ()
             self.refresh(layout=True)
@@ -124,7 +124,7 @@ class NumaNodes(Widget, can_focus=True):
         super().notify_style_update()
 
     def render_line(self, y: int) -> Strip:
-        key = self._look()
+        key = self._appearance()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
@@ -138,7 +138,7 @@ class NumaNodes(Widget, can_focus=True):
             plot = max(plot, self.size.height // len(self.pictures) - 2)
         for picture in self.pictures:
             groups = picture.groups()
-            rows.append(self._words(picture, groups, styles, width))
+            rows.append(self._heading(picture, groups, styles, width))
             if plot and self.axis is not None and width > GUTTER + 4:
                 body = self._history(picture, (width - GUTTER, plot), styles)
                 labels = gutter_text(PERCENT, plot, lambda value: f"{value:.0f} %") if plot > 2 else [" " * GUTTER] * plot
@@ -152,7 +152,7 @@ class NumaNodes(Widget, can_focus=True):
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _history(self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
-        """The plot of a node and its GPUs; the one before where the stretch did not move."""
+        """Return the plot of a node and its GPUs, cached while the range does not move."""
         assert self.axis is not None
         view = picture.view
         lines = (*view.lines(), *(gpu.line() for gpu in picture.gpus))
@@ -166,7 +166,7 @@ class NumaNodes(Widget, can_focus=True):
         roles = {"main": "main-core"}
         return [(character, roles.get(role, role)) for character, role in heat_cells(groups, width, self.glyphs)]
 
-    def _words(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
+    def _heading(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
         """``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
         sample = picture.view.sample
         mean = sum(sample.cores) / len(sample.cores)

@@ -29,7 +29,7 @@ def verdict(plan: Plan) -> Content:
 
 def headline(plan: Plan) -> Content:
     """The verdict, how it offloads and how fast it will be, in one line."""
-    facts = [verdict(plan), Content(mode_words(plan))]
+    facts = [verdict(plan), Content(mode_text(plan))]
     if plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}"))
     if plan.useful_tokens_per_s_total:
@@ -45,7 +45,7 @@ def whole(plan: Plan, command: str, width: int) -> Content:
     """All there is to say: memory and step, why, the terms, the binding, and the command that would be started."""
     sections: list[tuple[str, list[Content]]] = [
         ("", [*memory_lines(plan, width), *step_lines(plan, width)]),
-        ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("mind: ", "$warning"), text) for text in plan.warning_texts)]),
+        ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in plan.warning_texts)]),
         ("where the GPU memory goes", terms_table([term for term in plan.breakdown if term.location == "gpu"], width)),
         ("where the host memory goes", terms_table([term for term in plan.breakdown if term.location == "node"], width)),
         ("binding", binding_lines(plan)),
@@ -85,7 +85,7 @@ def data_name(spec: RunSpec) -> str:
     return sources[0].source if len(sources) == 1 else f"a mixture of {len(sources)} sources"
 
 
-def mode_words(plan: Plan) -> str:
+def mode_text(plan: Plan) -> str:
     """``superoffload, ratio 0.35``."""
     return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
 
@@ -167,7 +167,7 @@ def step_lines(plan: Plan, width: int) -> list[Content]:
 def reason_lines(plan: Plan, width: int) -> list[Content]:
     """Why the verdict is what it is, and what to look out for, wrapped behind their labels."""
     lines: list[Content] = []
-    for name, style, texts in (("why", "$faint", plan.reason_texts), ("mind", "$warning", plan.warning_texts)):
+    for name, style, texts in (("why", "$faint", plan.reason_texts), ("note", "$warning", plan.warning_texts)):
         for index, text in enumerate(texts):
             for row, part in enumerate(textwrap.wrap(text, max(20, width - LABEL))):
                 lines.append(Content.assemble((f"{name if index == row == 0 else '':<{LABEL}}", style), part))

@@ -1,4 +1,4 @@
-"""A thin line with a heading in it: what separates the parts of a screen, instead of boxes."""
+"""A thin line with a heading in it, which separates the parts of a screen instead of boxes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rule(Widget):
         self._text = Content.from_text(text)
 
     def update(self, text: str | Content) -> None:
-        """Another heading."""
+        """Show another heading."""
         text = Content.from_text(text)
         if text != self._text:
             self._text = text

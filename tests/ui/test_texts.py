@@ -11,7 +11,7 @@ from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.run_columns import COLUMNS, with_room
-from so_tui.ui.run_words import Comparison
+from so_tui.ui.run_details import Comparison
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant

@@ -1,4 +1,4 @@
-"""Lines of styled words that change every second: painted from their spans, without being wrapped and laid out anew like a Static."""
+"""Lines of styled text that change every second: painted from their spans, without the wrapping and layout of a Static."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Styles = tuple[VisualStyle | str, ...]
 """Styles that lie over each other, as a span names them."""
 
 
-class Words(Widget):
-    """A line of ``content`` is a row; what does not fit is cut off."""
+class StyledLines(Widget):
+    """One row for each line of ``content``; text that does not fit is cut."""
 
     DEFAULT_CSS = """
-    Words { height: auto; }
+    StyledLines { height: auto; }
     """
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -37,14 +37,14 @@ class Words(Widget):
         return self.content.plain.count("\n") + 1
 
     def update(self, content: Content) -> None:
-        """Other words; only rows that came out different are painted."""
+        """Show other content, and repaint only rows that changed."""
         if content == self.content:
             return
         rows = self.rows
         self.content = content
         if self.rows != rows:
             self.refresh(layout=True)
-        elif self._drawn != self._look():
+        elif self._drawn != self._appearance():
             self.refresh()
         else:
             before, self._strips = self._strips, self._draw()
@@ -52,7 +52,7 @@ class Words(Widget):
             return
         self._drawn = ()
 
-    def _look(self) -> tuple[object, ...]:
+    def _appearance(self) -> tuple[object, ...]:
         return self.outer_size, self.app.theme
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
@@ -63,7 +63,7 @@ class Words(Widget):
         super().notify_style_update()
 
     def render_line(self, y: int) -> Strip:
-        look = self._look()
+        look = self._appearance()
         if look != self._drawn:
             self._strips, self._drawn = self._draw(), look
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self._style(()))
@@ -71,14 +71,16 @@ class Words(Widget):
     def _draw(self) -> list[Strip]:
         width = self.size.width
         plain = self.content.plain
-        worn: list[Styles] = [()] * len(plain)
+        applied: list[Styles] = [()] * len(plain)
         for span in self.content.spans:
-            stretch = worn[span.start : span.end]
-            worn[span.start : span.end] = [(*styles, span.style) for styles in stretch] if any(stretch) else [(span.style,)] * len(stretch)
+            covered = applied[span.start : span.end]
+            applied[span.start : span.end] = (
+                [(*styles, span.style) for styles in covered] if any(covered) else [(span.style,)] * len(covered)
+            )
         strips, start = [], 0
         for line in plain.split("\n"):
             segments, at = [], start
-            for styles, characters in groupby(worn[start : start + len(line)]):
+            for styles, characters in groupby(applied[start : start + len(line)]):
                 end = at + sum(1 for _ in characters)
                 segments.append(Segment(plain[at:end], self._style(styles)))
                 at = end

@@ -1,4 +1,4 @@
-"""A run's loss in a few hundred columns: for the list of runs, its sparklines and overlays. Read in a worker."""
+"""A run's loss in a few hundred columns, for the sparklines and overlays of the list of runs. Read in a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class LossCurve:
     """The smoothed loss of a run over its steps."""
 
     line: Line
@@ -32,14 +32,18 @@ class Sketch:
         return (steps[0], steps[-1]) if len(steps) else (0.0, 0.0)
 
 
-class Sketcher:
-    """Sketches runs again and again for one thread at a time, reading only what is new of each."""
+class CurveReader:
+    """Reads the curves of runs repeatedly, for one thread at a time, and only what is new of each."""
 
     def __init__(self) -> None:
         self._readers: dict[RunDirectory, MetricsReader] = {}
 
-    def sketch(self, run: RunDirectory) -> Sketch | None:
-        """The run as it is now; None before its first step. Raises OSError when it cannot be read."""
+    def read(self, run: RunDirectory) -> LossCurve | None:
+        """Return the present curve of a run; None before its first step.
+
+        Raises:
+            OSError: The run cannot be read.
+        """
         reader = self._readers.setdefault(run, MetricsReader(run))
         while reader.poll(limit_records=20_000, limit_s=0.5).more:
             pass
@@ -54,11 +58,11 @@ class Sketcher:
             if column.rows:
                 steps.append(first + (index + 1) * width - 1)
                 series.append(ema.add(column.last))
-        return Sketch(Line(series, len(series), steps, steps, "main"), spark(series, SPARK_COLUMNS), latest.useful_tokens_per_s_total)
+        return LossCurve(Line(series, len(series), steps, steps, "main"), spark(series, SPARK_COLUMNS), latest.useful_tokens_per_s_total)
 
 
 def spark(series: Series, width: int) -> str:
-    """A series as one row of bars; a blank where it has no value."""
+    """Return a series as one row of bars, blank where it has no value."""
     length = len(series)
     width = min(width, length)
     if not width:
@@ -73,7 +77,7 @@ def _middle(span: tuple[float, float] | None) -> float:
 
 
 def bars(values: Sequence[float]) -> str:
-    """Values as bars between the least and the greatest of them."""
+    """Return values as bars between the least and the greatest of them."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)

@@ -1,4 +1,4 @@
-"""What a plan says about single fields of the form. Pure functions."""
+"""Notes that a plan adds to single fields of the form. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
-    """The field that makes a plan impossible on this machine, with the reason; two empty texts where nothing does."""
+    """Return the field that makes a plan impossible on this machine and the reason; two empty strings where none does."""
     if plan is None or plan.possible:
         return "", ""
     gpus = plan.spec.gpus
@@ -23,8 +23,8 @@ def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
     return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reason_texts[0]
 
 
-def advice(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
-    """What the plan makes of a field, where that says more than its range; ``given_mode``: the offload mode that stands in the form."""
+def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
+    """Return what the plan derives from a field, where that says more than its range. ``given_mode`` is the offload mode in the form."""
     if path == "gpus" and machine is not None:
         return f"of {len(machine.gpus)}, or a list: 0,1" if machine.gpus else "ranks: no GPU here"
     if plan is None:

@@ -1,4 +1,4 @@
-"""Saving settings as a preset of the user: a name is asked for, and another preset is replaced only where that is said to be meant."""
+"""Save settings as a preset of the user: ask for a name, and before replacing another preset."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SIGNS = {
     "lost": ("✗", "$error"),
 }
 STALE_S = 8.0
-"""Without news for so long, a live run is marked as stale: several beats of a supervisor that beats once a second."""
+"""Seconds without news after which a live run is marked as stale: several beats of a supervisor that beats once a second."""
 _PART_NAMES = ("data", "forward", "backward", "optimizer exposed", "other")
 _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part")
 
@@ -81,12 +81,14 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
 
 
 def news_line(snapshot: Snapshot) -> Content | None:
-    """What a reader must know: why it ended and what to do, what it is doing before the first step, a warning; None when all is plain."""
+    """Return the news: why the run ended and what to do, its phase before the first step, or a warning; None where there is none."""
     state, end = snapshot.state, snapshot.end
     if snapshot.deleted:
         ended = state is not None and state.state in FINAL_STATES
-        rest = "" if ended else "what of the run still lives is ended; "
-        return Content.assemble(("its folder has been deleted: ", "$error"), f"{rest}what is shown was read before ({snapshot.run.path})")
+        rest = "" if ended else "processes of it that still run are being stopped; "
+        return Content.assemble(
+            ("its folder has been deleted: ", "$error"), f"{rest}the figures below were read before ({snapshot.run.path})"
+        )
     if state is not None and not snapshot.live:
         reason = state.reason or (end.reason if end else "")
         suggestion = state.suggestion or (end.suggestion if end else "")
@@ -95,7 +97,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         return Content.assemble((reason or state.state, style), ("   next: " if suggestion else "", "$faint"), suggestion)
     if snapshot.trouble:
-        return Content.assemble(("cannot read the run right now: ", "$warning"), f"{snapshot.trouble}; what is shown is older")
+        return Content.assemble(("cannot read the run right now: ", "$warning"), f"{snapshot.trouble}; older data is shown")
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
         return Content.assemble((f"{state.state}: ", "$accent"), state.detail)
     if snapshot.latest is None and snapshot.phase is not None:
@@ -172,8 +174,8 @@ def _gpu_line(view: GpuView, width: int) -> Content:
     return line
 
 
-def waiting_words(snapshot: Snapshot) -> str:
-    """What an empty chart says."""
+def waiting_text(snapshot: Snapshot) -> str:
+    """Return the text of an empty chart."""
     if not snapshot.live:
         return "this run made no step"
     phase = snapshot.phase

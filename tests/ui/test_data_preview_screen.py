@@ -14,7 +14,7 @@ from so_tui.launch import data_preview
 from so_tui.launch.data_preview import DataPreview, Progress
 from so_tui.launch.helpers import Cancel
 from so_tui.spec import RunSpec, find_preset
-from so_tui.ui.screens.look_at_data import FIRST_ROWS, MORE, LookAtData
+from so_tui.ui.screens.data_preview import FIRST_ROWS, MORE, DataPreviewScreen
 from so_tui.ui.widgets.data_view import legend
 from tests.support.screen import Driver, opened
 
@@ -50,7 +50,7 @@ def asked(recorded: list[Answer], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows_asked
 
 
-async def look(ui: Driver, source: str = "") -> LookAtData:
+async def look(ui: Driver, source: str = "") -> DataPreviewScreen:
     """Press d in Configure, with another data source typed in."""
     await ui.configure()
     if source:
@@ -58,11 +58,11 @@ async def look(ui: Driver, source: str = "") -> LookAtData:
         await ui.press("escape")
     await ui.press("d")
     screen = ui.screen
-    assert isinstance(screen, LookAtData)
+    assert isinstance(screen, DataPreviewScreen)
     return screen
 
 
-def done(screen: LookAtData) -> bool:
+def done(screen: DataPreviewScreen) -> bool:
     return not screen.query_one("#again", Button).disabled
 
 
@@ -73,7 +73,7 @@ async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(run
         text = ui.text()
         for part in ("355 are trained on", "% full", "documents by length", "do not see each other", "what is trained", "row 1", "<|eos|>"):
             assert part in text
-        assert len(screen.query(".look-row")) == FIRST_ROWS
+        assert len(screen.query(".preview-row")) == FIRST_ROWS
         await ui.pilot.click("#more")
         await ui.until(lambda: len(asked) == 2 and done(screen))
         assert asked == [FIRST_ROWS, FIRST_ROWS * MORE]
@@ -115,6 +115,6 @@ async def test_without_colour_what_is_trained_stands_between_marks(runs_dir: Pat
         assert ui.app.no_color
         screen = await look(ui)
         await ui.until(lambda: done(screen))
-        assert any("«git fetch" in str(row.content) for row in screen.query(".look-row").results(Static))
+        assert any("«git fetch" in str(row.content) for row in screen.query(".preview-row").results(Static))
         assert "«" in legend(marks=True).plain
         assert "«" not in legend(marks=False).plain

@@ -1,4 +1,4 @@
-"""A run in words, and the settings of two runs beside each other. Pure functions."""
+"""Details of a run, and the settings of two runs side by side. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textual.content import Content
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.text import plural, shorten, shorten_path
-from so_tui.ui.widgets.stats import state_content
+from so_tui.ui.widgets.run_lines import state_content
 from so_tui.units import thousands
 
 NARROWEST = 12
@@ -19,7 +19,7 @@ MOST_FOLDS = 3
 
 
 def facts(row: RunRow, width: int) -> Content:
-    """State and why, what it trains, what it left on disk; for a screen of ``width`` columns."""
+    """Return state and reason, model and checkpoints of a run, for a screen of ``width`` columns."""
     state = row.state
     lines = [state_content(state.state)]
     if state.reason:
@@ -54,7 +54,7 @@ class Comparison:
         return f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
 
     def table(self, width: int) -> str:
-        """Side by side in ``width`` cells, those that differ on top; their values are folded, so that the difference is seen."""
+        """Return the settings side by side in ``width`` cells, those that differ first, with long values wrapped."""
         differing, same = self.differing, sorted(path for path, text in self.left.items() if self.right.get(path) == text)
         label = min(max(map(len, (*differing, *same))), max(NARROWEST, width - 2 * NARROWEST - 4))
         column = max(NARROWEST, (width - label - 4) // 2)
@@ -73,13 +73,13 @@ class Comparison:
 
 
 def folded(text: str, width: int, most: int) -> list[str]:
-    """``text`` in at most ``most`` lines of ``width`` cells."""
+    """Return ``text`` in at most ``most`` lines of ``width`` cells."""
     text = shorten(text, width * most)
     return [text[start : start + width] for start in range(0, len(text), width)]
 
 
 def comparison(left: RunRow, right: RunRow) -> Comparison | None:
-    """The settings of two runs; None where one's cannot be read."""
+    """Return the settings of two runs; None where one's cannot be read."""
     if left.spec is None or right.spec is None:
         return None
     return Comparison((left.run.name, right.run.name), values_of(left.spec), values_of(right.spec))

@@ -1,4 +1,4 @@
-"""What the model will see of its data, before anything is launched: asked from a helper process, which can be cancelled at any time."""
+"""A preview of the data as the model will see it, made by a helper process that can be cancelled at any time."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 12
 MORE = 4
-"""Asking for more shows so many times as many."""
+"""Factor by which "More rows" multiplies the rows."""
 WIDE = 100
-"""Columns from which on figures and lengths stand side by side."""
+"""Columns from which figures and lengths stand side by side."""
 
 
 class Progressed(Message):
-    """The helper process says how far it is."""
+    """The helper process has made progress."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         super().__init__()
 
 
-class Looked(Message):
+class Previewed(Message):
     """The helper process has answered."""
 
     def __init__(self, preview: DataPreview) -> None:
@@ -50,22 +50,22 @@ class Looked(Message):
         super().__init__()
 
 
-class LookFailed(Message):
-    """Why it has not, each with what to do about it."""
+class PreviewFailed(Message):
+    """The helper process failed; each line gives a reason and its remedy."""
 
     def __init__(self, lines: tuple[Content, ...]) -> None:
         self.lines = lines
         super().__init__()
 
 
-class LookAtData(ModalScreen[None]):
-    """Counts, lengths, a packed sequence, and the first rows with what is trained marked."""
+class DataPreviewScreen(ModalScreen[None]):
+    """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
-    CSS_PATH = "look_at_data.tcss"
+    CSS_PATH = "data_preview.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "leave", "Back"),
         Binding("m", "more", "More rows"),
-        Binding("r", "again", "Look again"),
+        Binding("r", "again", "Read again"),
     ]
 
     def __init__(self, spec: RunSpec) -> None:
@@ -76,64 +76,64 @@ class LookAtData(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         what = f"   {self._spec.label}: {data_name(self._spec)}"
-        with Vertical(id="look"):
-            yield Static(Content.assemble(("Look at the data", "bold"), (what, "$faint")), id="look-title")
-            yield Static(id="look-status")
-            yield VerticalScroll(id="look-body")
-            with Horizontal(id="look-buttons"):
+        with Vertical(id="preview"):
+            yield Static(Content.assemble(("Data preview", "bold"), (what, "$faint")), id="preview-title")
+            yield Static(id="preview-status")
+            yield VerticalScroll(id="preview-body")
+            with Horizontal(id="preview-buttons"):
                 yield Button("Back  esc", id="leave", compact=True)
                 yield Button("More rows  m", id="more", compact=True, disabled=True)
-                yield Button("Look again  r", id="again", compact=True, disabled=True)
+                yield Button("Read again  r", id="again", compact=True, disabled=True)
 
     def on_mount(self) -> None:
-        self.query_one("#look-body").focus()
+        self.query_one("#preview-body").focus()
         self._start()
 
     def _start(self) -> None:
         from so_tui.launch.helpers import Cancel
 
         self._cancel = Cancel()
-        self._say(Content.styled("starting the helper process …   esc cancels", "$faint"))
+        self._show_status(Content.styled("starting the helper process …   esc cancels", "$faint"))
         for button in ("#more", "#again"):
             self.query_one(button, Button).disabled = True
-        self._look(self._rows, self._cancel)
+        self._preview_data(self._rows, self._cancel)
 
-    @work(thread=True, group="data", name="look at the data", exit_on_error=False)
-    def _look(self, rows: int, cancel: Cancel) -> None:
+    @work(thread=True, group="data", name="preview the data", exit_on_error=False)
+    def _preview_data(self, rows: int, cancel: Cancel) -> None:
         from so_tui.launch.data_preview import Progress, preview_data
         from so_tui.spec.errors import SoTuiError
 
         try:
             for event in preview_data(self._spec, rows, cancel):
-                self.post_message(Progressed(event) if isinstance(event, Progress) else Looked(event[0]))
+                self.post_message(Progressed(event) if isinstance(event, Progress) else Previewed(event[0]))
         except InputError as error:
             lines = [
                 Content.assemble((f"{label(problem.field)} ", "bold"), f"{problem.value}: {problem.message}\n", (problem.remedy, "$accent"))
                 for problem in error.problems
             ]
-            self.post_message(LookFailed(tuple(lines)))
+            self.post_message(PreviewFailed(tuple(lines)))
         except SoTuiError as error:
-            self.post_message(LookFailed(tuple(map(Content, str(error).splitlines()))))
+            self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is WorkerState.ERROR:
-            self.post_message(LookFailed((Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)))
+            self.post_message(PreviewFailed((Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)))
 
     @on(Progressed)
     def _progressed(self, message: Progressed) -> None:
         progress = message.progress
         bar = fill(progress.done_rows / progress.total_rows, 24) + "  " if progress.total_rows else Content("")
-        self._say(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
+        self._show_status(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
 
-    @on(LookFailed)
-    async def _failed(self, message: LookFailed) -> None:
-        self._say(Content.styled("✗ this data cannot be trained on as it is", "bold $error"))
-        await self._show(Static(line, classes="look-part") for line in message.lines)
+    @on(PreviewFailed)
+    async def _failed(self, message: PreviewFailed) -> None:
+        self._show_status(Content.styled("✗ this data cannot be trained on as it is", "bold $error"))
+        await self._show(Static(line, classes="preview-part") for line in message.lines)
 
-    @on(Looked)
-    async def _looked(self, message: Looked) -> None:
+    @on(Previewed)
+    async def _previewed(self, message: Previewed) -> None:
         self._preview = message.preview
-        self._say(Content.styled(message.preview.how, "$foreground"))
+        self._show_status(Content.styled(message.preview.how, "$foreground"))
         await self._show(self._parts(message.preview))
         self.query_one("#more", Button).disabled = len(message.preview.samples) < self._rows
 
@@ -143,31 +143,31 @@ class LookAtData(ModalScreen[None]):
 
     async def _show(self, parts: Iterable[Widget]) -> None:
         self.query_one("#again", Button).disabled = False
-        body = self.query_one("#look-body", VerticalScroll)
+        body = self.query_one("#preview-body", VerticalScroll)
         async with body.batch():
             await body.remove_children()
             await body.mount_all(list(parts))
 
     def _parts(self, preview: DataPreview) -> Iterable[Widget]:
-        width = self.query_one("#look-body").scrollable_content_region.width
+        width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
         for warning in preview.warnings:
-            yield Static(Content.assemble(("mind: ", "bold $warning"), warning), classes="look-part")
+            yield Static(Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part")
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
-        figures = _part("what becomes of the rows", data_view.facts(preview))
+        figures = _part("what happens to the rows", data_view.facts(preview))
         lengths = _part("documents by length in tokens", data_view.histogram(preview, narrow))
-        yield Horizontal(figures, lengths, classes="look-pair") if wide else Vertical(figures, lengths, classes="look-stack")
+        yield Horizontal(figures, lengths, classes="preview-pair") if wide else Vertical(figures, lengths, classes="preview-stack")
         if len(preview.sources) > 1:
             yield _part("the mixture: share of an epoch", data_view.sources(preview, width))
         if preview.packing:
             yield _part(preview.sequence_words(), data_view.packed(preview, width))
         yield Rule(Content.assemble(("rows as the model sees them   ", "$faint"), data_view.legend(marks=marks)))
         for one in preview.samples:
-            yield Static(data_view.sample(one, preview, marks=marks), classes="look-part look-row")
+            yield Static(data_view.sample(one, preview, marks=marks), classes="preview-part preview-row")
 
-    def _say(self, words: Content) -> None:
-        self.query_one("#look-status", Static).update(words)
+    def _show_status(self, text: Content) -> None:
+        self.query_one("#preview-status", Static).update(text)
 
     # Commands.
 
@@ -193,4 +193,4 @@ class LookAtData(ModalScreen[None]):
 
 
 def _part(title: str, lines: list[Content]) -> Widget:
-    return Vertical(Rule(Content.styled(title, "$faint")), Static(Content("\n").join(lines)), classes="look-part")
+    return Vertical(Rule(Content.styled(title, "$faint")), Static(Content("\n").join(lines)), classes="preview-part")

@@ -1,4 +1,4 @@
-"""Planning for another machine than this one, which a file describes."""
+"""Plan for another machine, which a file describes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from so_tui.machine import Machine, load_machine
 if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
 
-HINT = "The file that `so-tui inspect --json > FILE` wrote there. Empty: this machine. Nothing can be started on another one from here."
+HINT = "A file that `so-tui inspect --json > FILE` wrote on that machine. Empty: this machine. Runs start on this machine only."
 
 
 def ask_for_machine(app: SoTuiApp) -> None:
-    """Ask for the file of a machine, and plan for that one."""
+    """Ask for the file that describes a machine, and plan for that machine."""
     from so_tui.ui.screens.dialogs import AskText
 
     def read(file: str) -> tuple[Machine | None, str]:
