@@ -16,7 +16,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     For our engine, values that it replaces are listed beside the user's in the section ``superoffload`` (see ``superoffload.ds_config``).
     """
     config = published_config(plan)
-    return engine_config(config) if plan.mode == "superoffload" and plan.spec.offload.engine == "so-tui" else config
+    return engine_config(config) if _our_engine(plan) else config
 
 
 def published_config(plan: Plan) -> dict[str, Any]:
@@ -41,7 +41,13 @@ def published_config(plan: Plan) -> dict[str, Any]:
     if plan.mode != "gpu":
         # DeepSpeed otherwise accepts no optimizer other than its own DeepSpeedCPUAdam.
         config["zero_force_ds_cpu_optimizer"] = False
+    if not _our_engine(plan):  # Our engine sets it itself and records it as an override.
+        config["zero_allow_untested_optimizer"] = True
     return config
+
+
+def _our_engine(plan: Plan) -> bool:
+    return plan.mode == "superoffload" and plan.spec.offload.engine == "so-tui"
 
 
 def _zero_section(plan: Plan) -> dict[str, Any]:

@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from superoffload.ds_config import Override, engine_config, overrides
+from so_tui.launch.ds_config import ds_config
+from so_tui.plan.types import Mode
+from so_tui.spec.types import OffloadSpec
+from superoffload.ds_config import Override, accepting_config, engine_config, overrides
+from tests.support.plans import plan_of, spec_of
 from tests.support.python_path import checkout_path
 
+EngineName = Literal["so-tui", "deepspeed"]
 USER: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
@@ -89,6 +94,53 @@ def test_a_small_bucket_stays(bucket: float) -> None:
     config = engine_config({"zero_optimization": {"stage": 3, "reduce_bucket_size": bucket}})
     assert config["zero_optimization"]["reduce_bucket_size"] == bucket
     assert "zero_optimization.reduce_bucket_size" not in {entry.key for entry in overrides(config)}
+
+
+def test_an_auto_bucket_stays() -> None:
+    config = engine_config({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}})
+    assert config["zero_optimization"]["reduce_bucket_size"] == "auto"
+
+
+def test_a_config_without_the_key_is_made_to_accept_untested_optimizers() -> None:
+    old = {"zero_optimization": {"stage": 3}}
+    config = accepting_config(old)
+    assert config["zero_allow_untested_optimizer"] is True
+    assert [(entry.key, entry.given, entry.used) for entry in overrides(config)] == [("zero_allow_untested_optimizer", None, True)]
+    assert accepting_config(config) == config
+    assert old == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine"), [("gpu", "so-tui"), ("zerooffload", "so-tui"), ("superoffload", "deepspeed"), ("superoffload", "so-tui")]
+)
+def test_deepspeed_receives_exactly_what_the_file_says(
+    mode: Mode, engine: Literal["so-tui", "deepspeed"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ds_config.json`` is the record of what DeepSpeed was given, in every mode."""
+    import deepspeed
+    import torch
+
+    from superoffload import api
+    from superoffload.settings import Settings
+
+    plan = plan_of(spec_of(offload=OffloadSpec(mode=mode, engine=engine)), mode=mode)
+    file = json.loads(json.dumps(ds_config(plan)))
+    received: list[Any] = []
+
+    class ReceivedError(Exception):
+        pass
+
+    def receive(*, config: Any, **_: Any) -> None:
+        received.append(config)
+        raise ReceivedError
+
+    monkeypatch.setattr(deepspeed, "initialize", receive)
+    monkeypatch.setattr(api, "_deepspeed_optimizer", lambda *_: None)  # some need CUDA or a compiler
+    settings = Settings(mode=mode, engine=engine, learning_rate=1e-3, adam_cpus=(0,), run_ahead_parameters=1)
+    with pytest.raises(ReceivedError):
+        api.initialize(torch.nn.Linear(2, 2), [{"params": [torch.nn.Parameter(torch.zeros(2))]}], file, settings)
+    assert received == [file]
+    assert received[0]["zero_allow_untested_optimizer"] is True
 
 
 def test_deepspeed_reads_the_same_settings_with_and_without_the_section() -> None:

@@ -15,7 +15,7 @@ import torch
 from superoffload import checkpoint, resharding
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
-from superoffload.ds_config import engine_config
+from superoffload.ds_config import accepting_config, engine_config
 from superoffload.errors import OffloadError
 from superoffload.meter import OffloadStats
 from superoffload.settings import Settings
@@ -36,7 +36,8 @@ def initialize(model: torch.nn.Module, parameter_groups: ParameterGroups, ds_con
     Args:
         model: The model, sharded (``shard``) or whole.
         parameter_groups: The parameters to train.
-        ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied unless it already was.
+        ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied unless it already was;
+            otherwise ``accepting_config``.
         settings: How this rank's optimizer runs.
 
     Returns:
@@ -55,8 +56,8 @@ def initialize(model: torch.nn.Module, parameter_groups: ParameterGroups, ds_con
                 f"DeepSpeed did not use our optimizer but made a {type(engine.optimizer).__name__}.", code="optimizer-not-used"
             )
     else:
-        config = {"zero_allow_untested_optimizer": True, **ds_config}
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_deepspeed_optimizer(groups, settings), config=config)
+        optimizer = _deepspeed_optimizer(groups, settings)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=accepting_config(ds_config))
         adapter.share_hyperparameters(engine)
     adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
     engine.superoffload_settings = settings

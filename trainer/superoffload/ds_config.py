@@ -1,11 +1,11 @@
-"""The DeepSpeed config that our optimizer needs, and a record of every value in it that differs from the user's.
+"""The DeepSpeed config that an engine needs, and a record of every value in it that differs from the user's.
 
 Imports neither torch nor DeepSpeed, so a launcher can write the config before training starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ _WHOLE_OFFLOAD = "DeepSpeed must leave all optimizer states to our optimizer, wh
 _SELECTS_CLASS = "DeepSpeed looks up its SuperOffload optimizer, which ours replaces, only with this setting."
 _OWN_STATES = "Our optimizer allocates and schedules the offloaded states itself."
 _SMALL_BUCKET = "A gradient leaves for the host when its bucket is full, so small buckets start the Adam worker early."
-_NO_PERSISTENCE = "Persistent parameters would be gathered right after a step, before most new weights have arrived."
+_NO_PERSISTENCE = "Persistent parameters would be all-gathered right after a step, before most new weights have arrived."
+_UNTESTED = "DeepSpeed otherwise accepts only optimizer classes that it has tested."
 _OWN_ACCUMULATION = "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
@@ -52,19 +53,37 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         A new config; ``ds_config`` is not modified.
     """
-    config = deepcopy(dict(ds_config))
-    if SECTION in config:
-        return config
-    changes = [change for change in _changes(config) if change.given != change.used]
-    for change in changes:
-        _set(config, change.key, change.used)
-    config[SECTION] = {"overrides": [change._asdict() for change in changes]}
-    return config
+    return deepcopy(dict(ds_config)) if SECTION in ds_config else _with(ds_config, _changes(ds_config))
+
+
+def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with which DeepSpeed accepts an optimizer class that it has not tested, such as a fused AdamW.
+
+    Args:
+        ds_config: A ZeRO-3 config. If it has no ``zero_allow_untested_optimizer``, the key is added and recorded as an override;
+            otherwise it is returned unchanged.
+
+    Returns:
+        A new config; ``ds_config`` is not modified.
+    """
+    if "zero_allow_untested_optimizer" in ds_config:
+        return deepcopy(dict(ds_config))
+    return _with(ds_config, [Override("zero_allow_untested_optimizer", None, True, _UNTESTED)])
 
 
 def overrides(ds_config: Mapping[str, Any]) -> tuple[Override, ...]:
     """Return the overrides that ``engine_config`` recorded in a config; none for a config without the section."""
     return tuple(Override(**entry) for entry in ds_config.get(SECTION, {}).get("overrides", ()))
+
+
+def _with(ds_config: Mapping[str, Any], prescribed: Iterable[Override]) -> dict[str, Any]:
+    """Return a copy with the prescribed values, in which those that differ from the user's are recorded."""
+    config = deepcopy(dict(ds_config))
+    changes = [change for change in prescribed if change.given != change.used]
+    for change in changes:
+        _set(config, change.key, change.used)
+    config[SECTION] = {"overrides": [change._asdict() for change in changes]}
+    return config
 
 
 def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
@@ -81,8 +100,9 @@ def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
         if name not in _KEPT_OFFLOAD_KEYS:
             yield prescribe(f"{_OFFLOAD}.{name}", None, _OWN_STATES)
     bucket = _get(config, "zero_optimization.reduce_bucket_size")
-    used_bucket = OWN_LARGEST_BUCKET if bucket is None else min(int(bucket), OWN_LARGEST_BUCKET)
-    yield prescribe("zero_optimization.reduce_bucket_size", used_bucket, _SMALL_BUCKET)
+    if bucket != "auto":  # left to whoever fills in such values before DeepSpeed reads the config
+        used_bucket = OWN_LARGEST_BUCKET if bucket is None else min(int(bucket), OWN_LARGEST_BUCKET)
+        yield prescribe("zero_optimization.reduce_bucket_size", used_bucket, _SMALL_BUCKET)
     yield prescribe("zero_optimization.stage3_param_persistence_threshold", 0, _NO_PERSISTENCE)
     yield prescribe("zero_allow_untested_optimizer", True, _OWN_ADAM)
     yield prescribe("zero_force_ds_cpu_optimizer", False, _OWN_ADAM)
