@@ -12,15 +12,41 @@ from so_tui.runs.outcome import OutcomeCode
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
-_SAME_SETTINGS = frozenset(OutcomeCode) - {
-    OutcomeCode.OUT_OF_GPU_MEMORY,
-    OutcomeCode.OUT_OF_HOST_MEMORY,
-    OutcomeCode.KILLED_FOR_MEMORY,
-    OutcomeCode.NON_FINITE,
-    OutcomeCode.ADAM_TIMEOUT,
-    OutcomeCode.ADAM_WORKER_LOST,
-}
-"""After these a resume may use the same settings. Any other code, such as that of a problem with the input, calls for others."""
+_OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
+    {
+        OutcomeCode.OUT_OF_GPU_MEMORY,
+        OutcomeCode.OUT_OF_HOST_MEMORY,
+        OutcomeCode.KILLED_FOR_MEMORY,
+        OutcomeCode.NON_FINITE,
+        OutcomeCode.ADAM_TIMEOUT,
+        OutcomeCode.ADAM_WORKER_LOST,
+        # Codes of the engine.
+        "host-memory",
+        "host-memory-limit",
+        "needs-cuda",
+        # Codes of the trainer's problems whose remedy is another value of a key that may change during a run.
+        "attention-needs-gpu",
+        "attention-package-missing",
+        "attention-without-sinks",
+        "data-columns-mismatch",
+        "data-columns-unknown",
+        "data-nothing-trained",
+        "data-prompts-too-long",
+        "data-row-template",
+        "data-source-empty",
+        "data-source-missing",
+        "data-split-empty",
+        "data-split-unknown",
+        "data-subset-of-file",
+        "data-subset-unknown",
+        "data-weight-too-large",
+        "documents-exceed-positions",
+        "held-out-out-of-range",
+        "model-without-routers",
+        "run-length-missing",
+    }
+)
+"""After these a resume needs changed settings. Any other failure (access to a model, a disk, a package) is fixed outside the settings."""
 _ADVICE: dict[str, str] = {
     OutcomeCode.DISK_FULL: "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
     OutcomeCode.ADAM_TIMEOUT: "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`",
@@ -71,7 +97,7 @@ def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
     if outcome.state in ("finished", "stopped"):
         return OutcomeText(outcome.reported, outcome.advice)
     advice = outcome.advice if outcome.reported else _advice(outcome, run)
-    again = _resuming(run, "" if outcome.code in _SAME_SETTINGS else " --set KEY=VALUE")
+    again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
     return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
 
 

@@ -141,7 +141,7 @@ def test_out_of_memory_gets_the_plans_advice() -> None:
 def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(saved: int | None, resuming: str) -> None:
     advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
     failure = Failure(rank=1, code="gpu-out-of-memory", reason="the GPU ran out of memory", suggestion=advice)
-    wrong_input = Failure(rank=1, code="column-missing", reason="there is no column `text`", suggestion=advice)
+    wrong_input = Failure(rank=1, code="data-columns-unknown", reason="there is no column `text`", suggestion=advice)
     outcomes = [
         failed(failures=(failure,)),
         failed(failures=(wrong_input,)),
@@ -159,6 +159,14 @@ def test_other_failures_are_resumed_with_the_same_settings() -> None:
     assert text_of(failed(end=record), 5).suggestion == "`so-tui resume r` continues from step 5"
     with_advice = failed(failures=(Failure(rank=0, code="disk-full", reason="the disk is full", suggestion="Free some space."),))
     assert text_of(with_advice, 5).suggestion == "Free some space. `so-tui resume r` continues from step 5"
+
+
+@pytest.mark.parametrize(
+    "code", ["deepspeed-version", "hub-access-denied", "path-not-found", "not-writable", "tracker-missing", "a-code-of-a-newer-version"]
+)
+def test_a_failure_that_no_setting_fixes_is_resumed_with_the_same_settings(code: str) -> None:
+    outcome = failed(failures=(Failure(rank=0, code=code, reason="it failed", suggestion="Fix it."),))
+    assert text_of(outcome, 5).suggestion == "Fix it. `so-tui resume r` continues from step 5"
 
 
 def test_records_of_older_versions_have_no_code() -> None:
