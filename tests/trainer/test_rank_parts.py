@@ -136,6 +136,9 @@ def test_failures_have_codes_and_suggestions() -> None:
     spoilt = NonFiniteGradientError("The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False)
     assert failures.explain(spoilt, spec, 0, 7).code == "not-finite"
     assert failures.explain(WorkerLostError("The Adam worker was ended by SIGKILL"), spec, 0, 7).code == "adam-worker-lost"
+    stuck = failures.explain(WorkerLostError("The Adam worker made no progress", code="worker-stuck"), spec, 0, 7)
+    assert stuck.code == "adam-timeout"
+    assert "offload.cpu_adam_cores_fraction" in stuck.suggestion
     no_memory = failures.explain(OffloadError("Lower offload.ratio.", code="host-memory"), spec, 0, 7)
     assert (no_memory.code, no_memory.reason) == ("host-memory", "Lower offload.ratio.")
     unknown = failures.explain(ZeroDivisionError("division by zero"), spec, 0, 7)

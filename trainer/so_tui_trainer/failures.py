@@ -101,6 +101,9 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
             return Explanation(error.problems[0].code or "input", reasons, error.problems[0].remedy)
         case NonFiniteGradientError():
             return Explanation("not-finite", str(error), _LOWER_RATE)
+        case WorkerLostError(code="worker-stuck"):
+            advice = "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui doctor`."
+            return Explanation("adam-timeout", str(error), advice)
         case WorkerLostError():
             suggestion = f"If the kernel killed it for lack of memory (see `dmesg`): {less_host_memory(spec)}"
             return Explanation("adam-worker-lost", str(error), suggestion)
