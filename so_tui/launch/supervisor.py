@@ -20,7 +20,7 @@ from types import FrameType
 import msgspec
 
 from so_tui.launch import locks, run_state
-from so_tui.launch.job import Job, NoCommandError
+from so_tui.launch.job import Job
 from so_tui.launch.node_check import NodeDiffersError
 from so_tui.launch.outcome import Evidence, Failure, Outcome, conclude
 from so_tui.launch.outcome_text import RunFacts, outcome_text
@@ -36,6 +36,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL, read_state, write_last_state, write_state
+from so_tui.spec import RunSpec, SoTuiError
 
 TICK_S = 1.0
 _START_TICK_S = 0.2
@@ -97,7 +98,7 @@ class Supervisor:
         write_state(self._run, self._state)
         try:
             self._job.take_over() if self._takes_over else self._job.start()
-        except (locks.LockTakenError, NodeDiffersError, NoCommandError, OSError) as error:
+        except (SoTuiError, OSError) as error:
             return self._finish(_not_started(error))
         self._tree.scan(thorough=self._takes_over)
         self._gone_unseen = self._takes_over and not self._tree.alive
@@ -229,13 +230,7 @@ class Supervisor:
 
     def _finish(self, outcome: Outcome) -> int:
         state = run_state.observed(self._state, self._reader, self._attempt)
-        spec = self._job.launch.spec
-        facts = RunFacts(
-            name=self._run.name,
-            saved_step=state.saved_step,
-            less_gpu_memory=less_gpu_memory(spec),
-            less_host_memory=less_host_memory(spec),
-        )
+        facts = _facts(outcome, self._job.launch.spec, RunFacts(name=self._run.name, saved_step=state.saved_step))
         ended = time.time() if self._heartbeat_at is None else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
         self._state = run_state.final_state(state, outcome, outcome_text(outcome, facts), ended)
         if not deleted(self._run):
@@ -248,8 +243,7 @@ class Supervisor:
         supervisor = identify(os.getpid(), "supervisor")
         if self._takes_over:
             return msgspec.structs.replace(found, supervisor=supervisor, host=self._host, heartbeat=found.heartbeat + 1)
-        forced = not self._job.launch.plan.fits
-        return run_state.first_state(self._run.name, self._attempt, self._host, supervisor, found, forced=forced)
+        return run_state.first_state(self._run.name, self._attempt, self._host, supervisor, found, forced=self._job.launch.forced)
 
     def _install_signals(self) -> None:
         """Treat a signal to us as a request to stop the run: the next tick records it, and the trainer saves and ends."""
@@ -290,6 +284,21 @@ def _failures(folder: Path) -> tuple[Failure, ...]:
         with contextlib.suppress(msgspec.DecodeError):  # incomplete: the rank was killed while it wrote
             found.append(msgspec.json.decode(file.read_bytes(), type=Failure))
     return tuple(found)
+
+
+def _facts(outcome: Outcome, spec: RunSpec, facts: RunFacts) -> RunFacts:
+    """Add the plan's advice where the outcome calls for it. The final state does not depend on it: without it, the advice is general."""
+    if outcome.reported:
+        return facts  # with the trainer's own advice
+    try:
+        match outcome.code:
+            case OutcomeCode.OUT_OF_GPU_MEMORY:
+                return msgspec.structs.replace(facts, less_gpu_memory=less_gpu_memory(spec))
+            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
+                return msgspec.structs.replace(facts, less_host_memory=less_host_memory(spec))
+    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
+        print(f"no advice from the plan: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return facts
 
 
 def _not_started(error: Exception) -> Outcome:

@@ -1,0 +1,70 @@
+"""States that the supervisor writes without ever starting a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.launch import job, prepare, supervisor
+from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.outcome import Outcome
+from so_tui.launch.supervisor import Supervisor
+from so_tui.machine import Machine
+from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.spec import InputError, Problem, RunSpec
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the signals of the test process alone."""
+    monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
+
+
+def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = False) -> RunDirectory:
+    launch = prepare(spec, machine, force=True, inherited={})
+    run = create_run(launch.spec, folder)
+    write_launch(run, new_attempt(run), replace(launch, forced=forced))
+    return run
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_run_is_forced_if_its_launch_was(forced: bool, tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+    """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays forced on resume."""
+    run = attempt(tmp_path, two_ranks, machine, forced=forced)
+    assert Supervisor(run, 1, read_state(run))._state.forced == forced
+
+
+def test_a_machine_that_cannot_be_inspected_fails_the_start(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Machine:
+        raise InputError([Problem(code="no-cpus", field="machine", value="/", message="has no CPUs", remedy="Mount /sys.")])
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(job, "inspect_machine", fail)
+    run = attempt(tmp_path, two_ranks, machine)
+    assert Supervisor(run, 1, read_state(run)).watch() == 1
+    state = read_state(run)
+    assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
+    assert "has no CPUs" in state.reason
+
+
+@pytest.mark.parametrize("code", [OutcomeCode.RANK_LOST, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.KILLED_FOR_MEMORY])
+def test_the_final_state_does_not_depend_on_the_plans_advice(
+    code: OutcomeCode, tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RunSpec] = []
+
+    def fail(spec: RunSpec) -> str:
+        asked.append(spec)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(supervisor, "less_gpu_memory", fail)
+    monkeypatch.setattr(supervisor, "less_host_memory", fail)
+    run = attempt(tmp_path, two_ranks, machine)
+    assert Supervisor(run, 1, read_state(run))._finish(Outcome(state="failed", code=code, who="rank", rank=0)) == 1
+    assert read_state(run).code == code
+    assert len(asked) == (code != OutcomeCode.RANK_LOST)
