@@ -13,7 +13,7 @@ TRAINER_MODULE = "so_tui_trainer"
 
 
 def argv(plan: Plan) -> tuple[str, ...]:
-    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for the node's values."""
+    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for the host's values."""
     return (
         sys.executable,
         "-m",
@@ -28,7 +28,7 @@ def argv(plan: Plan) -> tuple[str, ...]:
 
 
 def resolved(arguments: Sequence[str], values: Mapping[Placeholder, str]) -> tuple[str, ...]:
-    """Return the arguments with the node's values in place of the placeholders."""
+    """Return the arguments with the host's values in place of the placeholders."""
     return tuple(resolve(argument, values) for argument in arguments)
 
 

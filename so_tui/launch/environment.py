@@ -46,7 +46,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
 
 
 def resolved(changes: tuple[Variable, ...], values: Mapping[Placeholder, str]) -> tuple[Variable, ...]:
-    """Return the changes with the node's values in place of the placeholders."""
+    """Return the changes with the host's values in place of the placeholders."""
     return tuple(
         change if change.value is None else msgspec.structs.replace(change, value=resolve(change.value, values)) for change in changes
     )

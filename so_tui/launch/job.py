@@ -14,7 +14,7 @@ import msgspec
 
 from so_tui.launch import environment, locks
 from so_tui.launch.attempt_files import indented, read_launch
-from so_tui.launch.node_check import refuse_different_node
+from so_tui.launch.host_check import refuse_different_host, software_differences
 from so_tui.launch.preparation import LOCAL_ADDRESS, Launch
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Gpu
@@ -52,7 +52,7 @@ class Job:
 
         Raises:
             LockTakenError: Another run uses a GPU.
-            NodeDiffersError: This is not the node that was planned for.
+            HostDiffersError: This is not the host that was planned for.
             NoCommandError: There is no ``launch.json``.
             OSError: The process or a file could not be made.
         """
@@ -61,13 +61,16 @@ class Job:
         folder = locks.lock_folder()
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
         self._locks = locks.take_gpus(folder, self._gpus(), holder)
-        refuse_different_node(self.launch, inspect_machine())
+        host = inspect_machine()
+        refuse_different_host(self.launch, host)
         self.port, port_lock = locks.take_port(folder, holder)
         self._locks = (*self._locks, port_lock)
         launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, port=self.port)
         self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
+            for difference in software_differences(self.launch.machine, host):
+                os.write(log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode())
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,

@@ -54,7 +54,7 @@ _ADVICE: dict[str, str] = {
     OutcomeCode.NUMACTL_FAILED: "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy",
     OutcomeCode.STOP_OVERDUE: "Allow more time with `so-tui stop --grace SECONDS`",
     OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",
-    OutcomeCode.NODE_DIFFERS: "Start it again here, so that it is planned for this node",
+    OutcomeCode.HOST_DIFFERS: "Start it again here, so that it is planned for this host",
     OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
 }
 _REASONS: dict[str, str] = {
@@ -68,7 +68,7 @@ _REASONS: dict[str, str] = {
     OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:.0f} s and was killed; nothing was saved after the last checkpoint",
     OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
     OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
-    OutcomeCode.NODE_DIFFERS: "could not be started: {detail}",
+    OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",
     OutcomeCode.NOT_STARTED: "could not be started: {detail}",
 }
 _LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})

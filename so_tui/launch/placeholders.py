@@ -1,4 +1,4 @@
-"""Values of a launch that are not known until a supervisor starts it on its node.
+"""Values of a launch that are not known until a supervisor starts it on its host.
 
 A launch that is shown or confirmed contains them as ``{NAME}``. The supervisor replaces them and records the result in ``command.json``.
 """

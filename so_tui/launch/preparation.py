@@ -33,7 +33,7 @@ _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "mode
 class Launch(Struct, frozen=True, kw_only=True):
     """Everything that a start needs. What is shown and confirmed is this value, and the supervisor starts from it.
 
-    ``argv`` and ``environment`` contain placeholders for values that exist only on the node (see ``placeholders``).
+    ``argv`` and ``environment`` contain placeholders for values that exist only on the host (see ``placeholders``).
     """
 
     plan: Plan
@@ -55,7 +55,7 @@ class Launch(Struct, frozen=True, kw_only=True):
         return self.plan.spec
 
     def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS) -> Launch:
-        """Return the launch with the node's values in place of the placeholders."""
+        """Return the launch with the host's values in place of the placeholders."""
         values = {
             Placeholder.RUN: str(run),
             Placeholder.ATTEMPT: str(attempt),

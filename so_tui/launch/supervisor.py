@@ -20,8 +20,8 @@ from types import FrameType
 import msgspec
 
 from so_tui.launch import locks, run_state
+from so_tui.launch.host_check import HostDiffersError
 from so_tui.launch.job import Job
-from so_tui.launch.node_check import NodeDiffersError
 from so_tui.launch.outcome import Evidence, Failure, Outcome, conclude
 from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.processes import FirstLoss, ProcessTree, become_subreaper
@@ -305,6 +305,6 @@ def _not_started(error: Exception) -> Outcome:
     code = OutcomeCode.NOT_STARTED
     if isinstance(error, locks.LockTakenError):
         code = OutcomeCode.GPU_IN_USE
-    elif isinstance(error, NodeDiffersError):
-        code = OutcomeCode.NODE_DIFFERS
+    elif isinstance(error, HostDiffersError):
+        code = OutcomeCode.HOST_DIFFERS
     return Outcome(state="failed", code=code, detail="; ".join(str(error).splitlines()))
