@@ -22,7 +22,8 @@ _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is determined again."""
 
 
-_WORKER_SCRIPT = "/superoffload/worker.py"
+_WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py")
+"""The second is the path in earlier versions: a run that they started may live through an upgrade."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
     if parent in (None, "launcher") and any(argument.startswith("--local_rank") for argument in command):
         return "rank"
     # Our engine's worker is a script; DeepSpeed's is a spawned Python process.
-    if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPT) for argument in command):
+    if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPTS) for argument in command):
         return "adam"
     return "other"
 

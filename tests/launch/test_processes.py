@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch import processes
-from so_tui.launch.processes import ProcessTree
+from so_tui.launch.processes import ProcessTree, role_of
 
 
 def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_long(
@@ -35,3 +35,9 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("script", ["/lib/superoffload/worker.py", "/lib/so_tui_trainer/offload/worker.py"])
+def test_the_adam_worker_is_recognised_also_in_a_run_of_an_older_version(script: str) -> None:
+    assert role_of(("python", "-P", script, "3"), "rank") == "adam"
+    assert role_of(("python", "-P", script, "3"), "other") == "other"
