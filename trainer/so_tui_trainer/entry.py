@@ -58,8 +58,6 @@ def _prepare_environment(plan: Plan) -> None:
     if plan.spec.train.deterministic:
         # cuBLAS reads it when it is loaded.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # Otherwise transformers warns at every fork after tokenisation.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 def _parser() -> argparse.ArgumentParser:
