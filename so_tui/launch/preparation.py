@@ -16,7 +16,8 @@ from so_tui.launch.ds_config import ds_config
 from so_tui.launch.environment import Variable
 from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.launch.placeholders import Placeholder
-from so_tui.machine.types import Gpu, Machine
+from so_tui.machine.gpus import visible_gpus
+from so_tui.machine.types import Machine
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
@@ -193,16 +194,11 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
     given = inherited.get("CUDA_VISIBLE_DEVICES")
     if given is None or not machine.gpus:
         return machine
-    entries = [entry.strip() for entry in given.split(",") if entry.strip()]
-    if any(entry.startswith("MIG-") for entry in entries):
+    if any(entry.strip().startswith("MIG-") for entry in given.split(",")):
         message = "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a whole GPU"
         raise Refused([Refusal("mig-instance", message)])
-    visible = tuple(gpu for gpu in machine.gpus if any(_names(entry, gpu) for entry in entries))
+    visible, _ = visible_gpus(machine.gpus, given)
     return msgspec.structs.replace(machine, gpus=visible)
-
-
-def _names(entry: str, gpu: Gpu) -> bool:
-    return entry == str(gpu.index) if entry.isdigit() else bool(gpu.uuid and gpu.uuid.startswith(entry))
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:

@@ -96,7 +96,7 @@ def read_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer,
             listed = ", ".join(str(gpu.index) for gpu in assumed)
             notes.append(f"The memory size of GPU {listed} is unknown here; the published size of {assumed[0].name} is assumed.")
     if files.live and "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpus, hidden = _visible(gpus, os.environ["CUDA_VISIBLE_DEVICES"])
+        gpus, hidden = visible_gpus(gpus, os.environ["CUDA_VISIBLE_DEVICES"])
         if hidden:
             notes.append(f"CUDA_VISIBLE_DEVICES hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
     return FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
@@ -232,7 +232,7 @@ def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None
     return ranked[0][1]
 
 
-def _visible(gpus: tuple[Gpu, ...], variable: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
+def visible_gpus(gpus: tuple[Gpu, ...], variable: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES shows and those it hides. As in CUDA, the list ends at the first unknown entry."""
     shown: set[int] = set()
     for entry in variable.split(","):

@@ -126,6 +126,7 @@ def test_only_visible_gpus_are_used() -> None:
     assert visible("2,3") == [2, 3]
     assert visible("GPU-00000001") == [1]
     assert visible("") == []
+    assert visible("1,7,0") == [1], "as in CUDA, the list ends at the first unknown entry"
     assert visible_machine(machine, {}) is machine
     with pytest.raises(Refused) as caught:
         visible("MIG-1234")
