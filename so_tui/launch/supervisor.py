@@ -98,7 +98,7 @@ class Supervisor:
         write_state(self._run, self._state)
         try:
             self._job.take_over() if self._takes_over else self._job.start()
-        except (SoTuiError, OSError) as error:
+        except (locks.LockTakenError, SoTuiError, OSError) as error:
             return self._finish(_not_started(error))
         self._tree.scan(thorough=self._takes_over)
         self._gone_unseen = self._takes_over and not self._tree.alive
