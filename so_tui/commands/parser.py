@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from so_tui import __version__
+from so_tui.launch.time_limits import DEFAULT_GRACE_S
 
 EPILOG = """\
 exit codes: 0 done, 1 the run failed, 2 wrong usage or input, 3 refused (does not fit or cannot run here),
@@ -150,7 +151,8 @@ def _add_run_commands(commands: _Commands) -> None:
     watch.add_argument("--plain", action="store_true", help=_PLAIN)
     commands.add("runs", "runs:runs", "list the runs, newest first", json, runs_dir)
     stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
-    stop.add_argument("--grace", type=float, default=600.0, metavar="SECONDS", help="kill it after this time (default 600)")
+    grace = "kill it after this time (default %(default)g)"
+    stop.add_argument("--grace", type=float, default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
     resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes)
     resume.add_argument("--plain", action="store_true", help=_PLAIN)
     resume.add_argument("--force", action="store_true", help=_FORCE)

@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from so_tui.launch.checks import missing_inputs, preflight, writable
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
-    from so_tui.launch.preparation import Launch, draft, launch_of, prepare, prepare_resume
+    from so_tui.launch.preparation import Launch, launch_of, prepare, prepare_resume, preview
     from so_tui.launch.supervisor import supervise
 
 __all__ = [
     "Launch",
     "ToolError",
     "call_tool",
-    "draft",
     "ensure_supervised",
     "launch_of",
     "missing_inputs",
     "preflight",
     "prepare",
     "prepare_resume",
+    "preview",
     "resume",
     "start",
     "stop",
@@ -35,7 +35,7 @@ _MODULES = {
     "helpers": ("ToolError", "call_tool", "stream_tool"),
     "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
     "checks": ("missing_inputs", "preflight", "writable"),
-    "preparation": ("Launch", "draft", "launch_of", "prepare", "prepare_resume"),
+    "preparation": ("Launch", "launch_of", "prepare", "prepare_resume", "preview"),
     "supervisor": ("supervise",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

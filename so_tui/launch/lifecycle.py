@@ -15,7 +15,8 @@ from so_tui.launch.checks import quick_checks
 from so_tui.launch.executors import Executor, SupervisorHandle
 from so_tui.launch.executors.local import LocalExecutor
 from so_tui.launch.preparation import Launch, ended_state
-from so_tui.launch.shutdown import DEFAULT_GRACE_S, request_stop
+from so_tui.launch.shutdown import request_stop
+from so_tui.launch.time_limits import DEFAULT_GRACE_S
 from so_tui.machine.types import Machine
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt

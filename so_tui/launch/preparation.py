@@ -119,7 +119,7 @@ def plan_refused(plan: Plan) -> Refused:
     return Refused(refusals, forceable=plan.possible)
 
 
-def draft(spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None) -> tuple[Plan, Launch | None]:
+def preview(spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None) -> tuple[Plan, Launch | None]:
     """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does not fit has a forced launch.
 
     Raises:

@@ -8,18 +8,12 @@ from typing import Literal
 
 import msgspec
 
+from so_tui.launch.time_limits import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory
 from so_tui.spec.files import write_atomic
 
-DEFAULT_GRACE_S = 600.0
-"""How long a stop may take: the step in progress, then a checkpoint of up to hundreds of GB."""
-EXIT_GRACE_S = 60.0
-"""From the trainer's end record until its processes must be gone: the kernel needs time to free hundreds of GB of pinned memory."""
-KILL_AFTER_S = 5.0
-"""From SIGTERM to SIGKILL. DeepSpeed's launcher by itself would wait up to 30 s for each rank."""
-
-Action = Literal["wait", "terminate", "kill"]
+KillAction = Literal["wait", "terminate", "kill"]
 
 
 class StopRequest(control.Request, frozen=True, kw_only=True):
@@ -63,7 +57,7 @@ class Shutdown:
     """When a requested stop must have been carried out."""
     terminated_at: float | None = None
 
-    def next_action(self, now: float) -> Action:
+    def next_action(self, now: float) -> KillAction:
         """Return what to do to the processes now. The caller does it."""
         if self.terminated_at is not None:
             return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import draft, launch_of, prepare
+from so_tui.launch import launch_of, prepare, preview
 from so_tui.launch.attempt_files import read_launch, write_launch
 from so_tui.launch.placeholders import Placeholder
 from so_tui.launch.preparation import visible_machine
@@ -142,14 +142,14 @@ def test_a_plan_for_a_hidden_gpu_is_refused() -> None:
     assert (caught.value.codes, caught.value.forceable) == (("gpu-not-visible",), False)
 
 
-def test_a_draft_shows_what_cannot_start(tiny: RunSpec) -> None:
-    plan, launch = draft(with_gpus(tiny, 2), quad_gh200(), inherited={})
+def test_a_preview_shows_what_cannot_start(tiny: RunSpec) -> None:
+    plan, launch = preview(with_gpus(tiny, 2), quad_gh200(), inherited={})
     assert launch is not None
     assert (launch.plan, launch.forced) == (plan, False)
-    _, too_big = draft(with_gpus(find_preset("qwen3-14b").spec, 1), quad_gh200(), inherited={})
+    _, too_big = preview(with_gpus(find_preset("qwen3-14b").spec, 1), quad_gh200(), inherited={})
     assert too_big is not None
     assert too_big.forced, "it starts only if the user insists"
-    impossible, nothing = draft(with_gpus(tiny, 8), quad_gh200(), inherited={})
+    impossible, nothing = preview(with_gpus(tiny, 8), quad_gh200(), inherited={})
     assert (impossible.possible, nothing) == (False, None)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from so_tui.launch.shutdown import EXIT_GRACE_S, KILL_AFTER_S, Shutdown
+from so_tui.launch.shutdown import Shutdown
+from so_tui.launch.time_limits import EXIT_GRACE_S, KILL_AFTER_S
 
 
 def test_the_trainers_processes_get_time_after_the_end_record() -> None:

@@ -166,12 +166,12 @@ class ConfigureScreen(Page):
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
-        from so_tui.launch import draft
+        from so_tui.launch import preview
 
         machine = self.app.machine
         assert machine is not None
         try:
-            plan, launch = draft(with_values(base, edits), machine)
+            plan, launch = preview(with_values(base, edits), machine)
         except InputError as error:
             self.post_message(Planned(serial, None, error.problems))
             return
