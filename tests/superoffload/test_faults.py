@@ -131,7 +131,9 @@ def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
     group = SubGroup(torch.zeros(10, dtype=torch.float16), 0, ("weight",), (0,), on_gpu=False)
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10))])
     with pytest.raises(superoffload.OffloadError, match="float16") as caught:
-        SuperOffload([group], adamw, gradient_accumulation_steps=1, clipping=0.0, cpus=[0], all_reduce=lambda values: None)
+        SuperOffload(
+            [group], adamw, gradient_accumulation_steps=1, clipping=0.0, cpus=[0], all_reduce=lambda _: None, watchdog_timeout_s=30.0
+        )
     assert caught.value.code == "dtype"
     assert not traces()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from superoffload.step_policy import Action, NormSource, StepTime, step_policy
+from superoffload.step_policy import NormSource, StepTime, SubGroupAction, step_policy
 from superoffload.worker import GradientSource
 
 EARLY, HELD_BACK = StepTime.GRADIENT_COMPLETE, StepTime.NORM_KNOWN
@@ -30,13 +30,15 @@ def test_when_a_sub_group_is_stepped_and_who_takes_the_norm(
 @pytest.mark.parametrize(
     ("accumulation", "clipping", "before", "at_boundary"),
     [
-        (1, 0.0, Action.HOLD, Action.STEP),
-        (1, 1.0, Action.HOLD, Action.HOLD),
-        (3, 0.0, Action.ACCUMULATE, Action.STEP),
-        (3, 1.0, Action.ACCUMULATE, Action.ACCUMULATE),
+        (1, 0.0, SubGroupAction.HOLD, SubGroupAction.STEP),
+        (1, 1.0, SubGroupAction.HOLD, SubGroupAction.HOLD),
+        (3, 0.0, SubGroupAction.ACCUMULATE, SubGroupAction.STEP),
+        (3, 1.0, SubGroupAction.ACCUMULATE, SubGroupAction.ACCUMULATE),
     ],
 )
-def test_what_happens_to_a_complete_sub_group(accumulation: int, clipping: float, before: Action, at_boundary: Action) -> None:
+def test_what_happens_to_a_complete_sub_group(
+    accumulation: int, clipping: float, before: SubGroupAction, at_boundary: SubGroupAction
+) -> None:
     policy = step_policy(accumulation, clipping)
     assert policy.on_complete(boundary=False) is before
     assert policy.on_complete(boundary=True) is at_boundary

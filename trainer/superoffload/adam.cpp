@@ -74,7 +74,7 @@ double over_chunks(int64_t n, uint64_t* progress, const Body& body)
 
 extern "C" {
 
-struct Constants {
+struct AdamWScalars {
     float scale;                  // factor of the gradient, from clipping
     float decay_factor;           // 1 - learning rate * weight decay
     float beta1, one_minus_beta1;
@@ -88,7 +88,7 @@ struct Constants {
 namespace {
 
 template <typename T>
-double step(const Constants c, float* p, float* m, float* v, const float* accumulated, T* staging, bool add_staging, int64_t n,
+double step(const AdamWScalars c, float* p, float* m, float* v, const float* accumulated, T* staging, bool add_staging, int64_t n,
             uint64_t* progress)
 {
     return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
@@ -167,7 +167,7 @@ double superoffload_accumulate(float* accumulated, void* staging, int is_bf16, i
 
 // Takes one AdamW step and leaves the new weights in the staging buffer. The gradient is accumulated + staging; accumulated may be
 // null, and staging is left out unless add_staging. Returns the sum of squares of the gradient before scaling.
-double superoffload_step(const Constants* c, float* p, float* m, float* v, float* accumulated, void* staging, int is_bf16,
+double superoffload_step(const AdamWScalars* c, float* p, float* m, float* v, float* accumulated, void* staging, int is_bf16,
                          int add_staging, int64_t n, uint64_t* progress)
 {
     return is_bf16 ? step(*c, p, m, v, accumulated, static_cast<bfloat16*>(staging), add_staging, n, progress)

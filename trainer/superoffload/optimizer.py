@@ -34,7 +34,7 @@ from superoffload.gpu_states import GpuStates
 from superoffload.meter import Meter, OffloadStats
 from superoffload.norm import GradientNorm
 from superoffload.shared_states import host_available_bytes
-from superoffload.step_policy import Action, NormSource, StepTime, step_policy
+from superoffload.step_policy import NormSource, StepTime, SubGroupAction, step_policy
 from superoffload.sub_groups import Gradient, SubGroup, check_dtypes
 from superoffload.transfers import CompletedEvent, Copy, Event, transfers_for
 
@@ -86,7 +86,7 @@ class SuperOffload:
         clipping: float,
         cpus: Sequence[int],
         all_reduce: Callable[[torch.Tensor], None],
-        watchdog_timeout_s: float = 30.0,
+        watchdog_timeout_s: float,
         available_bytes: Callable[[], int | None] = host_available_bytes,
     ) -> None:
         check_dtypes(sub_groups)
@@ -194,11 +194,11 @@ class SuperOffload:
         if boundary:
             self._step.copied[index] = copied
         match self._policy.on_complete(boundary=boundary):
-            case Action.STEP:
+            case SubGroupAction.STEP:
                 self._send_step(index, 1.0, copied)
-            case Action.ACCUMULATE:
+            case SubGroupAction.ACCUMULATE:
                 self._cpu.accumulate(index, self.steps_taken + 1, first_micro_batch=self._step.micro_batch == 0, after=copied)
-            case Action.HOLD:
+            case SubGroupAction.HOLD:
                 pass
 
     def _send_step(self, index: int, scale: float, after: Event) -> None:

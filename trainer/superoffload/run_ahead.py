@@ -20,15 +20,15 @@ SMALL_SHARE = 1 / 100
 
 
 class RunAheadLimiter:
-    """Limits how many gathered parameters the host may be ahead of the GPU.
+    """Limits how many all-gathered parameters the host may be ahead of the GPU.
 
-    ZeRO-3 releases gathered weights as soon as the host has passed their layer, but their memory is free only when the GPU has passed it
-    too. Nothing else holds back a fast host: on two H200s it gathered 12 layers of an 8B model too many, 5 GB.
+    ZeRO-3 releases all-gathered weights as soon as the host has passed their layer, but their memory is free only when the GPU has
+    passed it too. Nothing else holds back a fast host: on two H200s it all-gathered 12 layers of an 8B model too many, 5 GB.
 
     Used by one thread only: each device has one thread for its backward.
 
     Args:
-        limit: Parameters that the host may have gathered beyond those that the GPU has begun to use.
+        limit: Parameters that the host may have all-gathered beyond those that the GPU has begun to use.
         event: Makes an event of the current stream.
     """
 

@@ -31,7 +31,7 @@ class Settings:
     adam_cpus: tuple[int, ...]
     """The Adam worker's cores."""
     run_ahead_parameters: int
-    """Gathered parameters that the host may be ahead of the GPU with; of no effect on one rank."""
+    """All-gathered parameters that the host may be ahead of the GPU with; of no effect on one rank."""
     watchdog_timeout_s: float = 30.0
     """How long the Adam worker may compute without progress before the run fails."""
     available_bytes: Callable[[], int | None] = host_available_bytes

@@ -41,7 +41,7 @@ class NormSource(Enum):
     """The Adam worker, when it steps the sub-group."""
 
 
-class Action(Enum):
+class SubGroupAction(Enum):
     """What happens to a CPU sub-group whose gradients of one micro-batch are complete."""
 
     STEP = "step"
@@ -63,14 +63,19 @@ class StepPolicy:
         """Whether ``step`` reads the norm on the host. Otherwise it is read a step later, and nothing waits for it."""
         return self.step_time is StepTime.NORM_KNOWN or self.norm_source is not NormSource.GPU
 
-    def on_complete(self, *, boundary: bool) -> Action:
+    def on_complete(self, *, boundary: bool) -> SubGroupAction:
         """Return what to do with a sub-group whose gradients are complete; ``boundary`` in a step's last micro-batch."""
         if boundary and self.step_time is StepTime.GRADIENT_COMPLETE:
-            return Action.STEP
-        return Action.ACCUMULATE if self.accumulates else Action.HOLD
+            return SubGroupAction.STEP
+        return SubGroupAction.ACCUMULATE if self.accumulates else SubGroupAction.HOLD
 
     def gradient_source(self, micro_batch: int) -> GradientSource:
-        """Return where the worker finds the gradient to step with; ``micro_batch`` is the step's last, counted from 0."""
+        """Return where the worker finds the gradient to step with.
+
+        Args:
+            micro_batch: Index of the step's last micro-batch, counted from 0. It matters only with ``StepTime.GRADIENT_COMPLETE``,
+                where the last gradient is added inside the Adam pass.
+        """
         if not self.accumulates:
             return GradientSource.STAGING
         if self.step_time is StepTime.NORM_KNOWN:

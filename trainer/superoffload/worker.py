@@ -119,7 +119,7 @@ def layout(numels: tuple[int, ...], weight_bytes: int, accumulate: bool) -> Memo
     )
 
 
-class Constants(ctypes.Structure):
+class AdamWScalars(ctypes.Structure):
     """The scalars of one AdamW step, as in ``adam.cpp``: computed in double precision, as torch does, and rounded once."""
 
     _fields_ = [
@@ -138,9 +138,9 @@ class Constants(ctypes.Structure):
     ]
 
 
-def constants(command: Command) -> Constants:
+def adamw_scalars(command: Command) -> AdamWScalars:
     """Return the scalars for a STEP command."""
-    return Constants(
+    return AdamWScalars(
         command.scale,
         1 - command.learning_rate * command.weight_decay,
         command.beta1,
@@ -183,8 +183,8 @@ class Kernel:
         if command.operation == Operation.STEP:
             summed = None if command.gradient == GradientSource.STAGING else accumulated
             add_staging = int(command.gradient != GradientSource.ACCUMULATED)
-            constant = ctypes.byref(constants(command))
-            return float(self._step(constant, master_weights, first, second, summed, staging, self._is_bf16, add_staging, numel, progress))
+            scalars = ctypes.byref(adamw_scalars(command))
+            return float(self._step(scalars, master_weights, first, second, summed, staging, self._is_bf16, add_staging, numel, progress))
         if command.operation == Operation.ACCUMULATE:
             return float(self._accumulate(accumulated, staging, self._is_bf16, command.first_micro_batch, numel, progress))
         return float(self._initialize(master_weights, first, second, accumulated, staging, self._is_bf16, numel, progress))

@@ -89,7 +89,7 @@ def share_hyperparameters(engine: Engine) -> None:
 
 
 def limit_run_ahead(engine: Engine, limit: int) -> None:
-    """Keep the host at most ``limit`` gathered parameters ahead of the GPU. Without effect on one rank, where nothing is gathered.
+    """Keep the host at most ``limit`` all-gathered parameters ahead of the GPU. No effect on one rank, which all-gathers nothing.
 
     The next all-gather is queued before the host waits; the plan counts it.
     """
@@ -171,7 +171,7 @@ def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
 
 
 def publish_weights(engine: Engine) -> None:
-    """Cast the master weights to the weights, and update the parameters that stay gathered on all ranks."""
+    """Cast the master weights to the weights, and update the parameters that every rank holds whole (persistent ones)."""
     optimizer = engine.optimizer
     states = sub_group_states(engine)
     optimizer._partition_all_parameters()

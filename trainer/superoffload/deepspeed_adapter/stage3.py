@@ -47,14 +47,14 @@ def own_super_offload(settings: Settings) -> Iterator[None]:
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO-3 up to the reduced gradients, ``SuperOffload`` from there on.
 
-    DeepSpeed shards parameters, gathers them, and runs hooks, buckets and reductions. We replace the division into sub-groups
+    DeepSpeed shards parameters, all-gathers them, and runs hooks, buckets and reductions. We replace the division into sub-groups
     (``so_tui.model.sharding``), the creation of states, the handling of a reduced gradient, and the step. Every all-gather first waits for
     its parameters' new weights.
     """
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
         self._settings = settings
-        self._original_gathers: list[tuple[Any, str, Any]] = []
+        self._original_all_gathers: list[tuple[Any, str, Any]] = []
         super().__init__(*arguments, **keywords)
 
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
@@ -116,22 +116,22 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
 
     def _wait_for_weights_before_all_gather(self) -> None:
-        """Wrap the two functions with which DeepSpeed gathers a parameter, so that both wait for its new weights."""
+        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait for its new weights."""
 
         def waiting(function: Callable[..., Any], own: Any) -> Callable[..., Any]:
-            def gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
+            def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
                 parameters = [own] if param_list is None else list(param_list)
                 self.core.wait_for_weights(
                     {self._member[parameter.ds_id][0] for parameter in parameters if parameter.ds_id in self._member}
                 )
                 return function(parameters, *arguments, **keywords)
 
-            return gather
+            return all_gather
 
         for parameter in self.module.parameters():
             for name in ("all_gather", "all_gather_coalesced"):
                 original = getattr(parameter, name)
-                self._original_gathers.append((parameter, name, original))
+                self._original_all_gathers.append((parameter, name, original))
                 setattr(parameter, name, waiting(original, parameter))
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
@@ -203,9 +203,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().destroy()
 
     def release(self) -> None:
-        """End the worker, release the memory and all references to it, and restore DeepSpeed's gather functions."""
+        """End the worker, release the memory and all references to it, and restore DeepSpeed's all-gather functions."""
         self.core.close()
         self.fp32_partitioned_groups_flat = []
-        for parameter, name, original in self._original_gathers:
+        for parameter, name, original in self._original_all_gathers:
             setattr(parameter, name, original)
-        self._original_gathers.clear()
+        self._original_all_gathers.clear()
