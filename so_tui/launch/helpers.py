@@ -103,9 +103,9 @@ def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None
 
 
 def problem_of(entry: dict[str, Any]) -> Problem:
-    """Convert a problem from a helper's answer."""
-    texts = {key: str(entry.get(key, "")) for key in ("code", "field", "value", "message", "remedy", "default", "file")}
-    return Problem(**texts)
+    """Convert a problem from a helper's answer. Older helpers' answers have no code."""
+    texts = {key: str(entry.get(key, "")) for key in ("field", "value", "message", "remedy", "default", "file")}
+    return Problem(code=str(entry.get("code") or "unknown"), **texts)
 
 
 def _argv(name: str) -> list[str]:

@@ -13,7 +13,7 @@ from msgspec import Struct
 class Problem(Struct, frozen=True, kw_only=True):
     """One invalid input: which field, what was given, what is wrong and how to correct it."""
 
-    code: str = ""
+    code: str
     """What is wrong, in kebab-case and independent of the wording: ``unknown-key``. Documented where it is raised."""
     field: str
     """Dotted name of the field (``offload.ratio``), or another name for the input (``preset``, ``--machine``)."""

@@ -90,7 +90,7 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
     assert len(set(codes)) == len(kinds) > 30
     assert codes[kinds.index(TooFewGpus)] == "too-few-gpus"
     values: dict[str, object] = {
-        "problems": (Problem(field="gpus", value="", message="m", remedy="r"),),
+        "problems": (Problem(code="c", field="gpus", value="", message="m", remedy="r"),),
         "changes": (Change("a.b", 1, 2),),
         "policy": "full",
         "mode": "gpu",

@@ -135,7 +135,10 @@ def test_failures_have_codes_and_suggestions() -> None:
     assert failure.suggestion == wrong.value.problems[0].remedy
     spoilt = NonFiniteGradientError("The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False)
     assert failures.explain(spoilt, spec, 0, 7).code == "not-finite"
-    assert failures.explain(WorkerLostError("The Adam worker was ended by SIGKILL"), spec, 0, 7).code == "adam-worker-lost"
+    assert (
+        failures.explain(WorkerLostError("The Adam worker was ended by SIGKILL", code="worker-ended"), spec, 0, 7).code
+        == "adam-worker-lost"
+    )
     stuck = failures.explain(WorkerLostError("The Adam worker made no progress", code="worker-stuck"), spec, 0, 7)
     assert stuck.code == "adam-timeout"
     assert "offload.cpu_adam_cores_fraction" in stuck.suggestion

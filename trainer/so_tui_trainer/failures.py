@@ -98,7 +98,7 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
             return Explanation(error.code, error.reason, error.suggestion)
         case InputError():
             reasons = "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems)
-            return Explanation(error.problems[0].code or "input", reasons, error.problems[0].remedy)
+            return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
         case NonFiniteGradientError():
             return Explanation("not-finite", str(error), _LOWER_RATE)
         case WorkerLostError(code="worker-stuck"):
@@ -108,7 +108,7 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
             suggestion = f"If the kernel killed it for lack of memory (see `dmesg`): {less_host_memory(spec)}"
             return Explanation("adam-worker-lost", str(error), suggestion)
         case OffloadError():  # The message includes what to do.
-            return Explanation(error.code or "error", str(error), "")
+            return Explanation(error.code, str(error), "")
         case SoTuiError():  # Likewise.
             return Explanation("error", str(error), "")
         case MemoryError() | OSError(errno=errno.ENOMEM):

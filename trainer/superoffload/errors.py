@@ -9,10 +9,10 @@ class OffloadError(Exception):
     """Raised when the run cannot go on.
 
     Attributes:
-        code: What went wrong, in kebab case, for callers and tests; empty where nobody needs to distinguish it.
+        code: What went wrong, in kebab case, for callers and tests.
     """
 
-    def __init__(self, message: str, *, code: str = "") -> None:
+    def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
         self.code = code
 
