@@ -48,20 +48,28 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
     @property
     def range_text(self) -> str:
         """Range in words, with its unit; empty if there is none."""
-        unit = f" {self.unit}" if self.unit else ""
-        low = None if self.minimum is None else f"{self.minimum:g}" if self.type_name == "number" else f"{int(self.minimum):_}"
-        high = None if self.maximum is None else f"{self.maximum:g}" if self.type_name == "number" else f"{int(self.maximum):_}"
-        if low is None and high is None:
+        parts = self.range_parts()
+        if not parts:
             return ""
-        if high is None:
-            return f"{'above' if self.excludes_minimum else 'at least'} {low}{unit}"
-        if low is None:
-            return f"{'below' if self.excludes_maximum else 'at most'} {high}{unit}"
-        if not self.excludes_minimum and not self.excludes_maximum:
-            return f"from {low} to {high}{unit}"
-        return (
-            f"{'above' if self.excludes_minimum else 'at least'} {low} and {'below' if self.excludes_maximum else 'at most'} {high}{unit}"
-        )
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{'from ' if self._closed else ''}{' and '.join(parts)}{unit}"
+
+    def range_parts(self, separator: str = "_") -> tuple[str, ...]:
+        """Return the bounds in words, without unit: ``0 to 1``, or one text for each bound. ``separator`` groups thousands."""
+        low = "" if self.minimum is None else self._bound_text(self.minimum, separator)
+        high = "" if self.maximum is None else self._bound_text(self.maximum, separator)
+        if self._closed:
+            return (f"{low} to {high}",)
+        bounds = (("above" if self.excludes_minimum else "at least", low), ("below" if self.excludes_maximum else "at most", high))
+        return tuple(f"{word} {number}" for word, number in bounds if number)
+
+    @property
+    def _closed(self) -> bool:
+        """Whether both bounds are given and belong to the range."""
+        return None not in (self.minimum, self.maximum) and not self.excludes_minimum and not self.excludes_maximum
+
+    def _bound_text(self, bound: float, separator: str) -> str:
+        return f"{bound:g}" if self.type_name == "number" else f"{int(bound):_}".replace("_", separator)
 
     @property
     def expected(self) -> str:
@@ -70,7 +78,8 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
             return "one of " + ", ".join(self.choices)
         text = _NOUNS[self.type_name]
         if self.range_text:
-            text += f" of {self.range_text}" if self.range_text.startswith("at ") else f" {self.range_text}"
+            first_excluded = self.excludes_minimum if self.minimum is not None else self.excludes_maximum
+            text += f" {self.range_text}" if self._closed or first_excluded else f" of {self.range_text}"
         elif self.unit:
             text += f" ({self.unit})"
         return f"{text}, or a list" if self.takes_list and self.type_name != "list" else text

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from so_tui.plan.types import Plan
 
 
-def impossible_field(plan: Plan | None, machine: Machine) -> tuple[str, str]:
-    """Return the field that makes a plan impossible on this machine and the reason; two empty strings where none does."""
+def impossible_field(plan: Plan | None) -> tuple[str, str]:
+    """Return the field that makes a plan impossible on its machine and the reason; two empty strings where none does."""
+    from so_tui.plan.facts import NoSuchGpu, TooFewGpus
+
     if plan is None or plan.possible:
         return "", ""
-    gpus = plan.spec.gpus
-    present = {gpu.index for gpu in machine.gpus}
-    absent = gpus > len(present) if isinstance(gpus, int) else not present.issuperset(gpus)
-    return ("gpus" if machine.gpus and absent else "offload.mode"), plan.reason_texts[0]
+    field = "gpus" if isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu) else "offload.mode"
+    return field, plan.reason_texts[0]
 
 
 def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
@@ -35,7 +35,7 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
         gradient_accumulation_steps = f"{plan.spec.gradient_accumulation_steps} " if plan.spec.train.tokens_per_step else ""
         return f"{gradient_accumulation_steps}= {thousands(plan.tokens_per_step)} tokens"
     if path == LENGTH and plan.spec.train.steps:
-        return plan_view.length_text(plan, plan.spec.train.steps).partition(", ")[2]
+        return plan_view.run_duration(plan)
     if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
         rank = plan.binding[0]
         return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)} a rank"

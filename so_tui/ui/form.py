@@ -93,7 +93,7 @@ def hint(info: FieldInfo) -> str:
     """Return a hint short enough to stand beside the field: the range, else the unit. The tooltip has the full text."""
     if info.path in HINTS:
         return HINTS[info.path]
-    return info.range_text.removesuffix(info.unit).removeprefix("from ").replace("_", " ").replace(" and ", ", ").strip() or info.unit
+    return ", ".join(info.range_parts(" ")) or info.unit
 
 
 def text_of(value: object) -> str:

@@ -71,9 +71,9 @@ class View:
         return moved
 
     @property
-    def range_note(self) -> str:
-        """What stands beside the charts while they do not show the whole run."""
-        return "" if self.window is None else "newest part" if self.tail else "zoomed"
+    def range_notes(self) -> tuple[str, ...]:
+        """Notes beside the charts while they do not show the whole run."""
+        return () if self.window is None else ("newest part",) if self.tail else ("zoomed",)
 
 
 def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:

@@ -133,11 +133,11 @@ def write_run(
     began = now - steps * STEP_S - 42
     run.plan_path(attempt).write_bytes(msgspec.json.encode(plan))
     run.machine_path(attempt, machine.hostname).write_bytes(machine_json(machine))
-    reason, suggestion = REASONS.get(state, ("", ""))
 
     metrics = MetricsWriter(run, attempt)
     _write_start(metrics, attempt, machine, plan, total, began)
     _write_steps(metrics, chance, run, attempt, steps, total, began, nan_steps)
+    reason, suggestion = REASONS.get(state, ("", ""))
     if state in ("finished", "stopped", "failed"):
         metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))
     metrics.close()
@@ -147,28 +147,7 @@ def write_run(
         samples.append(sample(chance, attempt, now - second, machine, plan))
     samples.close()
     _write_log(run, attempt, machine.hostname, steps, total, began)
-    saved = steps // SAVE_EVERY * SAVE_EVERY
-    write_state(
-        run,
-        RunState(
-            name=run.name,
-            state=state,
-            attempt=attempt,
-            host=machine.hostname,
-            step=steps,
-            total_steps=total,
-            loss=1.482 if steps else None,
-            detail="",
-            reason=reason,
-            suggestion=suggestion,
-            started=began,
-            ended=now if state in EXIT_CODES else None,
-            heartbeat=1,
-            exit_code=EXIT_CODES.get(state),
-            saved_step=saved or None,
-            saved_at=began + 42 + saved * STEP_S if saved else None,
-        ),
-    )
+    _write_state(run, machine.hostname, attempt, state, steps, total, began, now)
     return run
 
 
@@ -205,6 +184,33 @@ def _write_steps(
         if step % SAVE_EVERY == 0:
             path = str(run.checkpoints_dir / f"step-{step}")
             metrics.append(CheckpointRecord(attempt=attempt, time=at, step=step, path=path, bytes=207_000_000_000, seconds=61.0))
+
+
+def _write_state(run: RunDirectory, host: str, attempt: int, state: State, steps: int, total: int, began: float, now: float) -> None:
+    """Write the state of a run that did its last step at ``now``."""
+    reason, suggestion = REASONS.get(state, ("", ""))
+    saved = steps // SAVE_EVERY * SAVE_EVERY
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state=state,
+            attempt=attempt,
+            host=host,
+            step=steps,
+            total_steps=total,
+            loss=1.482 if steps else None,
+            detail="",
+            reason=reason,
+            suggestion=suggestion,
+            started=began,
+            ended=now if state in EXIT_CODES else None,
+            heartbeat=1,
+            exit_code=EXIT_CODES.get(state),
+            saved_step=saved or None,
+            saved_at=began + 42 + saved * STEP_S if saved else None,
+        ),
+    )
 
 
 def _report(rank: RankBinding, host: str) -> RankBindingReport:

@@ -10,6 +10,7 @@ import pytest
 from textual import events
 from textual.widgets import Button, Input, Static
 
+from so_tui.launch import Launch
 from so_tui.ui.screens.configure import ConfigureScreen
 from so_tui.ui.widgets.field import FieldRow
 from tests.support.screen import Driver, opened
@@ -34,6 +35,19 @@ async def test_a_wrong_field_is_marked_and_nothing_can_be_launched(runs_dir: Pat
         gpus = await ui.edit("gpus", "9")
         await ui.until(lambda: button.disabled)
         assert gpus.has_class("-wrong"), "there are four"
+
+
+async def test_launching_right_after_a_key_press_uses_the_new_value(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Launch] = []
+    async with opened(runs_dir) as ui:
+        monkeypatch.setattr(ui.app, "ask_launch", lambda launch, facts: asked.append(launch))
+        await ui.configure()
+        row = await ui.edit("train.warmup_ratio", "0.0")
+        await ui.until(lambda: row.has_class("-changed"))
+        for key, character in (("7", "7"), ("f5", None)):
+            ui.app.post_message(events.Key(key, character))
+        await ui.until(lambda: asked)
+        assert [launch.plan.spec.train.warmup_ratio for launch in asked] == [0.07]
 
 
 async def test_edits_survive_other_screens_and_are_saved_as_a_preset(runs_dir: Path, tmp_path: Path) -> None:

@@ -78,24 +78,32 @@ class ChartPanel(Horizontal):
         if snapshot.evaluations is not None:
             lines.append(snapshot.evaluations)
             names.append("evaluation" if chart.size.width >= ROOMY else "eval")
-        chart.show(lines, names, axis if snapshot.length else None, marks=marks, cursor=view.cursor, note=view.range_note)
+        chart.show(
+            lines,
+            names,
+            axis if snapshot.length else None,
+            marks=marks,
+            cursor=view.cursor,
+            notes=view.range_notes,
+        )
 
     def _show_throughput(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
         chart, latest = self.throughput, snapshot.latest
         roomy = chart.size.width >= ROOMY
         chart.title = "throughput" if roomy else "speed"
         per = "GPU" if snapshot.on_gpus else "rank"
-        note = f"TFLOPS/{per}"
+        notes = [f"TFLOPS/{per}"]
         if latest is not None and view.cursor is None:
             tokens = rate(latest.useful_tokens_per_s_total)
-            mfu = f"   MFU {100 * latest.mfu:.1f} %" if latest.mfu is not None else ""
-            note = f"TFLOPS/{per}   {tokens} tokens/s{mfu}" if roomy else f"TFLOPS  {tokens} tok/s"
+            notes = [f"TFLOPS/{per}", f"{tokens} tokens/s"] if roomy else [f"TFLOPS  {tokens} tok/s"]
+            if roomy and latest.mfu is not None:
+                notes.append(f"MFU {100 * latest.mfu:.1f} %")
         names = ["." if snapshot.training or view.cursor is not None else "last"]
         lines = [snapshot.line("model_tflops_per_gpu", "main", axis)]
-        chart.show(lines, names, axis if snapshot.length else None, marks=marks, cursor=view.cursor, note=note)
+        chart.show(lines, names, axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes)
 
     def _show_norm(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
         latest = snapshot.latest
-        note = "" if latest is None or view.cursor is not None else f"learning rate {significant(latest.learning_rate)}"
+        notes = [] if latest is None or view.cursor is not None else [f"learning rate {significant(latest.learning_rate)}"]
         lines = [snapshot.line("gradient_norm", "raw", axis), snapshot.line("norm_ema", "main", axis)]
-        self.norm.show(lines, [".", ""], axis if snapshot.length else None, marks=marks, cursor=view.cursor, note=note)
+        self.norm.show(lines, [".", ""], axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from textual import on, work
@@ -59,6 +59,8 @@ class ConfigureScreen(Page):
         self._planned: Planned | None = None
         self._serial = 0
         self._timer: Timer | None = None
+        self._when_planned: Callable[[Planned], None] | None = None
+        """The command that waits for the plan of the newest edit."""
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
@@ -126,20 +128,20 @@ class ConfigureScreen(Page):
         values = {**self._base_values, **self._edits}
         if form.query(FieldRow):
             for row in form.query(FieldRow):
-                row.show_value(self._shown_value(row.path, values))
+                row.show_value(*self._shown_value(row.path, values))
         else:
             widgets: list[Widget] = []
             for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
                 widgets.append(Static(title, classes="group"))
-                widgets += [FieldRow(path, field_index().get(path), self._shown_value(path, values)) for path in paths]
+                widgets += [FieldRow(path, field_index().get(path), *self._shown_value(path, values)) for path in paths]
             await form.mount_all(widgets)
         self.replan()
 
-    def _shown_value(self, path: str, values: dict[str, str]) -> str:
+    def _shown_value(self, path: str, values: dict[str, str]) -> tuple[str, str]:
+        """Return the key that a row shows and its text."""
         if path == LENGTH:
-            key, text = length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._length_values(values)})
-            return f"{key.rpartition('.')[2]} {text}"
-        return values.get(path, "")
+            return length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._length_values(values)})
+        return path, values.get(path, "")
 
     def _length_values(self, values: dict[str, str]) -> dict[str, str]:
         """Return the lengths in force: an edited one hides those of the preset."""
@@ -150,10 +152,20 @@ class ConfigureScreen(Page):
     def _edited(self, message: FieldRow.Edited) -> None:
         if self._base is None:
             return
-        self._drafts[self._base.name] = with_edit(self._edits, self._base_values, message.path, message.text)
+        if self._set_field(message.path, message.text):
+            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+
+    def _set_field(self, path: str, text: str) -> bool:
+        """Enter ``text`` into the draft, and return whether that changed it; the plan that is shown is then out of date."""
+        edits = with_edit(self._edits, self._base_values, path, text)
+        if self._base is None or edits == self._edits:
+            return False
+        self._drafts[self._base.name] = edits
+        self._serial += 1
+        self._when_planned = None
         if self._timer is not None:
             self._timer.stop()
-        self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+        return True
 
     # The plan of it.
 
@@ -161,6 +173,8 @@ class ConfigureScreen(Page):
         """Plan the values in the form. The answer to an older request is dropped."""
         if self._base is None or self.app.machine is None:
             return
+        if self._timer is not None:
+            self._timer.stop()
         self._serial += 1
         self._plan(self._serial, self._base, dict(self._edits))
 
@@ -186,9 +200,7 @@ class ConfigureScreen(Page):
         if message.serial != self._serial or self._base is None:
             return
         self._planned = message
-        machine = self.app.machine
-        assert machine is not None
-        self._mark_fields(message, *impossible_field(message.plan, machine))
+        self._mark_fields(message, *impossible_field(message.plan))
         self._show_title()
         plan = message.plan
         self.query_one("#launch", Button).disabled = plan is None or not message.command
@@ -200,9 +212,12 @@ class ConfigureScreen(Page):
                 for problem in message.problems
             ]
             self.query_one("#plan-text", Static).update(Content("\n\n").join(lines))
-            return
-        self.query_one("#verdict", Static).update(plan_view.headline(plan))
-        self._lay_out_plan()
+        else:
+            self.query_one("#verdict", Static).update(plan_view.headline(plan))
+            self._lay_out_plan()
+        waiting, self._when_planned = self._when_planned, None
+        if waiting is not None and self.is_current:
+            waiting(message)
 
     def _lay_out_plan(self) -> None:
         """Draw the plan for the present width of its pane."""
@@ -244,10 +259,21 @@ class ConfigureScreen(Page):
 
     # Commands.
 
+    def _once_planned(self, command: Callable[[Planned], None]) -> None:
+        """Run ``command`` with the plan of what is in the form now, which may not have been made yet."""
+        for row in self.query(FieldRow):
+            if row.has_focus_within:  # its last key press may not have been announced yet
+                self._set_field(*row.entered())
+        if self._planned is not None and self._planned.serial == self._serial:
+            command(self._planned)
+        elif self._base is not None and self.app.machine is not None:
+            self._when_planned = command
+            self.replan()
+
     def action_launch(self) -> None:
-        planned = self._planned
-        if planned is None:
-            return
+        self._once_planned(self._launch)
+
+    def _launch(self, planned: Planned) -> None:
         if planned.plan is None or not planned.plan.possible:
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
@@ -268,8 +294,11 @@ class ConfigureScreen(Page):
             rows.first().focus_control()
 
     def action_save(self) -> None:
-        planned, base = self._planned, self._base
-        if planned is None or planned.plan is None or base is None:
+        self._once_planned(self._save)
+
+    def _save(self, planned: Planned) -> None:
+        base = self._base
+        if planned.plan is None or base is None:
             self.notify("Correct the marked fields first", severity="error")
             return
         from so_tui.ui.screens.save_preset import ask_to_save
@@ -308,8 +337,11 @@ class ConfigureScreen(Page):
         self.app.push_screen(Question(f"Back to preset {self._base.name}?", lines, yes="Undo all changes"), answered)
 
     def action_copy(self) -> None:
-        if self._planned is not None and self._planned.command:
-            self.app.copy_to_clipboard(self._planned.command)
+        self._once_planned(self._copy)
+
+    def _copy(self, planned: Planned) -> None:
+        if planned.command:
+            self.app.copy_to_clipboard(planned.command)
             self.notify("Copied the command")
 
     @on(Button.Pressed)

@@ -17,7 +17,7 @@ from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import gpu_model
 from so_tui.ui.text import memory, memory_of, plural
-from so_tui.ui.widgets.bars import fill, verdict_style
+from so_tui.ui.widgets.bars import fill, usage_style
 from so_tui.ui.widgets.rule import Rule
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _memory_text(node: NumaNode) -> Content:
     used = node.memory_total_bytes - node.memory_free_bytes
     share = used / node.memory_total_bytes if node.memory_total_bytes else 0.0
     cache = f", {memory(node.file_cache_bytes)} of it cache" if node.file_cache_bytes else ""
-    return fill(share, 16, verdict_style(share)) + f"  {memory_of(used, node.memory_total_bytes)} in use{cache}"
+    return fill(share, 16, usage_style(share)) + f"  {memory_of(used, node.memory_total_bytes)} in use{cache}"
 
 
 def _gpu_text(gpu: Gpu) -> Content:

@@ -19,9 +19,11 @@ def fill(share: float, width: int, style: str = "$accent") -> Content:
     return Content.assemble((FULL * full + HALF * half, style), (REST * (width - full - half), "$rule"))
 
 
-def verdict_style(share: float) -> str:
-    """Colour of how full a memory is: calm, near its end, over it."""
-    return "$error" if share > 1 else "$warning" if share > 0.92 else "$accent"
+def usage_style(share: float) -> str:
+    """Return the colour of memory in use: calm, or a warning where less is free than the planner leaves free."""
+    from so_tui.plan.fit import GPU_MARGIN
+
+    return "$warning" if share > 1 - GPU_MARGIN else "$accent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Part:
     amount: float
     text: str
     style: str
+    short_name: str = ""
+    """For narrow terminals, where it differs from ``name``."""
 
 
 def cells_of(amounts: Sequence[float], width: int) -> list[int]:

@@ -92,7 +92,7 @@ class Chart(Widget, can_focus=True):
         self.title, self.unit, self.format_value = title, unit, format_value
         self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
         self.log_scale = False
-        self.note = ""
+        self.notes: tuple[str, ...] = ()
         self.lines: tuple[Line, ...] = ()
         self.names: tuple[str, ...] = ()
         self.axis: Axis | None = None
@@ -114,11 +114,11 @@ class Chart(Widget, can_focus=True):
         *,
         marks: Sequence[Mark] = (),
         cursor: float | None = None,
-        note: str = "",
+        notes: Sequence[str] = (),
     ) -> None:
         """Show new data; ``names`` label each line's value in the heading, where an empty one hides it."""
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
-        self.marks, self.cursor, self.note = tuple(marks), cursor, note
+        self.marks, self.cursor, self.notes = tuple(marks), cursor, tuple(notes)
         window = None if axis is None else (axis.unit, axis.low, axis.high)
         # Series grow in place, so their length says whether there is anything new.
         shown = (
@@ -127,7 +127,7 @@ class Chart(Widget, can_focus=True):
             window,
             self.marks,
             cursor,
-            note,
+            self.notes,
             self.waiting,
         )
         if shown != self._shown:
@@ -221,7 +221,7 @@ class Chart(Widget, can_focus=True):
             yield [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
         if self.log_scale:
             yield [Segment("  log y", styles["note"])]
-        for note in filter(None, self.note.split("   ")):
+        for note in self.notes:
             yield [Segment(f"  {note}", styles["note"])]
 
     def _with_cursor(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:

@@ -54,19 +54,18 @@ class FieldRow(Horizontal):
             self.path, self.text = path, text
             super().__init__()
 
-    def __init__(self, path: str, info: FieldInfo | None, value: str) -> None:
-        """``info`` is None for the length, whose value is ``steps 1000``."""
-        self.path, self.info, self._value = path, info, value
+    def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
+        """``key`` is the path that ``value`` is set under: for the length, which has no ``info``, one of LENGTH_KEYS, else ``path``."""
+        self.path, self.info, self._key, self._value = path, info, key, value
         super().__init__(id="field-" + path.replace(".", "-"))
 
     def compose(self) -> ComposeResult:
         yield Label(label(self.path), classes="field-name")
         info = self.info
         if info is None:
-            unit, _, number = self._value.partition(" ")
-            yield Entry(number, compact=True, classes="field-control field-number")
+            yield Entry(self._value, compact=True, classes="field-control field-number")
             options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
-            yield Select(options, value=f"train.{unit}", allow_blank=False, compact=True, classes="field-unit")
+            yield Select(options, value=self._key, allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
             yield Tick(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
         elif info.choices:
@@ -85,14 +84,13 @@ class FieldRow(Horizontal):
         if self.info is not None:
             self.tooltip = Content(f"{self.path}: {self.info.description}")
 
-    def show_value(self, value: str) -> None:
+    def show_value(self, key: str, value: str) -> None:
         """Set the control without posting Edited."""
-        self._value = value
+        self._key, self._value = key, value
         with self.prevent(Input.Changed, Select.Changed, Checkbox.Changed):
             if self.info is None:
-                unit, _, number = value.partition(" ")
-                self.query_one(Input).value = number
-                self.query_one(Select).value = f"train.{unit}"
+                self.query_one(Input).value = value
+                self.query_one(Select).value = key
             elif self.info.type_name == "boolean":
                 self._check(value == "true")
             elif self.info.choices:
@@ -115,17 +113,18 @@ class FieldRow(Horizontal):
     @on(Checkbox.Changed)
     def _changed(self, event: Message) -> None:
         event.stop()
+        if self.query(Checkbox):
+            self._check(self.query_one(Checkbox).value)
+        self.post_message(self.Edited(*self.entered()))
+
+    def entered(self) -> tuple[str, str]:
+        """Return the path that the control sets now, and its text."""
         if self.path == LENGTH:
-            path = str(self.query_one(Select).value)
-            self.post_message(self.Edited(path, self.query_one(Input).value))
-        elif self.query(Checkbox):
-            checked = self.query_one(Checkbox).value
-            self._check(checked)
-            self.post_message(self.Edited(self.path, "true" if checked else "false"))
-        elif self.query(Select):
-            self.post_message(self.Edited(self.path, str(self.query_one(Select).value)))
-        else:
-            self.post_message(self.Edited(self.path, self.query_one(Input).value))
+            return str(self.query_one(Select).value), self.query_one(Input).value
+        if self.query(Checkbox):
+            return self.path, "true" if self.query_one(Checkbox).value else "false"
+        control = self.query_one(Select) if self.query(Select) else self.query_one(Input)
+        return self.path, str(control.value)
 
     def _check(self, checked: bool) -> None:
         box = self.query_one(Checkbox)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from so_tui.ui.text import disk, duration, memory, memory_of, plural, rate, significant
-from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked, verdict_style
+from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}
-LABEL = 11
+LABEL = 13
 """Cells of the labels left of the bars."""
 
 
@@ -64,7 +64,7 @@ def launch_facts(plan: Plan) -> list[Content]:
         headline(plan),
         *memory_lines(plan, 70),
         Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
-        Content(length_text(plan, plan.spec.train.steps)),
+        Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
 
@@ -91,17 +91,19 @@ def mode_text(plan: Plan) -> str:
 
 
 def memory_lines(plan: Plan, width: int) -> list[Content]:
-    """Bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
+    """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
+    from so_tui.plan.fit import GPU_MARGIN, HOST_MARGIN
+
     bar = min(28, max(8, width - LABEL - 20))
     lines: list[Content] = []
     if plan.gpu_bytes:
-        lines.append(_bar_line("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, bar))
+        lines.append(_bar_line("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, bar, GPU_MARGIN))
     if plan.host_bytes_per_node:
         node = max(
             plan.host_bytes_per_node, key=lambda node: plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
         )
-        name = "each node" if len(plan.host_bytes_per_node) > 1 else "node"
-        lines.append(_bar_line(name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), bar))
+        name = "fullest node" if len(plan.host_bytes_per_node) > 1 else "node"
+        lines.append(_bar_line(name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), bar, HOST_MARGIN))
     rest = []
     if plan.shm_bytes:
         rest.append(("/dev/shm", memory(plan.shm_bytes)))
@@ -114,13 +116,18 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
     return lines
 
 
-def _bar_line(name: str, used: int, total: int | None, width: int) -> Content:
+def _bar_line(name: str, used: int, total: int | None, width: int, margin: float) -> Content:
+    """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free."""
+    from so_tui.plan.fit import TIGHT_MARGIN
+
     label = Content.styled(f"{name:<{LABEL}}", "$faint")
     if not total:
         return label + memory(used)
     share = used / total
-    over = Content.styled("  ✗ too much", "$error") if share > 1 else Content("")
-    return label + fill(share, width, verdict_style(share)) + f"  {memory_of(used, total)}" + over
+    too_small = share > 1 - TIGHT_MARGIN
+    style = "$error" if too_small else "$warning" if share > 1 - margin else "$accent"
+    over = Content.styled("  ✗ too much", "$error") if too_small else Content("")
+    return label + fill(share, width, style) + f"  {memory_of(used, total)}" + over
 
 
 def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
@@ -206,9 +213,12 @@ def binding_lines(plan: Plan) -> list[Content]:
     return lines
 
 
-def length_text(plan: Plan, steps: int) -> str:
-    """``131 072 tokens a step``, and how long the run takes where that is known."""
-    text = f"{thousands(plan.tokens_per_step)} tokens a step"
-    if steps and plan.step_s:
-        text += f", {thousands(steps)} steps in about {duration(steps * plan.step_s)}"
-    return text
+def tokens_per_step(plan: Plan) -> str:
+    """Return ``131 072 tokens a step``."""
+    return f"{thousands(plan.tokens_per_step)} tokens a step"
+
+
+def run_duration(plan: Plan) -> str:
+    """Return ``1 000 steps in about 52 min``; empty where the number of steps or the speed is not known."""
+    steps = plan.spec.train.steps
+    return f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}" if steps and plan.step_s else ""

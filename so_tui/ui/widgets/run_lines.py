@@ -10,7 +10,7 @@ from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
 from so_tui.ui.text import age, duration, memory_of, shorten
-from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, verdict_style
+from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, usage_style
 from so_tui.units import thousands
 
 SIGNS = {
@@ -28,6 +28,7 @@ SIGNS = {
 STALE_S = 8.0
 """Seconds without news after which a live run is marked as stale: several beats of a supervisor that beats once a second."""
 _PART_NAMES = ("data", "forward", "backward", "optimizer exposed", "other")
+_SHORT_PART_NAMES = ("data", "forward", "backward", "exposed", "other")
 _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part")
 
 
@@ -113,7 +114,10 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     if not snapshot.recent:
         return Content.styled("step anatomy: after the first step", "$faint")
     values = [max(0.0, snapshot.recent_median(name)) for name in PARTS]
-    parts = [Part(name, value, duration(value), style) for name, value, style in zip(_PART_NAMES, values, _PART_STYLES, strict=True)]
+    parts = [
+        Part(name, value, duration(value), style, short_name)
+        for name, value, style, short_name in zip(_PART_NAMES, values, _PART_STYLES, _SHORT_PART_NAMES, strict=True)
+    ]
     head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_median('step_s'))}  ")
     named = legend(parts)
     room = width - head.cell_length - named.cell_length - 2
@@ -130,7 +134,7 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
 def _short_legend(parts: list[tuple[int, Part]]) -> Content:
     pieces: list[tuple[str, str] | str] = []
     for index, part in parts:
-        pieces += [(FILLS[index], part.style), (f" {part.name.removeprefix('optimizer ')} ", "$faint"), part.text, "  "]
+        pieces += [(FILLS[index], part.style), (f" {part.short_name} ", "$faint"), part.text, "  "]
     return Content.assemble(*pieces[:-1])
 
 
@@ -157,7 +161,7 @@ def _gpu_line(view: GpuView, width: int) -> Content:
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_used_bytes / gpu.memory_total_bytes
         text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
-        pieces.append(fill(share, bar, verdict_style(share)) + f" {text}" if width > 60 else Content(text))
+        pieces.append(fill(share, bar, usage_style(share)) + f" {text}" if width > 60 else Content(text))
     if gpu.power_w is not None:
         pieces.append(Content(f"{gpu.power_w:.0f} W"))
     if gpu.clock_mhz is not None:
