@@ -83,7 +83,7 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(tmp_path: Path, 
     launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
     quick_checks(launch)
     lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[1]), locks.Holder(run="/runs/busy-one", pid=77))
-    with pytest.raises(Refused, match=r"busy-one \(pid 77\)") as caught:
+    with pytest.raises(Refused) as caught:
         quick_checks(launch)
     assert caught.value.codes == ("gpu-in-use",)
     lock.release()

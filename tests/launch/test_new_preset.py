@@ -116,8 +116,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     described = describe_model(str(model))
     first = add_preset(described).read_text()
     assert "name = one: is taken by" in refusal(model)
-    with pytest.raises(InputError, match="is taken by"):
+    with pytest.raises(InputError) as caught:
         create_preset(described.spec)
+    assert [(problem.code, problem.value) for problem in caught.value.problems] == [("name-taken", '"one"')]
     assert create_preset(msgspec.structs.replace(described.spec, name="two")).name == "two.toml"
     assert find_preset("one").path.endswith("one.toml")
     assert Path(find_preset("one").path).read_text() == first

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
 from so_tui.model.layout import Parameter, layout_of
-from so_tui.plan.types import MemoryPolicy
-from so_tui_trainer import binding
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.build import TrainedModel, set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.optimizer import SuperOffload
-from superoffload.shared_states import MEMORY_NAME
-from superoffload.transfers import HostTransfers, Transfer
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
@@ -266,44 +259,6 @@ def test_a_learning_rate_set_too_late_is_refused() -> None:
         assert caught.value.code == "learning-rate-changed"
 
 
-def test_nothing_is_left_behind() -> None:
-    before = set(Path("/dev/shm").iterdir())
-    with support.engine(support.spec("superoffload", 1.0)) as made:
-        support.train(made, support.batches(1))
-        pid = superoffload.worker_pid(made)
-        assert pid is not None
-        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-    assert not Path(f"/proc/{pid}").exists()
-    gc.collect()
-    assert MEMORY_NAME not in Path("/proc/self/maps").read_text()
-    assert set(Path("/dev/shm").iterdir()) == before
-    superoffload.close(made)  # a second call is harmless
-
-
-def test_the_worker_computes_on_its_own_cores() -> None:
-    with support.engine(support.spec("superoffload", 1.0)) as made:
-        pid = superoffload.worker_pid(made)
-        assert pid is not None
-        assert os.sched_getaffinity(pid) == set(support.binding().adam_cpus)
-
-
-def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
-    """The worker touches the pages first, so they are allocated by the policy that it inherits."""
-    policy = MemoryPolicy(mode="bind", nodes=(0,))
-    unbound = binding.memory_policy()
-    bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
-    if bound.problem or unbound != "default":
-        pytest.skip(bound.problem or f"the memory policy here is {unbound}, which cannot be set again")
-    try:
-        with support.engine(support.spec("superoffload", 1.0)) as made:
-            maps = Path(f"/proc/{superoffload.worker_pid(made)}/numa_maps").read_text().splitlines()
-            (shared,) = [line for line in maps if MEMORY_NAME in line]
-            assert "bind:0" in shared
-            assert "N0=" in shared
-    finally:
-        binding.bind(support.binding())
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
 def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
     """Compare names, sizes and devices: if they differed, the planner would predict another optimizer's memory and speed."""
@@ -346,20 +301,3 @@ def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> N
         assert "causal.model.embed_tokens.weight" in core.sub_groups[order[0]].names
         assert "causal.lm_head.weight" in core.sub_groups[order[-1]].names
         assert len(order) == len(core.sub_groups) > 4
-
-
-def test_weights_are_copied_by_threads_that_were_attached_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    attached, copying = {threading.get_ident()}, set[int]()
-    copy = HostTransfers.weights_to_gpu
-
-    def recording(self: HostTransfers, *tensors: torch.Tensor) -> Transfer:
-        copying.add(threading.get_ident())
-        return copy(self, *tensors)
-
-    monkeypatch.setattr(HostTransfers, "attach", lambda self: attached.add(threading.get_ident()))
-    monkeypatch.setattr(HostTransfers, "weights_to_gpu", recording)
-    with support.engine(support.spec("superoffload", 1.0)) as made:
-        support.train(made, support.batches(2))
-        superoffload.synchronize(made)
-    assert copying
-    assert copying <= attached

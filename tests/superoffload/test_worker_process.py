@@ -1,0 +1,74 @@
+"""The engine's worker process, threads and memory on one rank, on the CPU: where they run, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import superoffload
+from so_tui.plan.types import MemoryPolicy
+from so_tui_trainer import binding
+from superoffload.shared_states import MEMORY_NAME
+from superoffload.transfers import HostTransfers, Transfer
+from tests.support import engine as support
+
+
+def test_nothing_is_left_behind() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        support.train(made, support.batches(1))
+        pid = superoffload.worker_pid(made)
+        assert pid is not None
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    assert not Path(f"/proc/{pid}").exists()
+    gc.collect()
+    assert MEMORY_NAME not in Path("/proc/self/maps").read_text()
+    assert set(Path("/dev/shm").iterdir()) == before
+    superoffload.close(made)  # a second call is harmless
+
+
+def test_the_worker_computes_on_its_own_cores() -> None:
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        pid = superoffload.worker_pid(made)
+        assert pid is not None
+        assert os.sched_getaffinity(pid) == set(support.binding().adam_cpus)
+
+
+def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
+    """The worker touches the pages first, so they are allocated by the policy that it inherits."""
+    policy = MemoryPolicy(mode="bind", nodes=(0,))
+    unbound = binding.memory_policy()
+    bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
+    if bound.problem or unbound != "default":
+        pytest.skip(bound.problem or f"the memory policy here is {unbound}, which cannot be set again")
+    try:
+        with support.engine(support.spec("superoffload", 1.0)) as made:
+            maps = Path(f"/proc/{superoffload.worker_pid(made)}/numa_maps").read_text().splitlines()
+            (shared,) = [line for line in maps if MEMORY_NAME in line]
+            assert "bind:0" in shared
+            assert "N0=" in shared
+    finally:
+        binding.bind(support.binding())
+
+
+def test_weights_are_copied_by_threads_that_were_attached_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached, copying = {threading.get_ident()}, set[int]()
+    copy = HostTransfers.weights_to_gpu
+
+    def recording(self: HostTransfers, *tensors: torch.Tensor) -> Transfer:
+        copying.add(threading.get_ident())
+        return copy(self, *tensors)
+
+    monkeypatch.setattr(HostTransfers, "attach", lambda self: attached.add(threading.get_ident()))
+    monkeypatch.setattr(HostTransfers, "weights_to_gpu", recording)
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        support.train(made, support.batches(2))
+        superoffload.synchronize(made)
+    assert copying
+    assert copying <= attached
