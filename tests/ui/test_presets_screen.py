@@ -93,7 +93,7 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
             await ui.until(lambda: "was not started" in ui.text())
             await ui.press("escape")
         await ui.press("5", "g")
-        await ui.until(lambda: "another machine" not in ui.text())
+        await ui.until(lambda: "planning for another machine" not in ui.text())
         await ui.press("1")
         await ui.until(lambda: len(ui.find("#table", DataTable).columns) == here)
 
