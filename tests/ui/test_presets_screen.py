@@ -47,7 +47,7 @@ async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(run
         await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
         await ui.press("slash")
         await ui.type_text("zzz")
-        await ui.until(lambda: "no model" in ui.shown("#detail-title"))
+        await ui.until(lambda: "no match" in ui.shown("#detail-title"))
 
 
 async def test_a_preset_that_does_not_fit_says_why_and_is_not_started(runs_dir: Path) -> None:
