@@ -164,7 +164,7 @@ class SoTuiApp(App[None]):
         self.catalog = load_catalog()
         screen = self.screen_stack[0]
         if then_edit and isinstance(screen, ConfigureScreen):
-            screen.go_on_with(then_edit)
+            screen.continue_with(then_edit)
 
     def list_runs(self) -> None:
         """Request another reading of the list of runs. A reading under way, as on a slow file system, is completed first."""

@@ -76,9 +76,9 @@ class Snapshot:
     """Nodes and GPUs show means over the training, because the run has ended and its host now does other work."""
     log_lines: tuple[LogLine, ...]
     log_partial: str
-    silent_s: float
+    heartbeat_age_s: float
     """Seconds since the supervisor's heartbeat last moved, by this process's clock."""
-    trouble: str = ""
+    read_error: str = ""
     """Why this poll could not read; everything else is as of the poll before."""
     deleted: bool = False
     """The run's folder does not exist any more; everything else is as of the poll before."""
@@ -116,7 +116,7 @@ class Snapshot:
         return self.whole.series
 
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
-        """A metric, in full detail where that was read for the window that ``axis`` shows."""
+        """Return a metric, in full detail where that was read for the window that ``axis`` shows."""
         closer = self.closer
         if closer is not None and axis is not None and closer.covers(*axis.in_steps()):
             return closer.line(metric, role, len(closer))
@@ -156,10 +156,10 @@ class RunFollower:
     def poll(self, window: tuple[float, float] | None = None) -> Snapshot:
         """Read what is new, and the steps in ``window`` in full detail.
 
-        A directory that cannot be read now is reported in ``trouble``; earlier data stays.
+        A directory that cannot be read now is reported in ``read_error``; earlier data stays.
         """
         lines: list[LogLine] = []
-        trouble = ""
+        read_error = ""
         try:
             for _ in range(MOST_POLLS):
                 update = self._reader.poll()
@@ -178,8 +178,8 @@ class RunFollower:
             self._loads.average(self._whole.times)
             self._read_window(window)
         except OSError as error:
-            trouble = f"{error.strerror or error} ({error.filename or self.run.path})"
-        return self._snapshot(tuple(lines), trouble)
+            read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
+        return self._snapshot(tuple(lines), read_error)
 
     def _seed(self) -> None:
         """Load the overview of the run so far."""
@@ -223,7 +223,7 @@ class RunFollower:
         except (OSError, InputError, msgspec.DecodeError):
             return  # not written yet, or by another version: the dashboard leaves out what only they contain
 
-    def _snapshot(self, lines: tuple[LogLine, ...], trouble: str) -> Snapshot:
+    def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, state = self._reader, self._reader.state
         return Snapshot(
             run=self.run,
@@ -249,8 +249,8 @@ class RunFollower:
             averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,
-            silent_s=self._watch.unchanged_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
-            trouble=trouble,
+            heartbeat_age_s=self._watch.unchanged_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
+            read_error=read_error,
             deleted=deleted(self.run),
             stop_asked="stop" in control.pending(self.run),
         )

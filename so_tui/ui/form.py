@@ -47,13 +47,13 @@ LABELS = {
     "gpus": "GPUs",
     LENGTH: "train for",
     "data.loss": "loss on",
-    "offload.ratio": "ratio on the CPU",
+    "offload.ratio": "offload ratio",
     "offload.cpu_adam_cores_fraction": "CPU-Adam cores",
     "train.gradient_accumulation": "accumulation",
     "train.tokens_per_step": "tokens a step",
     "train.warmup_ratio": "warm-up share",
     "train.decay_ratio": "decay share",
-    "train.min_learning_rate_ratio": "lowest rate",
+    "train.min_learning_rate_ratio": "minimum LR ratio",
     "train.gradient_clipping": "clipping",
     "checkpoint.every_steps": "save every, steps",
     "checkpoint.every_minutes": "save every, minutes",
@@ -156,6 +156,6 @@ def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text
     return changed
 
 
-def typed_over(edits: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, str]:
+def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> dict[str, str]:
     """Return the edits that the user typed: those that differ from what a recommendation filled in."""
-    return {path: text for path, text in edits.items() if taken.get(path) != text}
+    return {path: text for path, text in edits.items() if recommended.get(path) != text}

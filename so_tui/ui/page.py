@@ -27,7 +27,11 @@ SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
 
 
 OTHER_MACHINE = Binding(
-    "o", "app.other_machine", "Other machine", id="other-machine", tooltip="Plan for a machine that a file describes; empty for this one"
+    "o",
+    "app.other_machine",
+    "Other machine",
+    id="other-machine",
+    tooltip="Plan for another machine, from its `inspect --json` file; empty for this one",
 )
 
 
@@ -61,7 +65,7 @@ class TopLine(Widget):
 
     def render(self) -> Content:
         app, live = self.app, self._live
-        right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no run live", "$faint")
+        right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no live runs", "$faint")
         if app.starting:
             right = Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ") + right
         left = Content.styled("so-tui", "bold $accent")
@@ -71,7 +75,7 @@ class TopLine(Widget):
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:
-                left += Content.styled("planned for, not this machine  ", "$warning")
+                left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
             for fact in [*machine_facts(app.machine), *([app.doctor_line] if app.doctor_line else [])]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:

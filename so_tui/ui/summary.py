@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def gpu_model(name: str) -> str:
-    """``NVIDIA GH200 480GB`` -> ``GH200 480GB``."""
+    """Return ``GH200 480GB`` for ``NVIDIA GH200 480GB``."""
     for prefix in ("NVIDIA ", "AMD "):
         name = name.removeprefix(prefix)
     return name
 
 
 def gpus_text(gpus: tuple[Gpu, ...]) -> str:
-    """``4x GH200 95 GiB``, or ``no GPU``."""
+    """Return ``4x GH200 95 GiB``, or ``no GPU``."""
     if not gpus:
         return "no GPU"
     kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
@@ -27,7 +27,7 @@ def gpus_text(gpus: tuple[Gpu, ...]) -> str:
 
 
 def nodes_text(machine: Machine) -> str:
-    """``4 NUMA nodes x 72 cores, 117 GiB each``."""
+    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
     nodes = machine.cpu_nodes
     cores = {len(node.cpus) for node in nodes}
     sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
@@ -40,7 +40,7 @@ def nodes_text(machine: Machine) -> str:
 
 
 def machine_facts(machine: Machine) -> list[str]:
-    """Facts for one line, most important first."""
+    """Return facts for one line, most important first."""
     facts = [gpus_text(machine.gpus), nodes_text(machine)]
     if len(machine.allowed_cpus) < len(machine.online_cpus):
         facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")

@@ -101,5 +101,5 @@ _FALLBACKS = {
 
 
 def fallback_variables(variables: dict[str, str]) -> dict[str, str]:
-    """The program's own colour names for a theme that does not define them."""
+    """Return the program's own colour names for a theme that does not define them."""
     return {name: variables.get(base, variables["foreground"]) for name, base in _FALLBACKS.items()}

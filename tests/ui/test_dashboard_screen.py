@@ -16,7 +16,7 @@ from so_tui.runs.records import EvaluationRecord, State
 from so_tui.ui.screens.help import key_groups
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.log import LogView
-from so_tui.ui.widgets.nodes import NumaNodes
+from so_tui.ui.widgets.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, Driver, opened
 

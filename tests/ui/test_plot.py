@@ -34,7 +34,7 @@ def drawn(values: list[float], width: int, height: int, glyphs: GlyphName = "bra
     return ["".join(text for text, _ in canvas.row(row)) for row in range(height)]
 
 
-def test_extremes_of_any_stretch_agree_with_a_plain_search() -> None:
+def test_extremes_of_any_range_agree_with_a_plain_search() -> None:
     chance = random.Random(3)
     values = [chance.gauss(0, 1) if chance.random() > 0.02 else math.nan for _ in range(5000)]
     series = Series()
@@ -48,7 +48,7 @@ def test_extremes_of_any_stretch_agree_with_a_plain_search() -> None:
         assert series.has_gap(start, stop) == any(value != value for value in values[start:stop])
 
 
-def test_a_stretch_of_a_million_values_is_looked_at_by_its_pyramid() -> None:
+def test_a_range_of_a_million_values_is_read_through_its_pyramid() -> None:
     series = Series()
     for value in range(200_000):
         series.append(float(value))

@@ -28,7 +28,7 @@ async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: 
         table = await ui.presets()
         assert table.row_count == len(load_catalog().presets)
         text = ui.text()
-        for word in ("quad-gh200", "4 GPUs", "tiny (embedded)", "✓", "✗ too big", "First time here?", "no run live"):
+        for word in ("quad-gh200", "4 GPUs", "tiny (embedded)", "✓", "✗ too big", "First time here?", "no live runs"):
             assert word in text, word
         await ui.until(lambda: re.search(r" on \d GPU", ui.shown("#detail-title")))
         assert "each GPU" in ui.shown("#detail")
@@ -47,7 +47,7 @@ async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(run
         await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
         await ui.press("slash")
         await ui.type_text("zzz")
-        await ui.until(lambda: "no model" in ui.shown("#detail-title"))
+        await ui.until(lambda: "no match" in ui.shown("#detail-title"))
 
 
 async def test_a_preset_that_does_not_fit_says_why_and_is_not_started(runs_dir: Path) -> None:
@@ -84,16 +84,16 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
         await ui.until(lambda: "cannot be read" in ui.shown("#said"))
         ui.find("Input", Input).value = str(file)
         await ui.press("enter")
-        await ui.until(lambda: "quad-gh200  planned for, not this machine" in ui.text())
+        await ui.until(lambda: "quad-gh200  planning for another machine" in ui.text())
         await ui.until(lambda: "4 GPUs" in ui.text())
         for screen in "12":
             await ui.press(screen)
-            await ui.until(lambda: "planned for, not this machine" in ui.text())
+            await ui.until(lambda: "planning for another machine" in ui.text())
             await ui.press("f5")
             await ui.until(lambda: "was not started" in ui.text())
             await ui.press("escape")
         await ui.press("5", "g")
-        await ui.until(lambda: "not this machine" not in ui.text())
+        await ui.until(lambda: "planning for another machine" not in ui.text())
         await ui.press("1")
         await ui.until(lambda: len(ui.find("#table", DataTable).columns) == here)
 
@@ -116,10 +116,10 @@ async def test_a_late_inspection_of_this_machine_does_not_replace_another(runs_d
         monkeypatch.setattr(messages.Loaded, "__init__", noted)
         await ui.press("5", "g")
         ui.app.plan_for(quad_machine(), "quad.json")
-        await ui.until(lambda: "quad-gh200  planned for, not this machine" in ui.text())
+        await ui.until(lambda: "quad-gh200  planning for another machine" in ui.text())
         late.set()
         await ui.until(lambda: len(answers) == 2)
-        assert "quad-gh200  planned for, not this machine" in ui.text()
+        assert "quad-gh200  planning for another machine" in ui.text()
 
 
 async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from rich.text import Text
 from textual.scrollbar import ScrollBarRender
@@ -122,6 +123,17 @@ def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     assert "100 steps on builtin:tiny/rows.jsonl" in facts
 
 
+def test_memory_bars_have_the_colours_of_the_verdict() -> None:
+    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
+    assert plan.gpu_capacity_bytes
+    found = []
+    for share in (0.5, 0.95, 0.99, 1.2):
+        filled = msgspec.structs.replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
+        bar = plan_view.memory_lines(filled, 80)[0]
+        found.append((str(bar.spans[1].style), "too much" in bar.plain))
+    assert found == [("$accent", False), ("$warning", False), ("$error", True), ("$error", True)]
+
+
 def test_glyphs_follow_setting_locale_and_terminal() -> None:
     assert chosen_glyphs({}, "UTF-8") == "braille"
     assert chosen_glyphs({}, "ANSI_X3.4-1968") == "ascii"
@@ -143,8 +155,8 @@ def test_findings_fold_under_their_own_words(width: int) -> None:
     first, *lines = str(finding_content(finding, width)).splitlines()
     assert first == "~ warning Memory is short"
     assert all(len(line) <= width for line in lines)
-    assert all(line[10] != " " and (line[:10].strip() in ("seen", "costs", "remedy", "")) for line in lines)
-    assert " ".join(line[10:] for line in lines) == f"{finding.evidence} {finding.cost} {finding.remedy}"
+    assert all(line[12] != " " and (line[:12].strip() in ("evidence", "cost", "remedy", "")) for line in lines)
+    assert " ".join(line[12:] for line in lines) == f"{finding.evidence} {finding.cost} {finding.remedy}"
 
 
 def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:

@@ -13,7 +13,7 @@ from so_tui.ui.loads import NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import plural
 from so_tui.ui.widgets import run_lines
-from so_tui.ui.widgets.nodes import NodePicture, NumaNodes
+from so_tui.ui.widgets.numa_nodes import NodePicture, NumaNodes
 from so_tui.ui.widgets.rule import Rule
 from so_tui.ui.widgets.styled_lines import StyledLines
 

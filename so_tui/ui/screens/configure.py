@@ -29,7 +29,7 @@ class ConfigureScreen(Page):
     PAGE = "configure"
     CSS_PATH = "configure.tcss"
     AUTO_FOCUS = ""
-    # Nothing has the keyboard at first, so that single keys are commands; tab goes to the first field.
+    # Nothing is focused at first, so that single keys are commands; tab goes to the first field.
     HELP_TEXT = (
         "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that differ "
         "from the preset, ✗ fields that cannot run. Leave a text field with esc to use single keys; F5 and ^s work everywhere."
@@ -54,7 +54,7 @@ class ConfigureScreen(Page):
         self._base: RunSpec | None = None
         self._base_values: dict[str, str] = {}
         self._drafts: dict[str, dict[str, str]] = {}
-        self._taken: dict[str, dict[str, str]] = {}
+        self._recommended_edits: dict[str, dict[str, str]] = {}
         """The part of each draft that a recommendation filled in. It need not be saved: choosing the preset again brings it back."""
         self._planned: Planned | None = None
         self._serial = 0
@@ -103,12 +103,12 @@ class ConfigureScreen(Page):
         self._base = catalog.presets[preset].spec
         self._base_values = values_of(self._base)
         if wanted is not None:
-            typed = typed_over(self._drafts.get(preset, {}), self._taken.get(preset, {}))
-            self._taken[preset] = edits_between(self._base, wanted)
-            self._drafts[preset] = typed | self._taken[preset]
+            typed = typed_over(self._drafts.get(preset, {}), self._recommended_edits.get(preset, {}))
+            self._recommended_edits[preset] = edits_between(self._base, wanted)
+            self._drafts[preset] = typed | self._recommended_edits[preset]
         self.call_after_refresh(self._show_form)
 
-    def go_on_with(self, preset: str) -> None:
+    def continue_with(self, preset: str) -> None:
         """Show the preset that the draft was saved as, and forget the draft."""
         for name in {preset, self._base.name if self._base else preset}:
             self._forget(name)
@@ -116,11 +116,11 @@ class ConfigureScreen(Page):
 
     def _forget(self, preset: str) -> None:
         self._drafts.pop(preset, None)
-        self._taken.pop(preset, None)
+        self._recommended_edits.pop(preset, None)
 
     def unsaved(self) -> dict[str, int]:
         """Return how many fields of each preset have unsaved edits."""
-        counts = {preset: len(typed_over(edits, self._taken.get(preset, {}))) for preset, edits in self._drafts.items()}
+        counts = {preset: len(typed_over(edits, self._recommended_edits.get(preset, {}))) for preset, edits in self._drafts.items()}
         return {preset: count for preset, count in counts.items() if count}
 
     async def _show_form(self) -> None:
@@ -205,8 +205,9 @@ class ConfigureScreen(Page):
         plan = message.plan
         self.query_one("#launch", Button).disabled = plan is None or not message.command
         if plan is None:
-            count = plural(len(message.problems), "field")
-            self.query_one("#verdict", Static).update(Content.styled(f"✗ {count} to correct before this can be planned", "bold $error"))
+            count = plural(len(message.problems), "invalid field")
+            them = "it" if len(message.problems) == 1 else "them"
+            self.query_one("#verdict", Static).update(Content.styled(f"✗ {count}: correct {them} to get a plan", "bold $error"))
             lines = [
                 Content.assemble((f"{label(problem.field)}: ", "bold"), f"{problem.message}. {problem.advice}")
                 for problem in message.problems
@@ -314,7 +315,7 @@ class ConfigureScreen(Page):
         try:
             self.app.push_screen(DataPreviewScreen(with_values(self._base, self._edits)))
         except InputError as error:
-            self.app.post_message(Failed("Correct this before previewing the data", tuple(map(str, error.problems))))
+            self.app.post_message(Failed("Correct these fields before previewing the data", tuple(map(str, error.problems))))
 
     def action_differences(self) -> None:
         from so_tui.ui.screens.dialogs import Notice

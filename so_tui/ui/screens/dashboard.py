@@ -60,10 +60,10 @@ class DashboardScreen(Page):
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
-        Binding("c", "checkpoint", "Save now", id="checkpoint", tooltip="Save a checkpoint after this step, and go on"),
-        Binding("r", "resume", "Resume", id="resume", tooltip="Go on from the last checkpoint of a run that has ended"),
+        Binding("c", "checkpoint", "Save now", id="checkpoint", tooltip="Save a checkpoint after this step, and continue"),
+        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from the last checkpoint of a run that has ended"),
         Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
-        Binding("z,plus", "zoom(0.5)", "Zoom", key_display="z", id="zoom", tooltip="Look closer (also + and the wheel)"),
+        Binding("z,plus", "zoom(0.5)", "Zoom", key_display="z", id="zoom", tooltip="Zoom in (also + and the wheel)"),
         Binding("Z,minus", "zoom(2)", "Zoom out", key_display="Z", show=False, id="zoom-out", tooltip="Also -"),
         Binding("0", "whole", "Whole run", show=False, id="whole"),
         Binding("i", "inspect", "Inspect", id="inspect", tooltip="A cursor on all charts; arrows move it, shift by ten"),

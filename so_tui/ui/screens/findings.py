@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding
 
 SIGNS = {"blocks": "✗", "warning": "~", "note": "·"}
-_INDENT = 10
+_INDENT = 12
 STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
 
 
 def doctor_summary(findings: Sequence[Finding]) -> str:
-    """``doctor: 1 blocks, 2 warnings``; empty when all is well."""
+    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
     blocks = sum(finding.severity == "blocks" for finding in findings)
     warnings = sum(finding.severity == "warning" for finding in findings)
     parts = ([f"{plural(blocks, 'problem')} that blocks" if blocks == 1 else f"{blocks} problems that block"] if blocks else []) + (
@@ -33,7 +33,7 @@ def finding_content(finding: Finding, width: int) -> Content:
     lines = [
         Content.assemble((f"{SIGNS[finding.severity]} {finding.severity:<8}", f"bold {STYLES[finding.severity]}"), (finding.title, "bold"))
     ]
-    for name, text in (("seen", finding.evidence), ("costs", finding.cost), ("remedy", finding.remedy)):
+    for name, text in (("evidence", finding.evidence), ("cost", finding.cost), ("remedy", finding.remedy)):
         folded = wrap(text, max(20, width - _INDENT), break_on_hyphens=False)
         lines += [
             Content.assemble((f"  {name if first else '':<{_INDENT - 2}}", "$faint"), line)

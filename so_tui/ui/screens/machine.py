@@ -64,7 +64,7 @@ def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -
         (stem, "$rule"),
         (f"node {node.id}", "bold"),
         f"   {cores}",
-        (f"   {available} of them available" if available < len(node.cpus) else "", "$warning"),
+        (f"   {available} of them allowed" if available < len(node.cpus) else "", "$warning"),
     )
     lines = [head]
     gpus = [gpu for gpu in machine.gpus if gpu.numa_node == node.id]
@@ -96,14 +96,14 @@ def _memory_text(node: NumaNode) -> Content:
 
 
 def _gpu_text(gpu: Gpu) -> Content:
-    words = Content.assemble((f"GPU {gpu.index}", "bold $accent"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
+    text = Content.assemble((f"GPU {gpu.index}", "bold $accent"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
     if gpu.memory_total_bytes is not None:
-        words += f"   {memory(gpu.memory_total_bytes)}"
+        text += f"   {memory(gpu.memory_total_bytes)}"
     if gpu.c2c:
-        words += Content.styled("   NVLink-C2C", "$faint")
+        text += Content.styled("   NVLink-C2C", "$faint")
     if gpu.compute_mode not in (None, "Default"):
-        words += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
-    return words
+        text += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
+    return text
 
 
 def software_lines(machine: Machine, width: int) -> list[Content]:

@@ -191,7 +191,7 @@ class PresetsScreen(Page):
         return self.app.theme_variables[variable.removeprefix("$")]
 
     def _cell(self, plan: Plan | None, wide: bool) -> Text:
-        """``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``."""
+        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``."""
         if plan is None:
             return Text("-")
         text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
@@ -201,8 +201,8 @@ class PresetsScreen(Page):
         offloads = plan.mode != "gpu"
         speed = rate(plan.useful_tokens_per_s_total) if plan.useful_tokens_per_s_total else ""
         if wide:
-            words = f"ratio {plan.ratio:.2f}" if offloads else "no offload"
-            text.append(f"{'tight ' + words[-4:] if plan.verdict == 'tight' and offloads else words:<10}", self._colour("$foreground"))
+            state = "tight" if plan.verdict == "tight" else "ratio"
+            text.append(f"{f'{state} {plan.ratio:.2f}' if offloads else 'no offload':<10}", self._colour("$foreground"))
             return text.append(f" {speed + '/s' if speed else '':>7}", self._colour("$faint"))
         text.append(f"{plan.ratio:.2f}" if offloads else "none", self._colour("$foreground"))
         return text.append(f" {speed:>5}", self._colour("$faint"))
@@ -225,7 +225,7 @@ class PresetsScreen(Page):
         chosen = self._chosen()
         if chosen is None:
             if self.rows:
-                self.query_one("#detail-title", Static).update("no model with this text: esc shows them all")
+                self.query_one("#detail-title", Static).update("no match; esc clears the filter")
                 self.query_one("#detail", Static).update("")
             return
         row, plan = chosen

@@ -37,12 +37,12 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
         if yes:
             _request(app, run, "stop", "Stopping after this step")
 
-    app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="No, go on"), answered)
+    app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="Keep running"), answered)
 
 
 def save_checkpoint(app: SoTuiApp, run: RunDirectory) -> None:
     """Have ``run`` save a checkpoint after its current step."""
-    _request(app, run, "checkpoint", "A checkpoint follows this step")
+    _request(app, run, "checkpoint", "Saving a checkpoint after this step")
 
 
 def _request(app: SoTuiApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
@@ -80,7 +80,7 @@ def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
             app.starting = run.name
             app.run_worker(partial(_resume, app, run), thread=True, group="launch", name="resume", exit_on_error=False)
 
-    lines = [f"It goes on from {saved}, on this machine."]
+    lines = [f"It continues from {saved}, on this machine."]
     app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 
 

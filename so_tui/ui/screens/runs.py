@@ -68,7 +68,7 @@ class RunsScreen(Page):
             tooltip="The settings of two marked runs, or of this one",
         ),
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
-        Binding("r", "resume", "Resume", id="resume", tooltip="Go on from its last checkpoint"),
+        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
         Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
@@ -174,7 +174,7 @@ class RunsScreen(Page):
         row = self._chosen_row()
         self.refresh_bindings()
         if row is None:
-            self.query_one("#facts", Static).update("no run matches" if self.app.runs else "")
+            self.query_one("#facts", Static).update("no match; esc clears the filter" if self.app.runs else "")
             return
         shown = self._marked or [row.run]
         title = f"{plural(len(self._marked), 'marked run')}, losses overlaid" if self._marked else row.run.name

@@ -13,7 +13,7 @@ FILLS = "▂▅▇▃▁"
 
 
 def fill(share: float, width: int, style: str = "$accent") -> Content:
-    """A thin bar of ``width`` cells, ``share`` of it filled (clamped to 0..1)."""
+    """Return a thin bar of ``width`` cells, ``share`` of it filled (clamped to 0..1)."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     full, half = divmod(halves, 2)
     return Content.assemble((FULL * full + HALF * half, style), (REST * (width - full - half), "$rule"))
@@ -39,7 +39,7 @@ class Part:
 
 
 def cells_of(amounts: Sequence[float], width: int) -> list[int]:
-    """Cells of each share of ``width``; they sum to it, and what is not nothing gets a cell where there is room."""
+    """Return the cells of each share of ``width``. They sum to it, and a share above 0 gets a cell where there is room."""
     total = sum(amounts)
     if total <= 0:
         return [0] * len(amounts)
@@ -54,14 +54,14 @@ def cells_of(amounts: Sequence[float], width: int) -> list[int]:
 
 
 def stacked(parts: Sequence[Part], width: int) -> Content:
-    """One bar of all parts beside each other."""
+    """Return one bar of all parts beside each other."""
     cells = cells_of([part.amount for part in parts], width)
     pieces = [(FILLS[index % len(FILLS)] * count, part.style) for index, (part, count) in enumerate(zip(parts, cells, strict=True))]
     return Content.assemble(*pieces)
 
 
 def legend_items(parts: Sequence[Part]) -> list[Content]:
-    """``▅ forward 0.84 s`` for each part that is not nothing: its fill, its name, its amount."""
+    """Return ``▅ forward 0.84 s`` for each part above 0: its fill, its name, its amount."""
     return [
         Content.assemble((FILLS[index % len(FILLS)], part.style), (f" {part.name} ", "$faint"), part.text)
         for index, part in enumerate(parts)
@@ -70,5 +70,5 @@ def legend_items(parts: Sequence[Part]) -> list[Content]:
 
 
 def legend(parts: Sequence[Part], gap: str = "   ") -> Content:
-    """All parts in one line."""
+    """Return all parts in one line."""
     return Content(gap).join(legend_items(parts))

@@ -136,13 +136,13 @@ class Chart(Widget, can_focus=True):
 
     def _draw_again(self) -> None:
         """Draw now, and repaint only rows that changed: painting a row costs more than drawing it."""
-        if self._drawn != self._appearance():
+        if self._drawn != self._render_key():
             self.redraw()
             return
         before, self._strips = self._strips, self._draw()
         repaint(self, before, self._strips)
 
-    def _appearance(self) -> tuple[object, ...]:
+    def _render_key(self) -> tuple[object, ...]:
         """Return what strips depend on besides the data."""
         return self.outer_size, self.has_focus, self.app.theme, self.glyphs
 
@@ -151,7 +151,7 @@ class Chart(Widget, can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        key = self._appearance()
+        key = self._render_key()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)

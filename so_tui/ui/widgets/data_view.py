@@ -15,7 +15,7 @@ _MOST_COUNT = 9
 
 
 def facts(preview: DataPreview) -> list[Content]:
-    """A line for each figure: its name, the figure, what it means."""
+    """Return a line for each figure: its name, the figure, what it means."""
     rows = preview.facts()
     width = max(len(figure) for _, figure, _ in rows)
     return [
@@ -39,19 +39,19 @@ def histogram(preview: DataPreview, width: int) -> list[Content]:
 
 
 def packed(preview: DataPreview, width: int) -> list[Content]:
-    """One sequence as a bar in which every document can be told from its neighbours, and their lengths."""
+    """Return one sequence as a bar in which neighbouring documents differ, and their lengths."""
     *documents, padding = preview.sequence_cells(width)
     bar = [(glyph * cells, style) for cells, (glyph, style) in zip(documents, _SHADES * len(documents), strict=False)]
     return [Content.assemble(*bar, ("─" * padding, "$rule")), Content.styled(preview.sequence_sum(), "$faint")]
 
 
 def sources(preview: DataPreview, width: int) -> list[Content]:
-    """A line for each source of a mixture: its share of an epoch, what became of its rows, and which it is."""
+    """Return a line for each source of a mixture: its share of an epoch, what became of its rows, its name."""
     return [_source(source, width) for source in preview.sources]
 
 
 def _source(source: SourceView, width: int) -> Content:
-    words = (
+    text = (
         f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an epoch"
     )
     lost = ", ".join(
@@ -62,18 +62,18 @@ def _source(source: SourceView, width: int) -> Content:
         (f"{100 * source.share:3.0f} %  ", "bold"),
         name,
         (f"  {source.format}\n     ", "$faint"),
-        (words, "$faint"),
+        (text, "$faint"),
         (f"  {lost}" if lost else "", "$warning"),
     )
 
 
 def legend(*, marks: bool) -> Content:
-    """What is trained and what is context; ``marks``: told by signs, not by colour."""
+    """Return the legend of trained and context text; with ``marks`` they differ by signs instead of colour."""
     return Content.assemble(_piece("what is trained", trained=True, marks=marks), (" and ", "$faint"), ("what is context", "$faint"))
 
 
 def sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
-    """One document as the model sees it."""
+    """Return one document as the model sees it."""
     where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
     head = Content.assemble((where, "bold"), (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"))
     return head + "\n" + Content("").join(_piece(text, trained=trained, marks=marks) for text, trained in one.visible)

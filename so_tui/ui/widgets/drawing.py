@@ -35,7 +35,7 @@ class Mark:
 
 
 def value_at(line: Line, axis: Axis, x: float) -> float | None:
-    """The newest value of ``line`` at or before ``x`` of ``axis``; None before its first."""
+    """Return the newest value of ``line`` at or before ``x`` of ``axis``; None before its first."""
     positions = line.times
     if axis.unit == "step":
         if line.steps is not None:
@@ -66,7 +66,7 @@ def x_text(axis: Axis, x: float) -> str:
 
 
 def _tick_text(axis: Axis, x: float) -> str:
-    """As ``x_text``, with every part of a time: neighbours deep in a long run differ in the last."""
+    """Return ``x_text`` with every part of a time: neighbours deep in a long run differ in the last."""
     return x_text(axis, x) if axis.unit == "step" else mark_duration(max(0.0, x - axis.origin), parts=4)
 
 
@@ -112,7 +112,7 @@ def _column(axis: Axis, x: float, width: int) -> int:
 
 
 def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, str]]:
-    """Round values with the cells they begin at: few, but where the axis allows it two besides 0, so that lengths can be read off it."""
+    """Return round values with their first cells: few, but two besides 0 where the axis has room, so that lengths can be read off it."""
     most = max(2, width // 11)
     best: list[tuple[int, str]] = []
     for number in range(most, max(most, width // 4) + 1):
@@ -131,7 +131,7 @@ def _round_positions(axis: Axis, most: int) -> list[float]:
 
 
 def _placed(axis: Axis, width: int, values: Sequence[float], taken: Collection[int]) -> list[tuple[int, str]]:
-    """The labels of ``values`` that touch neither each other nor a taken cell."""
+    """Return the labels of ``values`` that touch neither each other nor a taken cell."""
     labels: list[tuple[int, str]] = []
     free = 0
     for value in values:
@@ -148,7 +148,7 @@ def _placed(axis: Axis, width: int, values: Sequence[float], taken: Collection[i
 
 
 def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> list[Segment]:
-    """Cells of one role in a row become one segment."""
+    """Join cells of one role in a row into one segment."""
     segments: list[Segment] = []
     text, current = "", ""
     for character, role in cells:
@@ -163,7 +163,7 @@ def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> lis
 
 
 def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str]) -> list[str]:
-    """The y labels of a plot, one text of GUTTER cells per row, at most every third row named."""
+    """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row named."""
     texts = [" " * GUTTER] * height
     for value in ticks(scale, max(2, height // 3 + 1)):
         row = scale.height(value, height)
@@ -176,7 +176,7 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str])
 
 
 def changed_rows(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
-    """The rows that differ; all of them where their number does."""
+    """Return the rows that differ; all of them where their number does."""
     if len(before) != len(after):
         return [Region(0, 0, width, max(len(before), len(after)))]
     return [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
@@ -197,7 +197,7 @@ class RoleStyles:
         self._styles: dict[str, Style] = {}
 
     def get(self, widget: Widget) -> dict[str, Style]:
-        """The styles, and the widget's own as ``base``."""
+        """Return the styles, and the widget's own as ``base``."""
         key = (widget.app.theme, widget.has_focus, widget.is_maximized)
         if key != self._key:
             self._key = key

@@ -29,7 +29,7 @@ class CoreGroup:
 
 
 def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]) -> tuple[CoreGroup, ...]:
-    """A node's cores by what the run uses them for; groups without a core are left out."""
+    """Group a node's cores by the run's use of them; groups without a core are left out."""
     by_role: dict[str, list[float]] = {"adam": [], "main": [], "other": []}
     for cpu, load in zip(cpus, loads, strict=False):
         by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(load)
@@ -38,7 +38,7 @@ def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int
 
 
 def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:
-    """One row of ``(character, role)``: each group's sign and its cores, in at most ``width`` cells."""
+    """Return one row of ``(character, role)``: each group's sign and its cores, in at most ``width`` cells."""
     room = width - 2 * len(groups)
     cores = sum(len(group.loads) for group in groups)
     per_cell = 1 if cores <= room else 2 if glyphs == "braille" and (cores + len(groups)) // 2 <= room else 0
@@ -62,13 +62,13 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
 
 
 def level(load: float, glyphs: GlyphName) -> str:
-    """The character of one core's load (percent)."""
+    """Return the character of one core's load (percent)."""
     levels = LEVELS[glyphs]
     return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
 
 
 def pair(left: float, right: float | None) -> str:
-    """One braille cell for two cores, four levels each."""
+    """Return one braille cell for two cores, four levels each."""
     mask = _PAIRS[0][min(3, int(left / 25))]
     if right is not None:
         mask |= _PAIRS[1][min(3, int(right / 25))]
@@ -76,6 +76,6 @@ def pair(left: float, right: float | None) -> str:
 
 
 def averaged(loads: Sequence[float], count: int) -> list[float]:
-    """``loads`` in ``count`` means of neighbours."""
+    """Average neighbours, so that ``count`` means of ``loads`` remain."""
     edges = [index * len(loads) // count for index in range(count + 1)]
     return [sum(loads[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges) if stop > start]

@@ -78,7 +78,7 @@ class KeyLine(Widget):
 
 
 def prints(key: str) -> bool:
-    """Whether a key types a character."""
+    """Return whether a key types a character."""
     character = key_to_character(REPLACED_KEYS.get(key, key))
     return character is not None and character.isprintable()
 

@@ -183,7 +183,7 @@ class LogView(ScrollView, can_focus=True):
         return strip.adjust_cell_length(width, base)
 
     def _marked(self, text: str, low: str, index: int, style: Style) -> list[Segment]:
-        """The line with every occurrence of the searched text marked."""
+        """Return the line with every occurrence of the searched text marked."""
         wanted = self.needle.lower()
         segments: list[Segment] = []
         at = 0

@@ -23,12 +23,12 @@ LABEL = 13
 
 
 def verdict(plan: Plan) -> Content:
-    """``✓ fits``."""
+    """Return ``✓ fits``."""
     return Content.styled(f"{SIGNS[plan.verdict]} {plan.verdict}", f"bold {STYLES[plan.verdict]}")
 
 
 def headline(plan: Plan) -> Content:
-    """The verdict, how it offloads and how fast it will be, in one line."""
+    """Return the verdict, how it offloads and how fast it will be, in one line."""
     facts = [verdict(plan), Content(mode_text(plan))]
     if plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}"))
@@ -42,7 +42,7 @@ def headline(plan: Plan) -> Content:
 
 
 def whole(plan: Plan, command: str, width: int) -> Content:
-    """All there is to say: memory and step, why, the terms, the binding, and the command that would be started."""
+    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started."""
     sections: list[tuple[str, list[Content]]] = [
         ("", [*memory_lines(plan, width), *step_lines(plan, width)]),
         ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in plan.warning_texts)]),
@@ -59,7 +59,7 @@ def whole(plan: Plan, command: str, width: int) -> Content:
 
 
 def launch_facts(plan: Plan) -> list[Content]:
-    """What the question before a launch says."""
+    """Return the lines of the question before a launch."""
     return [
         headline(plan),
         *memory_lines(plan, 70),
@@ -70,7 +70,7 @@ def launch_facts(plan: Plan) -> list[Content]:
 
 
 def run_length(spec: RunSpec) -> str:
-    """``1 000 steps``, ``3 epochs`` or ``5 000 000 tokens``: as the length is set."""
+    """Return the length as it is set: ``1 000 steps``, ``3 epochs`` or ``5 000 000 tokens``."""
     train = spec.train
     if spec.benchmark.measured_steps:
         return plural(spec.benchmark.measured_steps, "measured step")
@@ -80,13 +80,13 @@ def run_length(spec: RunSpec) -> str:
 
 
 def data_name(spec: RunSpec) -> str:
-    """The source of its data; of a mixture how many there are."""
+    """Return the source of the data, or the number of sources of a mixture."""
     sources = spec.data.sources
     return sources[0].source if len(sources) == 1 else f"a mixture of {len(sources)} sources"
 
 
 def mode_text(plan: Plan) -> str:
-    """``superoffload, ratio 0.35``."""
+    """Return ``superoffload, ratio 0.35``."""
     return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
 
 
@@ -131,7 +131,7 @@ def _bar_line(name: str, used: int, total: int | None, width: int, margin: float
 
 
 def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
-    """``weights 7.4   states 44.1   ...``: the terms of one place, largest first, as many as fit."""
+    """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many as fit."""
     terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes > 0), key=lambda term: -term.bytes)
     pieces: list[Content] = []
     used = 0
@@ -146,7 +146,7 @@ def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
 
 
 def step_parts(plan: Plan) -> list[Part]:
-    """The predicted step, cut into its parts."""
+    """Return the predicted step, cut into its parts."""
     step = plan.step
     if step is None:
         return []
@@ -159,7 +159,7 @@ def step_parts(plan: Plan) -> list[Part]:
 
 
 def step_lines(plan: Plan, width: int) -> list[Content]:
-    """The step's length and anatomy, predicted."""
+    """Return the step's length and anatomy, predicted."""
     parts = step_parts(plan)
     if not parts or not plan.step_s:
         return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("not predicted: this machine's speed is not known", "$faint"))]
@@ -172,7 +172,7 @@ def step_lines(plan: Plan, width: int) -> list[Content]:
 
 
 def reason_lines(plan: Plan, width: int) -> list[Content]:
-    """Why the verdict is what it is, and what to look out for, wrapped behind their labels."""
+    """Return the reasons for the verdict and the warnings, wrapped behind their labels."""
     lines: list[Content] = []
     for name, style, texts in (("why", "$faint", plan.reason_texts), ("note", "$warning", plan.warning_texts)):
         for index, text in enumerate(texts):
@@ -182,7 +182,7 @@ def reason_lines(plan: Plan, width: int) -> list[Content]:
 
 
 def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
-    """Every term with its share as a small bar, largest first, with how sure it is."""
+    """Return every term with its share as a small bar and its confidence, largest first."""
     shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
     if not shown:
         return []
@@ -201,7 +201,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
 
 
 def binding_lines(plan: Plan) -> list[Content]:
-    """``rank 0  GPU 0  node 0  cores 0-71``, one line a rank."""
+    """Return one line a rank: ``rank 0  GPU 0  node 0  cores 0-71``."""
     from so_tui.plan.binding import cpu_ranges
 
     lines = []

@@ -42,7 +42,7 @@ class Scale:
     log: bool = False
 
     def height(self, value: float, dots: int) -> int | None:
-        """Dot row of ``value`` counted from the bottom, clamped into ``0 .. dots - 1``."""
+        """Return the dot row of ``value`` counted from the bottom, clamped into ``0 .. dots - 1``."""
         if self.log:
             if value <= 0:
                 return None
@@ -52,7 +52,7 @@ class Scale:
         return min(dots - 1, max(0, round(share * (dots - 1))))
 
     def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
-        """Lowest and highest dot row of each span; None where nothing can be shown."""
+        """Return the lowest and highest dot row of each span; None where nothing can be shown."""
         if self.log:
             pairs = [None if span is None else (self.height(span[0], dots), self.height(span[1], dots)) for span in found]
             return [None if pair is None or pair[1] is None else (pair[0] or 0, pair[1]) for pair in pairs]
@@ -67,7 +67,7 @@ class Scale:
 
 
 def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list[int]]:
-    """Extremes of ``line`` in each dot column, and the columns that hold a gap."""
+    """Return the extremes of ``line`` in each dot column, and the columns that hold a gap."""
     indices = axis.indices(line, columns)
     extremes = line.series.extremes
     found = [extremes(start, stop) if stop > start else None for start, stop in pairwise(indices)]
@@ -78,7 +78,7 @@ def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list
 
 
 def fit_scale(lines: Iterable[Sequence[Span | None]], *, log: bool = False, zero: bool = False, ceiling: float | None = None) -> Scale:
-    """A scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling`` that value; without values: 0 to 1.
+    """Return a scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling`` that value; without values: 0 to 1.
 
     ``log`` is given up where no value is positive.
     """
@@ -102,7 +102,7 @@ def fit_scale(lines: Iterable[Sequence[Span | None]], *, log: bool = False, zero
 
 
 def ticks(scale: Scale, most: int) -> list[float]:
-    """At most ``most`` round values on the scale, ascending."""
+    """Return at most ``most`` round values on the scale, ascending."""
     if most < 1:
         return []
     if scale.log:
@@ -119,7 +119,7 @@ def ticks(scale: Scale, most: int) -> list[float]:
 
 
 def round_values(low: float, high: float, most: int, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> list[float]:
-    """At most ``most`` multiples of a round step in ``[low, high]``."""
+    """Return at most ``most`` multiples of a round step in ``[low, high]``."""
     rough = (high - low) / max(1, most)
     if rough <= 0 or not math.isfinite(rough):
         return []
@@ -136,7 +136,7 @@ _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10
 
 
 def time_values(low: float, high: float, most: int) -> list[float]:
-    """At most ``most`` multiples of a customary length of time in ``[low, high]`` (seconds)."""
+    """Return at most ``most`` multiples of a customary length of time in ``[low, high]`` (seconds)."""
     for step in _TIME_STEPS:
         first, last = math.ceil(low / step), math.floor(high / step)
         if last - first + 1 <= most:
@@ -146,7 +146,7 @@ def time_values(low: float, high: float, most: int) -> list[float]:
 
 @cache
 def _runs(glyphs: Glyphs) -> list[list[list[int]]]:
-    """Mask of a run of dots within a cell, by column, first and last dot from the top."""
+    """Return the mask of a run of dots within a cell, by column, first and last dot from the top."""
     rows = range(glyphs.rows)
     return [[[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits]
 
@@ -222,7 +222,7 @@ class Canvas:
             self.column(middle, round(before_low + share * (low - before_low)), round(before_high + share * (high - before_high)), layer)
 
     def row(self, row: int) -> list[tuple[str, int]]:
-        """Characters of one row with their layer (-1: empty), neighbours of one layer joined."""
+        """Return the characters of one row with their layer (-1: empty), neighbours of one layer joined."""
         characters = self.glyphs.characters
         runs: list[tuple[str, int]] = []
         text, current = "", self.layers[row][0] if self.width else -1

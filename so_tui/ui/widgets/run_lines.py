@@ -33,20 +33,20 @@ _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part"
 
 
 def state_content(name: str) -> Content:
-    """``● training``."""
+    """Return ``● training``."""
     sign, style = SIGNS.get(name, ("?", "$faint"))
     return Content.styled(f"{sign} {name}", f"bold {style}")
 
 
 def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
-    """Run, state, step, progress bar, time left, last checkpoint: as much of it as fits."""
+    """Return run, state, step, progress bar, time left, last checkpoint: as much of it as fits."""
     state = snapshot.state
     pieces = [Content.styled(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
         return Content("  ").join([*pieces, Content.styled("its state cannot be read yet", "$warning")])
     pieces.append(Content.styled("✗ deleted", "bold $error") if snapshot.deleted else state_content(state.state))
-    if snapshot.live and (snapshot.silent_s > STALE_S or snapshot.trouble):
-        pieces.append(Content.styled(f"stale: no news for {age(snapshot.silent_s)}", "bold $warning"))
+    if snapshot.live and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error):
+        pieces.append(Content.styled(f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning"))
     latest, total = snapshot.latest, state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
     step = latest.step if latest is not None else state.step
     if total:
@@ -64,7 +64,7 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
 
 
 def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
-    """Time left (or that it stops, or how long it took), then the last checkpoint."""
+    """Return the time left (or that it stops, or its duration), then the last checkpoint."""
     state = snapshot.state
     assert state is not None
     pieces: list[Content] = []
@@ -97,8 +97,8 @@ def news_line(snapshot: Snapshot) -> Content | None:
             return None
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         return Content.assemble((reason or state.state, style), ("   next: " if suggestion else "", "$faint"), suggestion)
-    if snapshot.trouble:
-        return Content.assemble(("cannot read the run right now: ", "$warning"), f"{snapshot.trouble}; older data is shown")
+    if snapshot.read_error:
+        return Content.assemble(("cannot read the run right now: ", "$warning"), f"{snapshot.read_error}; older data is shown")
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
         return Content.assemble((f"{state.state}: ", "$accent"), state.detail)
     if snapshot.latest is None and snapshot.phase is not None:
@@ -110,7 +110,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
 
 
 def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
-    """Where the time of a step goes, medians over the newest steps: one line, in wide terminals the bar above its legend."""
+    """Return the parts of a step's time, medians over the newest steps: one line, in wide terminals the bar above its legend."""
     if not snapshot.recent:
         return Content.styled("step anatomy: after the first step", "$faint")
     values = [max(0.0, snapshot.recent_median(name)) for name in PARTS]
@@ -139,7 +139,7 @@ def _short_legend(parts: list[tuple[int, Part]]) -> Content:
 
 
 def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
-    """The GPUs: busy, memory, power, clock, the link to the host; two a line where there are many and little room."""
+    """Return the GPUs: busy, memory, power, clock, the link to the host; two a line where there are many and little room."""
     if len(gpus) > 2 and width < 100:
         cell = width // 2
         cells = [_gpu_line(view, cell - 2) for view in gpus]
@@ -181,7 +181,7 @@ def _gpu_line(view: GpuView, width: int) -> Content:
 def waiting_text(snapshot: Snapshot) -> str:
     """Return the text of an empty chart."""
     if not snapshot.live:
-        return "this run made no step"
+        return "this run completed no step"
     phase = snapshot.phase
     if phase is not None:
         return f"{phase.phase}: {phase.detail}" if phase.detail else f"{phase.phase} …"

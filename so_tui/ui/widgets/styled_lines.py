@@ -44,7 +44,7 @@ class StyledLines(Widget):
         self.content = content
         if self.rows != rows:
             self.refresh(layout=True)
-        elif self._drawn != self._appearance():
+        elif self._drawn != self._render_key():
             self.refresh()
         else:
             before, self._strips = self._strips, self._draw()
@@ -52,7 +52,7 @@ class StyledLines(Widget):
             return
         self._drawn = ()
 
-    def _appearance(self) -> tuple[object, ...]:
+    def _render_key(self) -> tuple[object, ...]:
         return self.outer_size, self.app.theme
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
@@ -63,9 +63,9 @@ class StyledLines(Widget):
         super().notify_style_update()
 
     def render_line(self, y: int) -> Strip:
-        look = self._appearance()
-        if look != self._drawn:
-            self._strips, self._drawn = self._draw(), look
+        key = self._render_key()
+        if key != self._drawn:
+            self._strips, self._drawn = self._draw(), key
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self._style(()))
 
     def _draw(self) -> list[Strip]:

@@ -99,14 +99,14 @@ class NumaNodes(Widget, can_focus=True):
         """Show new data."""
         rows = len(self.pictures)
         self.pictures, self.axis = pictures, axis
-        if rows != len(pictures) or self._drawn != self._appearance():
+        if rows != len(pictures) or self._drawn != self._render_key():
             self._drawn = ()
             self.refresh(layout=rows != len(pictures))
             return
         before, self._strips = self._strips, self._draw()
         repaint(self, before, self._strips)
 
-    def _appearance(self) -> tuple[object, ...]:
+    def _render_key(self) -> tuple[object, ...]:
         """Return what strips depend on besides the data."""
         return self.outer_size, self.has_focus, self.app.theme, self.glyphs, self.plot_height
 
@@ -124,7 +124,7 @@ class NumaNodes(Widget, can_focus=True):
         super().notify_style_update()
 
     def render_line(self, y: int) -> Strip:
-        key = self._appearance()
+        key = self._render_key()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
@@ -167,7 +167,7 @@ class NumaNodes(Widget, can_focus=True):
         return [(character, roles.get(role, role)) for character, role in heat_cells(groups, width, self.glyphs)]
 
     def _heading(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
-        """``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
+        """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
         sample = picture.view.sample
         mean = sum(sample.cores) / len(sample.cores)
         name = f"node {picture.view.id}" + (f" · {picture.ranks}" if picture.ranks else "")
