@@ -1,8 +1,8 @@
-"""Draws the pictures of the README from a real run: trains the tiny model, opens the screen on it, and walks through the five pages.
+"""Draw the pictures of the README from a real run: train the tiny model, open the screen on it, and visit the five pages.
 
     make screenshots
 
-Everything it makes but the pictures goes to a folder that is removed at the end.
+Everything but the pictures goes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ GIVE_UP_S = 300.0
 
 async def draw(runs_dir: Path) -> None:
     """Start the run, wait until there is something to see, and save a picture of every page."""
-    from so_tui.launch import preflight, start, stop
+    from so_tui.launch import preflight, prepare, start, stop
     from so_tui.machine import inspect_machine
     from so_tui.runs import state_with_truth
     from so_tui.runs.records import FINAL_STATES
     from so_tui.spec import find_preset
     from so_tui.ui.app import SoTuiApp
 
-    machine = inspect_machine()
-    spec = find_preset("tiny").spec
-    preflight(spec, machine)
-    run = start(spec, machine, runs_dir=runs_dir)
+    launch = prepare(find_preset("tiny").spec, inspect_machine())
+    preflight(launch)
+    run = start(launch, runs_dir=runs_dir)
     waiting_since = time.monotonic()
     while (state := state_with_truth(run)).step < STEPS_BEFORE_THE_PICTURE:
         if state.state in FINAL_STATES or time.monotonic() - waiting_since > GIVE_UP_S:
@@ -50,8 +49,9 @@ async def draw(runs_dir: Path) -> None:
 
 
 def main() -> None:
+    """Draw all pictures."""
     with tempfile.TemporaryDirectory(prefix="so-tui-screenshots-") as scratch:
-        # Nothing of the person who draws them may show: own settings, own runs, colours on.
+        # The pictures must not show the settings and runs of the user who draws them, and have colours.
         os.environ.update(XDG_CONFIG_HOME=f"{scratch}/config", XDG_STATE_HOME=f"{scratch}/state", COLORTERM="truecolor")
         os.environ.pop("NO_COLOR", None)
         asyncio.run(draw(Path(scratch) / "runs"))
