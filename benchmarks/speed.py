@@ -42,10 +42,10 @@ class Setup:
 SETUPS = {
     "gpu": Setup(("plain", "norm", "rotary", "gate", "none, micro-batch 2", "selective")),
     "gpu, mixture of experts": Setup(("plain", "norm", "rotary", "experts", "selective")),
-    "superoffload, 8 micro-steps": Setup(("all",), mode="superoffload", accumulation=8),
+    "superoffload, 8 accumulation steps": Setup(("all",), mode="superoffload", accumulation=8),
     "superoffload": Setup(("all",), mode="superoffload"),
 }
-DENSE = ("gpu", "superoffload, 8 micro-steps", "superoffload")
+DENSE = ("gpu", "superoffload, 8 accumulation steps", "superoffload")
 
 
 def main() -> int:
@@ -322,7 +322,7 @@ def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
         whole = time.perf_counter() - begin
     path.parent.mkdir(parents=True, exist_ok=True)
     order = "self_device_time_total" if cuda else "self_cpu_time_total"
-    head = f"one micro-step with optimizer, under the profiler: {whole:.3f} s, handed over to the GPU after {handed_over:.3f} s\n"
+    head = f"one micro-batch with optimizer, under the profiler: {whole:.3f} s, handed over to the GPU after {handed_over:.3f} s\n"
     averages = profiled.key_averages()
     text = head + averages.table(sort_by=order, row_limit=60, max_name_column_width=90)
     text += "\n" + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)

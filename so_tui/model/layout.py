@@ -1,4 +1,4 @@
-"""Where a rank's optimizer states lie: which parameter in which sub-group, on which device, in how many bytes.
+"""Where a rank's optimizer states are stored: which parameter in which sub-group, on which device, in how many bytes.
 
 Pure functions on plain numbers. The planner and the engine that trains use the same ones. ``deepspeed_gpu_sub_groups`` repeats what
 DeepSpeed decides by itself, for the modes in which its code runs.
@@ -37,7 +37,7 @@ class Parameter(Struct, frozen=True):
     decay: bool
 
 
-class SubGroup(Struct, frozen=True):
+class PlannedSubGroup(Struct, frozen=True):
     index: int
     group: Group
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class StateLayout(Struct, frozen=True):
     ranks: int
     parameters: int
     """Trainable parameters of the whole model, tied ones counted once."""
-    sub_groups: tuple[SubGroup, ...]
+    sub_groups: tuple[PlannedSubGroup, ...]
     numel: int
     """Parameters of one rank, padding included."""
     gpu_numel: int
@@ -87,7 +87,7 @@ class StateLayout(Struct, frozen=True):
         return MOMENTS_BYTES * self.on(device)
 
     def on(self, device: Device) -> int:
-        """Parameters of this rank whose optimizer states lie on ``device``."""
+        """Parameters of this rank whose optimizer states are stored on ``device``."""
         return self.gpu_numel if device == "gpu" else self.cpu_numel
 
 
@@ -99,7 +99,7 @@ def expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
                 yield Tensor(tensor.name.replace("{i}", str(index)), tensor.shape, tensor.decay, tensor.kind, tensor.tied)
 
 
-Row = tuple[Group, tuple[str, ...], int]
+UnplacedSubGroup = tuple[Group, tuple[str, ...], int]
 """A sub-group before it has a device: parameter group, names, elements of one rank."""
 
 
@@ -109,9 +109,9 @@ def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
     return tuple([parameter for parameter in own if parameter.decay] + [parameter for parameter in own if not parameter.decay])
 
 
-def cut(parameters: Sequence[Parameter], ranks: int, sub_group_size: int) -> tuple[Row, ...]:
+def cut(parameters: Sequence[Parameter], ranks: int, sub_group_size: int) -> tuple[UnplacedSubGroup, ...]:
     """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter groups."""
-    rows: list[Row] = []
+    rows: list[UnplacedSubGroup] = []
     groups: tuple[tuple[Group, bool], ...] = (("decay", True), ("no-decay", False))
     for group, decay in groups:
         members = [parameter for parameter in parameters if parameter.decay == decay]
@@ -134,7 +134,9 @@ def sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> 
     return deepspeed_gpu_sub_groups(len(numels), ratio) if rule == "deepspeed" else gpu_sub_groups(numels, ratio)
 
 
-def assign_devices(rows: Sequence[Row], parameters: int, largest_parameter: int, ranks: int, ratio: float, rule: DeviceRule) -> StateLayout:
+def assign_devices(
+    rows: Sequence[UnplacedSubGroup], parameters: int, largest_parameter: int, ranks: int, ratio: float, rule: DeviceRule
+) -> StateLayout:
     """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as ``rule`` says."""
     numels = [numel for _, _, numel in rows]
     on_gpu = sub_groups_on_gpu(numels, ratio, rule)
@@ -142,7 +144,8 @@ def assign_devices(rows: Sequence[Row], parameters: int, largest_parameter: int,
         ranks=ranks,
         parameters=parameters,
         sub_groups=tuple(
-            SubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu") for index, (group, names, numel) in enumerate(rows)
+            PlannedSubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu")
+            for index, (group, names, numel) in enumerate(rows)
         ),
         numel=sum(numels),
         gpu_numel=sum(numels[:on_gpu]),

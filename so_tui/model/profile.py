@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from math import prod
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -15,9 +16,9 @@ from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_for, idle_parameters
 from so_tui.model.layout import (
     Parameter,
-    Row,
     Span,
     StateLayout,
+    UnplacedSubGroup,
     assign_devices,
     cut,
     device_rule,
@@ -30,7 +31,10 @@ from so_tui.model.sharding import PERSISTENCE_THRESHOLD
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.types import ModelSpec, OffloadSpec, ParameterBlock
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 _MOST_LAYOUTS = 1024
+"""Entries of one cache of a profile, which is emptied when it has as many."""
 
 
 class ActivationSizes(Struct, frozen=True, kw_only=True):
@@ -52,7 +56,9 @@ class ModelProfile:
         """Whether norms, rotary positions and gates are one kernel each."""
         self.eager_attention = eager_attention
         """Whether attention scores exist as whole matrices."""
-        self._rows: dict[tuple[int, int], tuple[Row, ...]] = {}
+        # A search over GPU counts, ratios and sub-group sizes asks for the same layouts again. `_store` bounds each cache, since a screen
+        # may stay open for days.
+        self._rows: dict[tuple[int, int], tuple[UnplacedSubGroup, ...]] = {}
         self._layouts: dict[tuple[int, int, float, str], StateLayout] = {}
         self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
 
@@ -137,11 +143,9 @@ class ModelProfile:
         rule = device_rule(offload.mode, offload.engine)
         key = (ranks, offload.sub_group_size, offload.ratio, rule)
         if (found := self._layouts.get(key)) is None:
-            if len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts.clear()
             rows = self._cut(ranks, offload.sub_group_size)
             found = assign_devices(rows, self.parameters, self.largest_parameter, ranks, offload.ratio, rule)
-            self._layouts[key] = found
+            _store(self._layouts, key, found)
         return found
 
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
@@ -156,21 +160,28 @@ class ModelProfile:
             spans = self._tensor_spans
             # Names are in the model's order.
             found = tuple((spans[names[0]][0], spans[names[-1]][1]) for _, names, _ in self._cut(ranks, sub_group_size))
-            self._spans[key] = found
+            _store(self._spans, key, found)
         return found
 
     @cached_property
     def _tensor_spans(self) -> dict[str, Span]:
         return tensor_spans(self.blocks)
 
-    def _cut(self, ranks: int, sub_group_size: int) -> tuple[Row, ...]:
+    def _cut(self, ranks: int, sub_group_size: int) -> tuple[UnplacedSubGroup, ...]:
         key = (ranks, sub_group_size)
         if (found := self._rows.get(key)) is None:
-            found = self._rows[key] = cut(self.trainable, ranks, sub_group_size)
+            found = cut(self.trainable, ranks, sub_group_size)
+            _store(self._rows, key, found)
         return found
 
     def _layers(self) -> Iterator[ParameterBlock]:
         return (block for block in self.blocks if block.repeat > 1)
+
+
+def _store(cache: dict[_K, _V], key: _K, value: _V) -> None:
+    if len(cache) >= _MOST_LAYOUTS:
+        cache.clear()
+    cache[key] = value
 
 
 def profile_of(model: ModelSpec) -> ModelProfile:

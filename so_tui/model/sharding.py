@@ -25,12 +25,12 @@ def partition_numel(numel: int, ranks: int) -> int:
 
 
 def live_parameters(largest_layer: int) -> int:
-    """Return how many gathered parameters ZeRO-3 may hold before it stops: this layer and the next, more where they are small."""
+    """Return how many all-gathered parameters ZeRO-3 may hold before it stops: this layer and the next, more where they are small."""
     return max(2 * largest_layer, GATHERED_AHEAD)
 
 
 def run_ahead_parameters(largest_layer: int) -> int:
-    """Return by how many parameters the host may run ahead of the GPU. They stay gathered until the GPU has used them."""
+    """Return by how many parameters the host may run ahead of the GPU. They stay all-gathered until the GPU has used them."""
     return max(largest_layer, GATHERED_AHEAD)
 
 

@@ -111,8 +111,8 @@ def _fitting_batch(spec: RunSpec, target: Target) -> Assessment | None:
     return tight
 
 
-def _holds(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
-    """Return whether a target holds ``spec``, and the smaller micro-batch with which it does where the given one is too large."""
+def _fits(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
+    """Return whether ``spec`` fits on a target, and the smaller micro-batch with which it does where the given one is too large."""
     if best(spec, target).verdict != "does not fit":
         return True, None
     smaller = _fitting_batch(spec, target)
@@ -128,8 +128,8 @@ def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Ta
 
 def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
     for larger_spec, larger in _larger_targets(spec, target):
-        holds, micro_batch = _holds(larger_spec, larger)
-        if holds:
+        fits, micro_batch = _fits(larger_spec, larger)
+        if fits:
             return MoreGpusFit(gpus=larger.ranks, micro_batch=micro_batch)
     return None
 
@@ -143,7 +143,7 @@ def gpus_with_margin(spec: RunSpec, target: Target) -> Iterator[MoreGpusKeepMarg
 
 
 def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
-    """Yield the machines that would hold it: GH200 parts with more host memory, or several machines like this one."""
+    """Yield the machines that would fit the run: GH200 parts with more host memory, or several machines like this one."""
     whole = target.on(max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction)
     if "GH200" in target.resources.gpu_name and min(whole.resources.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
         yield from _fitting_larger_hosts(spec, whole)
@@ -153,18 +153,18 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
         return replace(whole, ranks=count * whole.resources.ranks)
 
     # The more machines share a model, the less each of them holds, so the fewest are found by bisection.
-    found = bisect_left(counts, True, key=lambda count: _holds(spec, hosts(count))[0])
+    found = bisect_left(counts, True, key=lambda count: _fits(spec, hosts(count))[0])
     if found < len(counts):
         shared = hosts(counts[found])
-        yield MoreMachinesFit(machines=counts[found], gpus=shared.ranks, micro_batch=_holds(spec, shared)[1])
+        yield MoreMachinesFit(machines=counts[found], gpus=shared.ranks, micro_batch=_fits(spec, shared)[1])
 
 
 def _fitting_larger_hosts(spec: RunSpec, whole: Target) -> Iterator[LargerHostFits]:
     supply = whole.resources.supply
     roomy = msgspec.structs.replace(supply, node_bytes=dict.fromkeys(supply.node_bytes, usable_bytes(LARGE_GRACE_BYTES)))
     larger = replace(whole, resources=replace(whole.resources, supply=roomy))
-    holds, micro_batch = _holds(spec, larger)
-    if holds:
+    fits, micro_batch = _fits(spec, larger)
+    if fits:
         needs = max(best(spec, larger).demand.node_bytes.values(), default=0)
         yield LargerHostFits(gpus=whole.ranks, host_bytes=LARGE_GRACE_BYTES, needs_bytes=needs, micro_batch=micro_batch)
 

@@ -24,7 +24,8 @@ from so_tui.spec.types import RunSpec
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
-RATIO_STEP = 0.2
+ADVICE_RATIO_STEP = 0.2
+"""By how much one piece of advice raises or lowers the offload ratio."""
 _MOST_SAVINGS = 3
 _LEAST_BYTES = 2**20
 """Savings below this are not proposed."""
@@ -100,14 +101,14 @@ def more_offload(spec: RunSpec) -> Iterator[Alternative]:
     if offload.mode == "gpu":
         yield _changed(spec, "offload", mode="superoffload", ratio=offload.ratio)
     elif offload.ratio < 1:
-        yield _changed(spec, "offload", ratio=min(1.0, round(offload.ratio + RATIO_STEP, 2)))
+        yield _changed(spec, "offload", ratio=min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2)))
 
 
 def less_offload(spec: RunSpec) -> Iterator[Alternative]:
     """Yield a smaller offload ratio."""
     offload = spec.offload
     if offload.mode != "gpu" and offload.ratio > 0:
-        yield _changed(spec, "offload", ratio=max(0.0, round(offload.ratio - RATIO_STEP, 2)))
+        yield _changed(spec, "offload", ratio=max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2)))
 
 
 def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
@@ -119,7 +120,7 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
 
 
 def no_accumulation(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield steps of one micro-batch: the sum of gradients over several lies on the host."""
+    """Yield steps of one micro-batch: the sum of gradients over several is stored on the host."""
     if spec.offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
         yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
 

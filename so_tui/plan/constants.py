@@ -85,7 +85,7 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     models too small to keep a GPU busy."""
     backward_launches_per_layer: float
     data_s: float
-    """Per micro-step."""
+    """Per micro-batch."""
     other_s: float
     """Per optimizer step: records, control, schedule."""
     all_gather_launches_per_layer: float

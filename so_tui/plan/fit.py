@@ -1,8 +1,7 @@
-"""Whether one spec, with its mode decided, fits on a machine, and how fast it is there. And the smallest offload ratio that fits."""
+"""Whether one spec, with its mode decided, fits on a machine, and how fast it is there."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
 from so_tui.plan.memory import memory_terms
+from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
 from so_tui.plan.terms import MemoryTerm
@@ -34,8 +34,6 @@ HOST_MARGIN = 0.06
 TIGHT_MARGIN = 0.015
 """Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
 _ANY_DATA = Workload()
-RATIOS = tuple(step / 20 for step in range(21))
-"""The offload ratios that are tried, ascending."""
 
 
 class Demand(Struct, frozen=True):
@@ -186,7 +184,7 @@ def best(spec: RunSpec, target: Target) -> Assessment:
 def states_fit(spec: RunSpec, target: Target) -> bool:
     """Return whether the bare states fit on the GPUs: a quick no for large models."""
     capacity = target.resources.supply.gpu_bytes
-    return capacity is None or 16 * spec.model.parameter_count <= capacity * target.ranks
+    return capacity is None or STATE_BYTES * spec.model.parameter_count <= capacity * target.ranks
 
 
 def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
@@ -196,12 +194,7 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
     if capacity is None:
         return whole
     room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
-
-    def leaves_margin(ratio: float) -> bool:
-        # The ratio changes nothing on the GPU but the states that stay there.
-        return 16 * target.profile.gpu_numel(target.ranks, offload, ratio) <= room
-
-    ratio = RATIOS[min(bisect_left(RATIOS, True, key=leaves_margin), len(RATIOS) - 1)]
+    ratio = smallest_ratio(target.profile, target.ranks, offload, room)
     return whole if ratio == 1.0 else assess(in_mode(whole.spec, "superoffload", ratio), target)
 
 

@@ -138,7 +138,7 @@ def _loading(layout: StateLayout, later: Mapping[TermKind, int], allocating: int
 
 
 def shared_terms(placement: Placement) -> Iterator[MemoryTerm]:
-    """Yield what lies in /dev/shm."""
+    """Yield what is in /dev/shm."""
     offload, layout, local_ranks = placement.spec.offload, placement.layout, placement.local_ranks
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
         formula = Formula(

@@ -118,13 +118,13 @@ def _remedy(fact: Remedy) -> str:
         case facts.FitsHere():
             return " with ".join(f"{change.key} = {_setting(change)}" for change in fact.changes) + " fits here"
         case facts.MoreGpusFit():
-            return f"{fact.gpus} GPUs of this machine hold it{_with_micro_batch(fact.micro_batch)}"
+            return f"{fact.gpus} GPUs of this machine fit the run{_with_micro_batch(fact.micro_batch)}"
         case facts.LargerHostFits():
             parts = f"{fact.gpus} x GH200 with {fact.host_bytes / 1e9:.0f} GB of host memory each"
-            return f"{parts} would hold it{_with_micro_batch(fact.micro_batch)} ({memory_size(fact.needs_bytes)} needed per node)"
+            return f"{parts} would fit the run{_with_micro_batch(fact.micro_batch)} ({memory_size(fact.needs_bytes)} needed per node)"
         case facts.MoreMachinesFit():
             machines = f"{fact.machines} machines like this one ({fact.gpus} GPUs)"
-            return f"{machines} would hold it{_with_micro_batch(fact.micro_batch)}; so-tui itself trains on one machine so far"
+            return f"{machines} would fit the run{_with_micro_batch(fact.micro_batch)}; so-tui itself trains on one machine so far"
         case facts.OtherMachineNeeded():
             return "use a machine with a GPU, a smaller model, or fewer ranks"
     assert_never(fact)
@@ -201,7 +201,7 @@ def _choice(fact: Choice) -> str:
         case facts.NextBest():
             return f"next best: {_settings(fact)}, {_slower(fact.slower)}"
         case facts.NoNextBest():
-            return f"next best: none; {'no other' if fact.fits else 'no'} recomputation or split of the step leaves the margin"
+            return f"next best: none; {'no other' if fact.fits else 'no'} checkpointing policy or micro-batch leaves the margin"
     assert_never(fact)
 
 
@@ -304,7 +304,7 @@ def workload_text(workload: Workload | None) -> str:
     if workload is None:
         return "for whole sequences with every token trained, the most that data can cost"
     documents = f"for documents of {workload.attended_tokens:.0f} tokens, {workload.trained_share:.0%} of all trained"
-    return f"{documents}, as seen of the data"
+    return f"{documents}, as measured on this data"
 
 
 def deepspeed_text(binding: DeepSpeedBinding) -> str:

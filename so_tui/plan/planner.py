@@ -228,7 +228,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
     fits = not blocked and found.verdict != "does not fit"
     sequences = resources.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps
     tokens = sequences * spec.data.sequence_length
-    mends = tuple(remedies(spec, target, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
+    proposed = tuple(remedies(spec, target, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
     step = None if blocked else found.step
     disk = sum(term.bytes for term in found.terms if term.location == "disk")
     return Plan(
@@ -239,8 +239,8 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         fits=fits,
         verdict=found.verdict if fits else "does not fit",
         possible=not blocked,
-        reasons=(*blocked, *_needs(found, blocked=bool(blocked)), *mends, *((*decided, *_accumulation(spec)) if fits else ())),
-        remedies=mends,
+        reasons=(*blocked, *_needs(found, blocked=bool(blocked)), *proposed, *((*decided, *_accumulation(spec)) if fits else ())),
+        remedies=proposed,
         warnings=tuple(cautions(spec, found, searched=searched)),
         shortage=_worst(found),
         gpu_bytes=found.demand.gpu_bytes,

@@ -38,7 +38,7 @@ ALIKE = 0.015
 """Settings whose speeds differ by less than this count as equally fast: predictions are not more precise."""
 _ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
 _LONG_WAIT = 0.3
-"""Share of a step that waits for the optimizer, from which larger steps are looked at."""
+"""Share of a step that waits for the optimizer, from which larger steps are tried."""
 _LARGER = 4
 """How many times the tokens of a step are tried then."""
 _WORTHWHILE = 1.2
@@ -51,14 +51,14 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
     variants = _Variants(spec, target)
-    frugal = _frugal(variants)
-    lost = all(found.verdict == "does not fit" for found in frugal)
-    if lost or target.resources.speed is None or target.resources.gpu_memory_unknown:
-        tried = sorted([best(spec, target), *frugal], key=lambda found: _ORDER[found.verdict])
+    least_memory = _least_memory(variants)
+    nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
+    if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
+        tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
         return tried[0], tuple(tried)
     tried = [*_tried(variants)]
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
-        tried += frugal
+        tried += least_memory
     tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
     return _simplest(spec, tried), tuple(tried)
 
@@ -111,7 +111,7 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
     return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
 
 
-def _frugal(variants: _Variants) -> list[Assessment]:
+def _least_memory(variants: _Variants) -> list[Assessment]:
     """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the largest, with fewest gradients to sum."""
     sizes = batch_splits(variants.spec)
     return [variants.of("full", size).best for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))]

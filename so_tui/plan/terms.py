@@ -10,7 +10,7 @@ from msgspec import Struct
 from so_tui.units import count
 
 Location = Literal["gpu", "node", "shm", "disk"]
-"""Where memory lies: on each GPU, on a rank's CPU node, in /dev/shm, on disk."""
+"""Where memory is allocated: on each GPU, on a rank's CPU node, in /dev/shm, on disk."""
 Confidence = Literal["exact", "calibrated", "estimate"]
 """Follows from the parameter table and the code; measured and stored as data; derived from how the code is known to behave."""
 Phase = Literal["loss", "backward", "optimizer"]

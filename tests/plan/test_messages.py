@@ -58,7 +58,7 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
         ),
         (
             LargerHostFits(gpus=4, host_bytes=480 * 10**9, needs_bytes=330 * GIB, micro_batch=2),
-            "4 x GH200 with 480 GB of host memory each would hold it with train.micro_batch = 2 (330 GiB needed per node)",
+            "4 x GH200 with 480 GB of host memory each would fit the run with train.micro_batch = 2 (330 GiB needed per node)",
         ),
         (
             AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=SHORT),
@@ -123,7 +123,7 @@ def test_the_source_of_a_prediction() -> None:
     )
     assert speed_source_text(source) == (
         "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for GH200; "
-        "for documents of 200 tokens, 50% of all trained, as seen of the data; corrected by a probe of this model here"
+        "for documents of 200 tokens, 50% of all trained, as measured on this data; corrected by a probe of this model here"
     )
 
 

@@ -153,7 +153,7 @@ def test_a_recommendation_without_an_alternative_says_so() -> None:
 
 
 def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being_tried() -> None:
-    """Summing takes 4 B a parameter there: one micro-step fits where two of half the size do not."""
+    """Summing takes 4 B a parameter there: one micro-batch fits where two of half the size do not."""
     roomy = recommend(spec_of("qwen3-30b-a3b", train__micro_batch="4"), BIG, 1)
     assert roomy.recommended
     cut = make_plan(spec_of("qwen3-30b-a3b", gpus="1", train__micro_batch="1", train__gradient_accumulation="4"), BIG)

@@ -22,7 +22,7 @@ SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 """(in, out) of the matrix products of an 8B model's layer."""
 COPY_BYTES = 2**29
 """Size of a copy between host and GPU."""
-GATHER_BYTES = 2**28
+ALL_GATHER_BYTES = 2**28
 """Bytes of each rank in the all-gather."""
 SMALL_LAYERS = 32
 """Layers of a pass that measures the layer launch overhead."""
@@ -119,7 +119,7 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{request['port']}", rank=rank, world_size=ranks)
-    share = torch.zeros(max(4096, int(GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
+    share = torch.zeros(max(4096, int(ALL_GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
     whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
     times = []
     for _ in range(8):  # The same number on every rank, whatever it measures.
