@@ -142,7 +142,7 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
     return [*lines, Content("   ".join(host)), *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
 
 
-_MARGIN = 6
+_MARGIN = 10
 """Columns beside a finding: padding and scroll bar."""
 
 
