@@ -132,6 +132,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return messages(self.reasons)
 
     @property
+    def cause_texts(self) -> tuple[str, ...]:
+        """The reasons that are not remedies, in words."""
+        return messages(tuple(reason for reason in self.reasons if reason not in self.remedies))
+
+    @property
     def remedy_texts(self) -> tuple[str, ...]:
         return messages(self.remedies)
 

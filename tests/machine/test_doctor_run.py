@@ -19,7 +19,7 @@ THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
 
 def test_a_plan_that_does_not_fit_blocks(tmp_path: Path) -> None:
     short, mends = ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"), ("4 GPUs hold it", "a larger part would")
-    finding = only(found(healthy(tmp_path), plan=Needs(fits=False, reason_texts=(*short, *mends), remedy_texts=mends)))
+    finding = only(found(healthy(tmp_path), plan=Needs(fits=False, cause_texts=short, remedy_texts=mends)))
     assert (finding.severity, finding.code, finding.evidence) == ("blocks", "plan-does-not-fit", "; ".join(short))
     assert finding.remedy == "4 GPUs hold it; or a larger part would"
 

@@ -38,7 +38,7 @@ class Needs:
     changes: dict[str, str] = field(default_factory=dict)
     """Values to change in the preset ``tiny``."""
     fits: bool = True
-    reason_texts: tuple[str, ...] = ()
+    cause_texts: tuple[str, ...] = ()
     remedy_texts: tuple[str, ...] = ()
     host_bytes_per_node: dict[int, int] = field(default_factory=lambda: {0: 0})
     shm_bytes: int = 0

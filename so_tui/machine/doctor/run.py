@@ -20,12 +20,11 @@ _JOB_ENDS_SOON_S = 600
 
 def check_fits(context: CheckContext) -> Iterator[Finding]:
     if context.plan and not context.plan.fits:
-        why = [reason for reason in context.plan.reason_texts if reason not in context.plan.remedy_texts]
         yield Finding(
             code="plan-does-not-fit",
             severity="blocks",
             title="The plan does not fit this machine",
-            evidence="; ".join(why),
+            evidence="; ".join(context.plan.cause_texts),
             cost="`so-tui run` refuses it.",
             remedy="; or ".join(context.plan.remedy_texts) or f"`so-tui plan {context.plan.spec.name}` shows the arithmetic.",
         )
