@@ -1,0 +1,81 @@
+"""Whose a file or folder is. What belongs to another user, or can be changed by one, is data and never instructions.
+
+Links are not followed: a link in a folder that others can write could lead anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from enum import StrEnum
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""With an access control list the group bits are its mask, so a right that a list gives shows here too."""
+
+
+class Distrust(StrEnum):
+    """Why a file or folder does not count as this user's own."""
+
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    OTHER_OWNER = "other-owner"
+    OTHERS_CAN_WRITE = "others-can-write"
+    WRONG_KIND = "wrong-kind"
+    """A link, a device or a pipe; a file where a folder is expected, or the reverse."""
+
+
+class NotPrivateError(OSError):
+    """A folder that must belong to this user alone does not."""
+
+    def __init__(self, path: Path, distrust: Distrust) -> None:
+        self.path = path
+        self.distrust = distrust
+        super().__init__(f"{path} is not a folder of your own ({distrust})")
+
+
+def distrust_of_file(path: Path) -> Distrust | None:
+    """Return why a regular file is not this user's own; None if it is."""
+    return _distrust(path, stat.S_IFREG)
+
+
+def distrust_of_folder(path: Path) -> Distrust | None:
+    """Return why a folder is not this user's own; None if it is. Others may be able to read it."""
+    return _distrust(path, stat.S_IFDIR)
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can open, or check that an existing one belongs to this user, and return it.
+
+    Rights that others have to read an existing folder of one's own are taken away. Missing parents are made as private.
+
+    Raises:
+        NotPrivateError: Something else has the name: a link, another user's folder, or one that others can write.
+        OSError: It cannot be made.
+    """
+    if not path.parent.exists():
+        private_folder(path.parent)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if (distrust := distrust_of_folder(path)) is not None:
+            raise NotPrivateError(path, distrust) from None
+        if stat.S_IMODE(path.lstat().st_mode) & 0o077:
+            path.chmod(0o700)
+    return path
+
+
+def _distrust(path: Path, kind: int) -> Distrust | None:
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return Distrust.MISSING
+    except OSError:
+        return Distrust.UNREADABLE
+    if stat.S_IFMT(found.st_mode) != kind:
+        return Distrust.WRONG_KIND
+    if found.st_uid != os.geteuid():
+        return Distrust.OTHER_OWNER
+    if found.st_mode & _OTHERS_WRITE:
+        return Distrust.OTHERS_CAN_WRITE
+    return None

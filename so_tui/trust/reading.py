@@ -1,0 +1,51 @@
+"""Read files that anybody may have written: regular files only, and only as much as the caller expects.
+
+A pipe would block, a device never end, and a file of gigabytes fill the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from enum import StrEnum
+from pathlib import Path
+
+
+class Unfit(StrEnum):
+    """Why the content of a file is not read."""
+
+    NOT_A_FILE = "not-a-file"
+    """A folder, a pipe, a socket or a device."""
+    TOO_LARGE = "too-large"
+
+
+class UnfitFileError(OSError):
+    """A file that is not read, because of its kind or its size."""
+
+    def __init__(self, path: Path, unfit: Unfit, limit_bytes: int) -> None:
+        self.path = path
+        self.unfit = unfit
+        self.limit_bytes = limit_bytes
+        words = "is not a regular file" if unfit is Unfit.NOT_A_FILE else f"has more than {limit_bytes} bytes"
+        super().__init__(f"{path} {words}")
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """Return the content of a regular file of at most ``limit_bytes``. Links are followed.
+
+    Raises:
+        UnfitFileError: It is not a regular file, or larger.
+        OSError: It cannot be read.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise UnfitFileError(path, Unfit.NOT_A_FILE, limit_bytes)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(limit_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > limit_bytes:
+        raise UnfitFileError(path, Unfit.TOO_LARGE, limit_bytes)
+    return content

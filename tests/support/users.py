@@ -1,0 +1,153 @@
+"""Two users without privileges who share a machine, for tests of what one may make the other do.
+
+They need no accounts: a process may run under any number. Only root can start such processes, so elsewhere these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_FIRST_UID = 61_000
+"""Above the numbers that systems give to accounts, below those of containers."""
+
+
+@dataclass(frozen=True)
+class User:
+    """A user, and a home folder that only this user can open."""
+
+    name: str
+    uid: int
+    home: Path
+    interpreter: str
+    """A Python that this user can start."""
+    python_path: str
+    """Where it finds so-tui and its dependencies."""
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """Return the environment of a fresh login, with changes."""
+        return {
+            "HOME": str(self.home),
+            "USER": self.name,
+            "LOGNAME": self.name,
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": self.python_path,
+            **changes,
+        }
+
+    def start(self, *argv: str, umask: int = 0o022, **changes: str) -> subprocess.Popen[str]:
+        """Start a command as this user, with its output in pipes. ``changes`` are of the environment."""
+        return subprocess.Popen(
+            argv,
+            user=self.uid,
+            group=self.uid,
+            extra_groups=[],
+            umask=umask,
+            env=self.environment(**changes),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *argv: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run a command as this user to its end."""
+        with self.start(*argv, umask=umask, **changes) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def so_tui(self, *arguments: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run ``so-tui`` as this user to its end."""
+        return self.run(self.interpreter, "-P", "-m", "so_tui", *arguments, timeout_s=timeout_s, umask=umask, **changes)
+
+    def python(self, code: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run Python code as this user to its end."""
+        return self.run(self.interpreter, "-P", "-c", code, *arguments, timeout_s=timeout_s)
+
+    def give(self, *paths: Path) -> None:
+        """Make files and folders, with all that is in them, belong to this user."""
+        for path in paths:
+            for found in (path, *path.rglob("*")):
+                os.chown(found, self.uid, self.uid, follow_symlinks=False)
+
+
+@dataclass(frozen=True)
+class SharedMachine:
+    """Two users and a folder that both can write, such as a scratch file system."""
+
+    owner: User
+    other: User
+    scratch: Path
+    """Everyone may create files here, and only their owner may remove them (mode 1777)."""
+
+
+@contextmanager
+def shared_machine() -> Iterator[SharedMachine]:
+    """Yield two users with empty homes. Everything they leave behind, processes too, is removed. Skips where it is not root."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can run processes of other users")
+    folder = Path(tempfile.mkdtemp(prefix="so-tui-users-", dir="/tmp"))
+    folder.chmod(0o755)
+    try:
+        owner, other = _user(folder, "ann", 0), _user(folder, "bob", 1)
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        scratch.chmod(0o1777)
+        yield SharedMachine(owner, other, scratch)
+        for user in (owner, other):
+            _end_processes(user)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _user(folder: Path, name: str, place: int) -> User:
+    uid = _FIRST_UID + 2 * (os.getpid() % 1000) + place
+    home = folder / name
+    home.mkdir(mode=0o700)
+    os.chown(home, uid, uid)
+    users = [User(name, uid, home, interpreter, _python_path()) for interpreter in _interpreters()]
+    usable = next((user for user in users if _works(user)), None)
+    if usable is None:
+        pytest.skip(f"other users can read neither {sys.executable} nor another Python of this version, or not the checkout")
+    return usable
+
+
+def _interpreters() -> tuple[str, ...]:
+    """Return this interpreter and the system's of the same version: a home folder may hide the first."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return (sys.executable, f"/usr/bin/{name}", f"/usr/local/bin/{name}")
+
+
+def _python_path() -> str:
+    """Return where this interpreter finds modules, without Python's own library, which every interpreter brings itself."""
+    library = Path(os.__file__).parent
+    return os.pathsep.join(
+        path for path in sys.path if path and library not in (Path(path), Path(path).parent) and not path.endswith(".zip")
+    )
+
+
+def _works(user: User) -> bool:
+    try:
+        return user.python("import so_tui.cli, msgspec, textual").returncode == 0
+    except OSError:
+        return False
+
+
+def _end_processes(user: User) -> None:
+    """Kill what the user left running: a process may signal all processes of its own user."""
+    user.python("import os, signal; os.kill(-1, signal.SIGKILL)")
