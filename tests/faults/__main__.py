@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 
-from tests.faults import campaign, report
+from tests.faults import campaign, processes, report
 from tests.faults.kind import Kind
 from tests.faults.kinds import KINDS, matching
 from tests.faults.scene import NeverCameError
@@ -41,11 +43,18 @@ def _run(arguments: argparse.Namespace, faults: list[tuple[int, Kind]]) -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="so-tui-faults-"))
+    folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="so-tui-faults-"))).resolve()
+
+    def give_up(signum: int, _frame: FrameType | None) -> None:
+        processes.end(f"{folder}/")
+        os._exit(128 + signum)  # threads that wait for a fault would keep the process
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, give_up)
     every_core = os.sched_getaffinity(0)
     os.sched_setaffinity(0, campaign.core_shares(sorted(every_core), arguments.jobs)[0])
     try:
-        ground = campaign.prepare(folder.resolve(), arguments.seed, say)
+        ground = campaign.prepare(folder, arguments.seed, say)
     except NeverCameError as error:
         print(f"the campaign cannot start: {error}; see {folder}", file=sys.stderr)
         return 2

@@ -142,7 +142,7 @@ def inflict(ground: Ground, index: int, kind: Kind) -> Result:
     folder.mkdir()
     began, chance = time.monotonic(), random.Random(f"{ground.seed}-{index}-{kind.name}")
     shim_ = shim.Shim(ground.library, folder / "control") if kind.needs_shim and ground.library else None
-    scene = Scene(folder, str(folder), shim_)
+    scene = Scene(folder, shim_)
     result = Result(
         seed=ground.seed, index=index, kind=kind.name, group=kind.group, what=kind.what, problems=(), seconds=0.0, host=host_facts()
     )

@@ -24,7 +24,7 @@ _DELAYS: dict[Moment, float] = {"starting": 1.0, "loading": 4.0, "training": 0.3
 
 def reference(folder: Path) -> dict[int, frozenset[str]]:
     """Train a run that nothing disturbs, and return its losses. Raises NeverCameError if it does not finish."""
-    scene = Scene(folder, f"reference-{folder}", None)
+    scene = Scene(folder, None)
     try:
         scene.start("detached")
         if (state := scene.settle()) != "finished":
@@ -36,7 +36,7 @@ def reference(folder: Path) -> dict[int, frozenset[str]]:
 
 def stopped_run(folder: Path) -> None:
     """Train a run, and stop it once it has three checkpoints."""
-    scene = Scene(folder, f"stopped-{folder}", None)
+    scene = Scene(folder, None)
     try:
         scene.start("detached")
         scene.wait_for("training", 2 * SAVE_EVERY + 1)

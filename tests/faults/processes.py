@@ -22,7 +22,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Return the living processes with the mark, as their command lines by pid."""
+    """Return the living processes with the mark, or one that begins with it, as their command lines by pid."""
     entry = f"{MARK}={mark}".encode()
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 (names, not paths, many times a second)
@@ -30,7 +30,7 @@ def marked(mark: str) -> dict[int, str]:
             continue
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             folder = Path("/proc", name)
-            if entry not in (folder / "environ").read_bytes().split(b"\0"):
+            if not any(variable.startswith(entry) for variable in (folder / "environ").read_bytes().split(b"\0")):
                 continue
             if (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
                 continue

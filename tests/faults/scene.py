@@ -64,8 +64,8 @@ class NeverCameError(Exception):
 class Scene:
     """A folder, the run in it, and every process that was started for it."""
 
-    def __init__(self, folder: Path, mark: str, shim: Shim | None) -> None:
-        self.folder, self.mark, self.shim = folder, mark, shim
+    def __init__(self, folder: Path, shim: Shim | None) -> None:
+        self.folder, self.mark, self.shim = folder, f"{folder}/", shim
         self.runs_dir = folder / "runs"
         self.runs_dir.mkdir(parents=True, exist_ok=True)
         self.transcript: list[Done] = []
