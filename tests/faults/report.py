@@ -21,12 +21,14 @@ def table(results: Sequence[Result]) -> str:
         lines.append(f"| {what} | {len(found)} | {moments} | {said} | {held}{'' if held == len(found) else ' **!**'} |")
     broken = [one for one in results if one.problems]
     if broken:
-        lines += ["", "What did not hold:", ""]
-        lines += [
-            f"- `--seed {one.seed}` {one.index} `{one.kind}` ({one.moment}): {', '.join(one.problems)}. {one.note}".rstrip()
-            for one in broken
-        ]
+        lines += ["", "What did not hold:", "", *(_complaint(one) for one in broken)]
     return "\n".join(lines) + "\n"
+
+
+def _complaint(result: Result) -> str:
+    """Return what did not hold, and how to see it again in a campaign of all kinds."""
+    again = f"--seed {result.seed} --rounds {result.index + 1} --index {result.index}"
+    return f"- `{result.kind}` ({result.moment}; `{again}`): {', '.join(result.problems)}. {result.note}".rstrip()
 
 
 def _said(result: Result) -> str:
