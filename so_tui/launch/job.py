@@ -15,6 +15,7 @@ import msgspec
 from so_tui.launch import environment, locks
 from so_tui.launch.attempt_files import indented, read_launch
 from so_tui.launch.host_check import refuse_different_host, software_differences
+from so_tui.launch.marker import run_id
 from so_tui.launch.preparation import LOCAL_ADDRESS, Launch
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Gpu
@@ -40,11 +41,6 @@ class Job:
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
 
-    @property
-    def marker(self) -> str:
-        """The environment entry that marks the processes of the run."""
-        return f"{environment.RUN_MARKER}={self._run.path}"
-
     def start(self) -> None:
         """Take the GPUs and a port, fill in the placeholders, and start DeepSpeed's launcher.
 
@@ -65,7 +61,7 @@ class Job:
         refuse_different_host(self.launch, host)
         self.port, port_lock = locks.take_port(folder, holder)
         self._locks = (*self._locks, port_lock)
-        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, port=self.port)
+        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, port=self.port, run_id=run_id(self._run))
         self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:

@@ -13,6 +13,7 @@ class Placeholder(StrEnum):
     """The text that stands for each value. It is always a whole argument or a whole variable, never part of one."""
 
     RUN = "{RUN}"
+    RUN_ID = "{RUN_ID}"
     ATTEMPT = "{ATTEMPT}"
     ADDRESS = "{ADDRESS}"
     PORT = "{PORT}"
@@ -20,6 +21,7 @@ class Placeholder(StrEnum):
 
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
+    Placeholder.RUN_ID: "the run's id",
     Placeholder.ATTEMPT: "the number of the attempt",
     Placeholder.ADDRESS: "the address at which the ranks meet",
     Placeholder.PORT: "a free port at that address",

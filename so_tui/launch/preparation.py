@@ -22,6 +22,7 @@ from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
@@ -55,10 +56,11 @@ class Launch(Struct, frozen=True, kw_only=True):
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS) -> Launch:
+    def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS, run_id: str = "") -> Launch:
         """Return the launch with the host's values in place of the placeholders."""
         values = {
             Placeholder.RUN: str(run),
+            Placeholder.RUN_ID: run_id,
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.ADDRESS: address,
             Placeholder.PORT: str(port),
@@ -152,9 +154,10 @@ def prepare_resume(
     Raises:
         InputError: The run is live (code ``run-is-live``), has nothing left to train (``run-has-finished``, ``length-already-trained``),
             or a key cannot change during a run (``fixed-for-a-run``); otherwise as for ``prepare``.
-        Refused: As for ``prepare``.
+        Refused: The run is not this user's own (see ``so_tui.runs.own``); otherwise as for ``prepare``.
     """
     values = values or {}
+    refuse_unless_own(run)
     before = ended_state(run)
     spec = _changed(read_spec(run), values)
     if before.state == "finished" and not _lengthens(values, before.total_steps):

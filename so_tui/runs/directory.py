@@ -73,6 +73,10 @@ class RunDirectory:
     def launch_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "launch.json"
 
+    def starter_path(self, attempt: int) -> Path:
+        """What the token that starts the attempt is checked against."""
+        return self.attempt_dir(attempt) / "starter.json"
+
     def command_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "command.json"
 
@@ -99,10 +103,10 @@ class RunDirectory:
 def new_attempt(run: RunDirectory) -> int:
     """Create the folder of the next attempt and return its number. No other process gets the same. Raises OSError."""
     attempt = max(run.attempts(), default=0) + 1
-    run.attempts_dir.mkdir(exist_ok=True)
+    run.attempts_dir.mkdir(mode=0o755, exist_ok=True)  # a umask of 002 would let the group decide what is started
     while True:
         try:
-            run.attempt_dir(attempt).mkdir()
+            run.attempt_dir(attempt).mkdir(mode=0o755)
             return attempt
         except FileExistsError:
             attempt += 1

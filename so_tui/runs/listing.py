@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused
@@ -65,7 +68,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
         raise _unusable("runs-dir-not-writable", folder, message, "Choose another folder with --runs-dir.") from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
-            part.mkdir()
+            part.mkdir(mode=0o755)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
@@ -117,9 +120,10 @@ def delete_run(run: RunDirectory) -> None:
     """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
 
     Raises:
-        Refused: If the run is still alive.
+        Refused: If the run is still alive, or another user's.
         InputError: If the folder is not a run or cannot be deleted.
     """
+    refuse_another_users(run)
     state = state_with_truth(run)
     if state.state not in FINAL_STATES and state.host:
         raise Refused([Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: so-tui stop {run.name}")])
@@ -127,6 +131,8 @@ def delete_run(run: RunDirectory) -> None:
     try:
         run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
         _remove(hidden)
+        if state.host == socket.gethostname():
+            remove_leftovers(state.processes)
     except OSError as error:
         message = f"cannot be deleted: {error.strerror}"
         remedy = "Check the owner of its folder."
@@ -179,7 +185,7 @@ def _claim_new(folder: Path, stem: str) -> RunDirectory:
 
 def _claim(folder: Path, name: str) -> RunDirectory:
     path = folder / name
-    path.mkdir()  # fails if another process was first
+    path.mkdir(mode=0o755)  # fails if another process was first; no umask lets others write it
     return RunDirectory(path)
 
 

@@ -38,7 +38,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # unique: processes on other hosts may write the same file
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=_own_file) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -48,3 +48,8 @@ def write_atomic(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _own_file(path: str, flags: int) -> int:
+    """Open a file that no umask lets the group write: a run whose files others can change is not acted upon."""
+    return os.open(path, flags, 0o644)

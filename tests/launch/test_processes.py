@@ -18,12 +18,12 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A supervisor on a busy host may not run for seconds; a launcher that it takes for something else is never missed."""
-    go, marker = tmp_path / "go", f"SO_TUI_RUN={tmp_path}"
+    go, markers = tmp_path / "go", frozenset({f"SO_TUI_RUN={tmp_path}".encode()})
     sleeper = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
     script = f"until test -e {go}; do sleep 0.05; done; exec {sleeper}"
     with subprocess.Popen(["sh", "-c", script], env={**os.environ, "SO_TUI_RUN": str(tmp_path)}) as process:
         try:
-            tree = ProcessTree(marker, os.getpid())
+            tree = ProcessTree(markers, os.getpid())
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"

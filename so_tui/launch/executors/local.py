@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,16 @@ class LocalExecutor:
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
         """Start the command detached from this program; see ``Executor.start``."""
-        with log.open("ab") as output:
+        with open(log, "ab", opener=_own_file) as output:
             process = subprocess.Popen(
                 argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", start_new_session=True
             )
         return _Process(process)
+
+
+def _own_file(path: str, flags: int) -> int:
+    """Open a file that only this user may write, whatever the umask: a supervisor refuses an attempt that others can change."""
+    return os.open(path, flags, 0o644)
 
 
 class _Process:
