@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -29,6 +30,7 @@ from so_tui.runs.own import not_own, refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_state, write_spec
 from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.trust.printable import so_tui_command
 
 _READY_S = 30.0
 _POLL_S = 0.05
@@ -96,7 +98,8 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
-        InputError: The request cannot be written (code ``control-not-writable``).
+        InputError: The request may not be written (code ``control-not-writable``).
+        OSError: It cannot be written for another reason, such as a full disk.
     """
     state = state_with_truth(run)
     if state.state in FINAL_STATES:
@@ -104,7 +107,9 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
     try:
         request_stop(run, grace_s=grace_s)
     except OSError as error:
-        message, remedy = f"the request to stop cannot be written: {error.strerror}", "Check the rights of this folder, and its free space."
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        message, remedy = f"the request to stop cannot be written: {error.strerror}", "Check the rights of this folder."
         problem = Problem(code="control-not-writable", field="run", value=str(run.control_dir), message=message, remedy=remedy)
         raise InputError([problem]) from error
     ensure_supervised(run)
@@ -160,7 +165,7 @@ def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: SupervisorHand
     while read_state(run).attempt != attempt:
         code = handle.exit_code()
         if code == 0 and read_state(run).attempt != attempt:  # another supervisor holds the run's lock
-            raise SoTuiError(f"another start of {run.name} came first: `so-tui watch {run.name}` shows it")
+            raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
         if code is not None and read_state(run).attempt != attempt:
             raise SoTuiError(f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}")
         if time.monotonic() > deadline:
