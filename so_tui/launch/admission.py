@@ -20,6 +20,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Problem
+from so_tui.trust.ownership import Distrust, distrust_of_file
 
 
 def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
@@ -28,7 +29,7 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
     Raises:
         InputError, Refused: With the codes of this module and of ``so_tui.runs.own``.
     """
-    if attempt < 1 or not run.plan_path(attempt).exists():
+    if attempt < 1 or distrust_of_file(run.plan_path(attempt)) is Distrust.MISSING:
         raise _refused("no-such-attempt", attempt, f"{run.path} has no such attempt", "`so-tui resume` makes the next one.")
     refuse_unless_own(run, attempt)
 

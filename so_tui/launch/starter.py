@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.spec.files import write_atomic
+from so_tui.runs.files import write_run_file
 from so_tui.trust.reading import read_bounded
 
 TOKEN_VARIABLE = "SO_TUI_STARTER_TOKEN"
@@ -40,7 +40,7 @@ def new_token() -> str:
 
 def record_token(run: RunDirectory, attempt: int, token: str) -> None:
     """Let this token start an attempt. Raises OSError if the attempt's folder cannot be written."""
-    write_atomic(run.starter_path(attempt), msgspec.json.encode(Starter(sha256=_keyed_hash(token, attempt))))
+    write_run_file(run, run.starter_path(attempt), msgspec.json.encode(Starter(sha256=_keyed_hash(token, attempt))))
 
 
 def may_start(run: RunDirectory, attempt: int, token: str) -> bool:

@@ -39,6 +39,7 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL, read_state, write_last_state, write_state
 from so_tui.spec import RunSpec, SoTuiError
+from so_tui.trust.sharing import umask_of
 
 TICK_S = 1.0
 _START_TICK_S = 0.2
@@ -67,6 +68,7 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
         OSError: The run directory cannot be written.
     """
     admission.refuse_unknown_attempt(run, attempt)
+    os.umask(umask_of(run.path))
     with locks.supervisor_lock(run) as held:
         if not held:
             return 0

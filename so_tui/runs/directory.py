@@ -7,8 +7,11 @@ RUN/ spec.json  state.json
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from so_tui.trust.sharing import is_shared, make_run_folder
 
 _SAMPLES = "samples."
 _OUTPUT = "output."
@@ -103,10 +106,12 @@ class RunDirectory:
 def new_attempt(run: RunDirectory) -> int:
     """Create the folder of the next attempt and return its number. No other process gets the same. Raises OSError."""
     attempt = max(run.attempts(), default=0) + 1
-    run.attempts_dir.mkdir(mode=0o755, exist_ok=True)  # a umask of 002 would let the group decide what is started
+    shared = is_shared(run.path)
+    with contextlib.suppress(FileExistsError):
+        make_run_folder(run.attempts_dir, shared=shared)
     while True:
         try:
-            run.attempt_dir(attempt).mkdir(mode=0o755)
+            make_run_folder(run.attempt_dir(attempt), shared=shared)
             return attempt
         except FileExistsError:
             attempt += 1

@@ -1,4 +1,8 @@
-"""How an attempt ended that nobody supervised at its end, from what its processes left: readers compute it, and nothing is started."""
+"""How an attempt ended that nobody supervised at its end, from what its processes left: readers compute it, and nothing is started.
+
+Problem codes:
+    unreadable-records: The records, which say how it ended, cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import CheckpointRecord, EndRecord, MetricRecord, RunState
 from so_tui.runs.segments import segments
+from so_tui.spec.errors import InputError, Problem
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "stopped": 4, "lost": 1}
 """Exit code for each final state."""
@@ -31,7 +36,7 @@ def end_of_attempt(run: RunDirectory, attempt: int) -> EndRecord | None:
 
 
 def concluded(run: RunDirectory, state: RunState) -> RunState:
-    """Return the final state of an attempt whose processes are all gone: as its end record says, without one ``lost``."""
+    """Return the final state of an attempt whose processes are all gone: as its end record says, without one ``lost``. Raises InputError."""
     records = _last_records(run, state.attempt)
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:
@@ -71,12 +76,17 @@ def _end(records: Sequence[MetricRecord]) -> EndRecord | None:
 
 
 def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
-    """Return the records of an attempt at the end of the newest segment, the last one first."""
-    newest = next(reversed(segments(run.metrics_dir).values()), None)
-    if newest is None:
-        return ()
-    with newest.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        lines = file.read().split(b"\n")
+    """Return the records of an attempt at the end of the newest segment, the last one first. Raises InputError."""
+    try:
+        newest = next(reversed(segments(run.metrics_dir).values()), None)
+        if newest is None:
+            return ()
+        with newest.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+            lines = file.read(_END_BYTES).split(b"\n")
+    except OSError as error:
+        message, remedy = f"its records cannot be read: {error.strerror}", "Check the rights of this folder, and that it is mounted."
+        problem = Problem(code="unreadable-records", field="run", value=str(run.metrics_dir), message=message, remedy=remedy)
+        raise InputError([problem]) from error
     records = (decode_metric(line) for line in reversed(lines))
     return tuple(record for record in records if record is not None and record.attempt == attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Refused, RunSpec
 from so_tui.trust.ownership import Distrust, NotOwnFileError
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """Give the test process its umask back, which ``supervise`` sets for the process of a supervisor."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture

@@ -188,7 +188,8 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, p
     viewer = scene.viewer
     with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path)) as member:
         try:
-            viewer.so_tui("runs", "--runs-dir", str(folder))
+            listed = viewer.so_tui("runs", "--runs-dir", str(folder))
+            assert (listed.returncode, listed.stderr) == (0, "")
             supervise = viewer.so_tui("supervise", str(run.path), "--attempt", "1")
             assert supervise.returncode in (2, 3), supervise.stderr
             assert "Traceback" not in supervise.stderr

@@ -15,16 +15,12 @@ class LocalExecutor:
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
         """Start the command detached from this program; see ``Executor.start``."""
-        with open(log, "ab", opener=_own_file) as output:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "ab") as output:
             process = subprocess.Popen(
                 argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", start_new_session=True
             )
         return _Process(process)
-
-
-def _own_file(path: str, flags: int) -> int:
-    """Open a file that only this user may write, whatever the umask: a supervisor refuses an attempt that others can change."""
-    return os.open(path, flags, 0o644)
 
 
 class _Process:
