@@ -91,7 +91,7 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isdigit()))
+        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
         """Return the logs of an attempt by host."""

@@ -36,7 +36,7 @@ def end_of_attempt(run: RunDirectory, attempt: int) -> EndRecord | None:
 
 
 def concluded(run: RunDirectory, state: RunState) -> RunState:
-    """Return the final state of an attempt whose processes are all gone: as its end record says, without one ``lost``. Raises InputError."""
+    """Return the final state of an attempt whose processes are gone: as its end record says, without one ``lost``. Raises InputError."""
     records = _last_records(run, state.attempt)
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:

@@ -144,6 +144,18 @@ def test_looking_at_another_users_run_starts_and_signals_nothing(scene: Scene, s
     assert run.path.exists()
 
 
+def test_a_request_that_cannot_be_written_is_an_error_and_no_traceback(scene: Scene) -> None:
+    folder = scene.viewer.home / "runs"
+    run = write_hostile_run(folder, scene.proof, state="training", supervisor=scene.known)
+    scene.viewer.give(folder)
+    run.control_dir.chmod(0o500)
+    done = scene.viewer.so_tui("stop", str(run.path), "--grace", "1")
+    assert done.returncode == 2
+    assert "cannot be written: Permission denied" in done.stderr
+    assert "Traceback" not in done.stderr
+    scene.nothing_happened()
+
+
 def test_a_copied_run_is_data(scene: Scene) -> None:
     run = scene.hostile("starting")
     copy = copied(run, scene.viewer)
