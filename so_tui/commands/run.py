@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -110,5 +111,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 def supervise(arguments: argparse.Namespace) -> int:
     """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch import supervise as supervise_run
+    from so_tui.launch.starter import take_token
 
-    return supervise_run(RunDirectory(arguments.run), arguments.attempt)
+    token = take_token(os.environ)  # before anything is started, which would inherit it
+    return supervise_run(RunDirectory(arguments.run), arguments.attempt, token)

@@ -14,6 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.trust.ownership import read_own
 
 SCHEMA = 1
 
@@ -48,15 +49,16 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
     """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
 
     Raises:
+        NotOwnFileError: A file is not this user's own. What it says would be executed.
         OSError: A file is missing or cannot be read.
         msgspec.DecodeError: A file is damaged.
     """
     start = _Start()
     with contextlib.suppress(FileNotFoundError):
-        start = msgspec.json.decode(run.launch_path(attempt).read_bytes(), type=_Start)
+        start = msgspec.json.decode(read_own(run.launch_path(attempt)), type=_Start)
     return Launch(
-        plan=msgspec.json.decode(run.plan_path(attempt).read_bytes(), type=Plan),
-        machine=msgspec.json.decode(run.machine_path(attempt, host).read_bytes(), type=Machine),
+        plan=msgspec.json.decode(read_own(run.plan_path(attempt)), type=Plan),
+        machine=msgspec.json.decode(read_own(run.machine_path(attempt, host)), type=Machine),
         ds_config=_ds_config(run, attempt),
         argv=start.argv,
         environment=start.environment,
@@ -72,4 +74,4 @@ def indented(value: object) -> bytes:
 
 
 def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    return msgspec.json.decode(run.ds_config_path(attempt).read_bytes(), type=dict[str, Any])
+    return msgspec.json.decode(read_own(run.ds_config_path(attempt)), type=dict[str, Any])

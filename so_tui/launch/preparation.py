@@ -23,6 +23,7 @@ from so_tui.plan.types import Plan
 from so_tui.runs.checkpoints import missing_checkpoints
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
@@ -57,16 +58,18 @@ class Launch(Struct, frozen=True, kw_only=True):
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, rendezvous: str) -> Launch:
+    def resolved(self, *, run: Path, attempt: int, rendezvous: str, run_id: str = "") -> Launch:
         """Return the launch with the host's values in place of the placeholders.
 
         Args:
             run: The run directory.
             attempt: The attempt's number.
             rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
+            run_id: The id of the run; empty for a run of an older version.
         """
         values = {
             Placeholder.RUN: str(run),
+            Placeholder.RUN_ID: run_id,
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.RENDEZVOUS: rendezvous,
         }
@@ -161,9 +164,11 @@ def prepare_resume(
     Raises:
         InputError: The run is live (code ``run-is-live``), has nothing left to train (``run-has-finished``, ``length-already-trained``),
             or a key cannot change during a run (``fixed-for-a-run``); otherwise as for ``prepare``.
-        Refused: What the run saved is missing (``checkpoint-missing``); otherwise as for ``prepare``.
+        Refused: The run is not this user's own (see ``so_tui.runs.own``), or what it saved is missing (``checkpoint-missing``); otherwise
+            as for ``prepare``.
     """
     values = values or {}
+    refuse_unless_own(run)
     before = ended_state(run)
     spec = _changed(read_spec(run), values)
     if start_over:

@@ -80,6 +80,10 @@ class RunDirectory:
     def launch_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "launch.json"
 
+    def starter_path(self, attempt: int) -> Path:
+        """What the token that starts the attempt is checked against."""
+        return self.attempt_dir(attempt) / "starter.json"
+
     def command_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "command.json"
 
@@ -91,7 +95,7 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isdigit()))
+        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
         """Return the logs of an attempt by host."""

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.liveness import state_with_truth
 from so_tui.runs.manifest import new_manifest, write_manifest
+from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused
@@ -123,9 +126,10 @@ def delete_run(run: RunDirectory) -> None:
     """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
 
     Raises:
-        Refused: If the run is still alive.
+        Refused: If the run is still alive, or another user's.
         InputError: If the folder is not a run or cannot be deleted.
     """
+    refuse_another_users(run)
     state = state_with_truth(run)
     if state.state not in FINAL_STATES and state.host:
         raise Refused(
@@ -135,6 +139,8 @@ def delete_run(run: RunDirectory) -> None:
     try:
         run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
         _remove(hidden)
+        if state.host == socket.gethostname():
+            remove_leftovers(state.processes)
     except OSError as error:
         message = f"cannot be deleted: {error.strerror}"
         remedy = "Check the owner of its folder."

@@ -259,7 +259,7 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     states = run.checkpoints_dir / "step-000006" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     messages = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    assert "step-000006 cannot be read" in messages[0]["message"]
+    assert "step-000006 cannot be used" in messages[0]["message"]
     assert "rank_00001.states" in messages[0]["message"]
     assert messages[-1]["step"] == 5
     assert states.is_file()

@@ -56,6 +56,9 @@ def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, con
 
     try:
         control.request(run, action, reason="asked on the screen")
+    except SoTuiError as error:  # another user's run
+        app.post_message(messages.Failed(f"{run.name} was not asked", tuple(str(error).splitlines())))
+        return
     except OSError as error:
         app.post_message(messages.Failed(f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)))
         return
