@@ -19,6 +19,9 @@ from so_tui.spec.types import RunSpec
 RUN_MARKER = "SO_TUI_RUN"
 """Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
 
+RENDEZVOUS = "SO_TUI_RENDEZVOUS"
+"""Tells the ranks where they meet."""
+
 _INHERITED_OF_INTEREST = re.compile(
     r"^(NCCL|CUDA|OMP|MKL|KMP|GOMP|PYTORCH|TORCH|HF|HUGGING|TRANSFORMERS|DS|SLURM|LD_LIBRARY_PATH|FI|UCX|OFI)(_|$)"
 )
@@ -39,6 +42,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
         Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
         Variable(name="SO_TUI_ATTEMPT", value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
         *_python(inherited),
+        *_network(),
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
         *_hub(plan.spec),
@@ -122,6 +126,17 @@ def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     if folder not in path.split(":"):
         yield Variable(name="PATH", value=f"{folder}:{path}", reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)")
     yield Variable(name="PYTHONSAFEPATH", value="1", reason="imports modules from the installation, never from the current directory")
+
+
+def _network() -> Iterator[Variable]:
+    """Let the ranks of one host meet where no other user can join them: in a file of this user, and on the loopback interface.
+
+    A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its ranks to each other over it, and
+    listens there; the data goes over NVLink or shared memory.
+    """
+    yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="a file of your own in which the ranks meet")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        yield Variable(name=name, value="lo", reason="all ranks are on this host, so nothing listens on its networks")
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:

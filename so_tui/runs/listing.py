@@ -27,6 +27,7 @@ from so_tui.spec.errors import InputError, Problem, Refusal, Refused
 from so_tui.spec.files import path_fault
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
+from so_tui.trust.printable import so_tui_command
 
 LATEST = "latest"
 
@@ -122,7 +123,9 @@ def delete_run(run: RunDirectory) -> None:
     """
     state = state_with_truth(run)
     if state.state not in FINAL_STATES and state.host:
-        raise Refused([Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: so-tui stop {run.name}")])
+        raise Refused(
+            [Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: {so_tui_command('stop', run.name)}")]
+        )
     hidden = run.path.with_name(f".{run.name}.deleted")
     try:
         run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long

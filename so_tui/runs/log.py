@@ -15,6 +15,7 @@ from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.segments import MEBIBYTE
+from so_tui.trust.printable import printable
 
 HEAD_BYTES = MEBIBYTE
 TAIL_BYTES = 16 * MEBIBYTE
@@ -172,10 +173,13 @@ def log_readers(run: RunDirectory) -> tuple[LogReader, ...]:
 
 
 def readable(line: bytes) -> str:
-    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters."""
+    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters.
+
+    Characters that would act on a terminal or reorder the line in another way are spelled out.
+    """
     states = line.split(b"\r")
     shown = next((state for state in reversed(states) if state.strip()), b"")
-    return _ESCAPES.sub("", shown.decode("utf-8", errors="replace"))
+    return printable(_ESCAPES.sub("", shown.decode("utf-8", errors="replace")))
 
 
 def redact(environment: Mapping[str, str]) -> dict[str, str]:

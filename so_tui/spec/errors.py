@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from so_tui.trust.printable import printable, printable_line
+
 
 class Problem(Struct, frozen=True, kw_only=True):
     """One invalid input: which field, what was given, what is wrong and how to correct it."""
@@ -36,7 +38,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         where = f"{self.file}: " if self.file else ""
         given = f" = {self.value}" if self.value else ""
-        return f"{where}{self.field}{given}: {self.message}. {self.advice}"
+        return f"{printable_line(f'{where}{self.field}{given}')}: {printable(self.message)}. {printable(self.advice)}"
 
 
 class Refusal(Struct, frozen=True):

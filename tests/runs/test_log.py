@@ -37,6 +37,8 @@ def all_lines(path: Path) -> Iterator[str]:
         (b"\x1b[32mgreen\x1b[0m and \x1b[1;31mred\x1b[m", "green and red"),
         (b"\x1b]0;title\x07text\x1b[A\x1b[2K", "text"),
         (b"a\tb\x00\x08c", "a\tbc"),
+        ("a\x9b31mb\u202ec\u200bd".encode(), "a\\x9b31mb\\u202ec\\u200bd"),
+        (b"a\x9b31mb", "a\ufffd31mb"),
         ("Grüße ⣿".encode(), "Grüße ⣿"),
         (b"broken \xff\xfe", "broken ��"),
         (b"", ""),
