@@ -56,6 +56,11 @@ def with_locks(locks: Locks, then: Callable[[Scene, Random], None]) -> Callable[
     return inject
 
 
+def late_records(scene: Scene, _chance: Random) -> None:
+    """Let attributes of the records be seconds old for all that read them."""
+    shim_of(scene).delay_attributes(3.0, str(scene.run.path / "metrics"))
+
+
 def late(scene: Scene, chance: Random) -> None:
     """Let attributes of the run's files be seconds old, and stop the run."""
     shim_of(scene).delay_attributes(chance.uniform(1.0, 3.0), str(scene.run.path / "control"))
@@ -108,6 +113,17 @@ KINDS = (
         "flock locks nothing; the supervisor is killed, and three commands list the run",
         with_locks("lock nothing", list_from_everywhere),
         told(FINISHED),
+    ),
+    Kind(
+        "late-records",
+        "file-system",
+        "attributes of the records are seconds old; `run --plain` follows",
+        late_records,
+        told(FINISHED),
+        begin="plain",
+        moments=ANY_TIME,
+        needs_shim=True,
+        starter_exit=frozenset({0}),
     ),
     _kind("late-attributes", "file-system", "attributes are seconds old; the run is stopped", late, told(STOPPED, FINISHED), ANY_TIME),
 )
