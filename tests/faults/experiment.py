@@ -9,11 +9,10 @@ from pathlib import Path
 from random import Random
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.codec import decode_metric
-from so_tui.runs.records import FINAL_STATES, CheckpointRecord, MetricRecord, ResumedRecord, StepRecord
+from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, StepRecord
 from tests.faults import processes
 from tests.faults.kind import Kind, Told
-from tests.faults.scene import SAVE_EVERY, STEPS, Moment, NeverCameError, Scene
+from tests.faults.scene import SAVE_EVERY, STEPS, Moment, NeverCameError, Scene, readable
 from tests.faults.verdict import Expected, Losses, Seen
 
 _AFTER_END_S = 15.0
@@ -114,12 +113,6 @@ def losses(run: RunDirectory) -> dict[int, frozenset[str]]:
         if isinstance(record, StepRecord):
             found.setdefault(record.step, set()).add(record.loss.hex())
     return {step: frozenset(values) for step, values in found.items()}
-
-
-def readable(run: RunDirectory) -> list[MetricRecord]:
-    """Return the records that can be read, in the order in which they were written."""
-    lines = (line for path in sorted(run.metrics_dir.glob("*.jsonl")) for line in path.read_bytes().split(b"\n"))
-    return [record for line in lines if (record := decode_metric(line)) is not None]
 
 
 def _saved(run: RunDirectory) -> int:
