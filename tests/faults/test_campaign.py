@@ -106,4 +106,4 @@ def test_the_table_counts_what_held_and_names_what_did_not() -> None:
     text = report.table([result(1), result(2, moment="loading"), broken])
     assert "3 faults, 2 held; 48 losses" in text
     assert "| SIGKILL | 3 | loading 1, saving 2 | failed (rank-lost) | 2 **!** |" in text
-    assert "- `kill-rank0` (saving; `--seed 1 --rounds 4 --index 3`): loss-differs. step 7" in text
+    assert "- `--seed 1 --repeat 3-kill-rank0` (saving): loss-differs. step 7" in text
