@@ -27,7 +27,8 @@ def table(results: Sequence[Result]) -> str:
 
 def _complaint(result: Result) -> str:
     """Return what did not hold, and how to see it again."""
-    return f"- `--seed {result.seed} --repeat {result.index}-{result.kind}` ({result.moment}): {', '.join(result.problems)}. {result.note}".rstrip()
+    again = f"--seed {result.seed} --repeat {result.index}-{result.kind}"
+    return f"- `{again}` ({result.moment}): {', '.join(result.problems)}. {result.note}".rstrip()
 
 
 def _said(result: Result) -> str:
