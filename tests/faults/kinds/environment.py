@@ -50,7 +50,7 @@ def with_locks(locks: Locks, then: Callable[[Scene, Random], None]) -> Callable[
     """Return an effect on a file system whose locks fail or lock nothing."""
 
     def inject(scene: Scene, chance: Random) -> None:
-        shim_of(scene).lock(locks)
+        shim_of(scene).lock(locks, str(scene.runs_dir))
         then(scene, chance)
 
     return inject

@@ -76,7 +76,7 @@ KINDS = (
     ),
     Kind("stop-twice", "stop", "two users stop it", stop_twice, told(STOPPED, FINISHED), moments=ANY_TIME),
     Kind("two-supervisors", "two", "two more supervisors", supervise_again, told(FINISHED), moments=("starting", *ANY_TIME)),
-    Kind("no-such-attempt", "two", "a supervisor for an attempt that was never made", supervise_no_attempt, told(FINISHED)),
+    Kind("no-such-attempt", "two", "a supervisor for an attempt that was never made", supervise_no_attempt, told(STOPPED), begin="stopped"),
     Kind("three-lists", "two", "the supervisor is killed, and three commands list the run", list_from_everywhere, told(FINISHED)),
     Kind("two-resumes", "two", "everything is killed, and two commands resume the run", resume_twice, told(FINISHED), moments=ANY_TIME),
 )
