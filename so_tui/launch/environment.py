@@ -13,8 +13,8 @@ from msgspec import Struct
 from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.types import Plan
-from so_tui.runs.log import redact
 from so_tui.spec.types import RunSpec
+from so_tui.trust.secrets import without_credentials
 
 RUN_MARKER = "SO_TUI_RUN"
 """Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
@@ -22,9 +22,6 @@ RUN_MARKER = "SO_TUI_RUN"
 RENDEZVOUS = "SO_TUI_RENDEZVOUS"
 """Tells the ranks where they meet."""
 
-_INHERITED_OF_INTEREST = re.compile(
-    r"^(NCCL|CUDA|OMP|MKL|KMP|GOMP|PYTORCH|TORCH|HF|HUGGING|TRANSFORMERS|DS|SLURM|LD_LIBRARY_PATH|FI|UCX|OFI)(_|$)"
-)
 _PINNED_LIMIT_MB = 64
 
 
@@ -68,14 +65,8 @@ def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[s
 
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
-    """Return the changes by name for display and for records, with everything that looks like a secret redacted."""
-    values = redact({change.name: change.value for change in changes if change.value is not None})
-    return {change.name: values.get(change.name) for change in changes}
-
-
-def inherited_of_interest(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the inherited variables that affect training, for the attempt's record, with secrets redacted."""
-    return redact({name: inherited[name] for name in sorted(inherited) if _INHERITED_OF_INTEREST.match(name)})
+    """Return the changes by name for display and for records, without credentials in their values."""
+    return {change.name: None if change.value is None else without_credentials(change.value) for change in changes}
 
 
 def rank_threads(plan: Plan) -> int:

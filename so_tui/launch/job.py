@@ -19,8 +19,9 @@ from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendez
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.files import write_run_file
 from so_tui.spec import SoTuiError
-from so_tui.spec.files import write_atomic
+from so_tui.trust.secrets import recordable
 
 
 class NoCommandError(SoTuiError):
@@ -66,7 +67,7 @@ class Job:
         self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
         launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous))
         self._write_command(launch)
-        log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         try:
             for difference in software_differences(self.launch.machine, host):
                 os.write(log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode())
@@ -123,9 +124,9 @@ class Job:
             "host": self._host,
             "started": time.time(),
             "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],
-            "inherited": environment.inherited_of_interest(os.environ),
+            "inherited": recordable(os.environ),
         }
-        write_atomic(self._run.command_path(self._attempt), indented(record))
+        write_run_file(self._run, self._run.command_path(self._attempt), indented(record))
 
 
 @contextlib.contextmanager
