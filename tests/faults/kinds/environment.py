@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from tests.faults.kind import FINISHED, STOPPED, Kind, Told, failed, told
-from tests.faults.kinds.requests import list_from_everywhere, supervise_again
+from tests.faults.kinds.requests import list_from_everywhere, resume_twice, supervise_again
 from tests.faults.kinds.signals import ANY_TIME
 from tests.faults.scene import Moment, Scene
 from tests.faults.shim import Locks, Shim
@@ -113,6 +113,22 @@ KINDS = (
         "flock locks nothing; the supervisor is killed, and three commands list the run",
         with_locks("lock nothing", list_from_everywhere),
         told(FINISHED),
+    ),
+    _kind(
+        "no-locks-two-resumes",
+        "file-system",
+        "flock fails; everything is killed, and two commands resume the run",
+        with_locks("fail", resume_twice),
+        told(FINISHED),
+        ANY_TIME,
+    ),
+    _kind(
+        "idle-locks-two-resumes",
+        "file-system",
+        "flock locks nothing; everything is killed, and two commands resume the run",
+        with_locks("lock nothing", resume_twice),
+        told(FINISHED),
+        ANY_TIME,
     ),
     Kind(
         "late-records",
