@@ -17,7 +17,7 @@ from tests.faults.verdict import Expected, Losses, Seen
 
 _AFTER_END_S = 15.0
 """How long processes may take to be gone after the end of their run."""
-_DELAYS: dict[Moment, float] = {"starting": 1.0, "loading": 4.0, "training": 0.3, "saving": 0.15}
+_DELAYS: dict[Moment, float] = {"starting": 1.0, "loading": 4.0, "training": 0.2, "saving": 0.15}
 """The longest random delay after the begin of a moment, in seconds."""
 
 
@@ -54,7 +54,7 @@ def meet(kind: Kind, scene: Scene, chance: Random, stopped: Path) -> dict[str, o
         return {"moment": "stopped"}
     if kind.needs_shim and scene.shim is None:
         raise NeverCameError("there is no C compiler for the library of faults")
-    moment, step, delay = chance.choice(kind.moments), chance.randrange(2, STEPS - 4), chance.random()
+    moment, step, delay = chance.choice(kind.moments), chance.randrange(2, STEPS // 2), chance.random()
     scene.start(kind.how)
     scene.wait_for(moment, step)
     delay *= _DELAYS[moment]

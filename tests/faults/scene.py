@@ -26,7 +26,7 @@ from tests.faults import processes
 from tests.faults.shim import Shim
 from tests.support.python_path import checkout_path
 
-STEPS = 16
+STEPS = 20
 SAVE_EVERY = 3
 SETTINGS = (
     f"train.steps={STEPS}",
