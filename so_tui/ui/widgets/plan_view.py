@@ -6,9 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from textual.content import Content
-
-from so_tui.ui.text import disk, duration, memory, memory_of, plural, rate, significant
+from so_tui.ui.text import Content, disk, duration, memory, memory_of, plural, rate, significant
 from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked
 from so_tui.units import thousands
 
