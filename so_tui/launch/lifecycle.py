@@ -26,6 +26,7 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_state, write_spec
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.printable import so_tui_command
+from so_tui.trust.sharing import close_to_others
 
 _READY_S = 30.0
 _POLL_S = 0.05
@@ -73,6 +74,7 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     quick_checks(launch, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
+    close_to_others(run.path)  # a run of an older version may be open to them
     attempt = new_attempt(run)
     try:
         _start_attempt(run, attempt, launch, executor or LocalExecutor())

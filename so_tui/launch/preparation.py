@@ -27,8 +27,6 @@ from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
 from so_tui.trust.printable import so_tui_command
 
-LOCAL_ADDRESS = "127.0.0.1"
-"""Where ranks of one host meet."""
 _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 
 
@@ -56,13 +54,18 @@ class Launch(Struct, frozen=True, kw_only=True):
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS) -> Launch:
-        """Return the launch with the host's values in place of the placeholders."""
+    def resolved(self, *, run: Path, attempt: int, rendezvous: str) -> Launch:
+        """Return the launch with the host's values in place of the placeholders.
+
+        Args:
+            run: The run directory.
+            attempt: The attempt's number.
+            rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
+        """
         values = {
             Placeholder.RUN: str(run),
             Placeholder.ATTEMPT: str(attempt),
-            Placeholder.ADDRESS: address,
-            Placeholder.PORT: str(port),
+            Placeholder.RENDEZVOUS: rendezvous,
         }
         argv, changes = command.resolved(self.argv, values), environment.resolved(self.environment, values)
         return msgspec.structs.replace(self, argv=argv, environment=changes)

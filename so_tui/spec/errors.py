@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from so_tui.trust.printable import printable, printable_line
+from so_tui.trust.secrets import without_credentials
 
 
 class Problem(Struct, frozen=True, kw_only=True):
@@ -96,4 +97,4 @@ class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit stat
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a third-party error, to quote in a message; the name of its type if it has no text."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return without_credentials((str(error).strip().splitlines() or [type(error).__name__])[0])

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -155,17 +155,18 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     }
     if len(gpus) < 2:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = [
-        _start(
-            _gpu_argv(request | {"cpus": gpu["rank_cpus"], "rank": rank, "ranks": len(gpus), "counts": _up_to(len(gpus)), "port": port}),
-            environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
-        )
-        for rank, gpu in enumerate(gpus)
-    ]
-    answers = _finish_all(children)
+    # The processes meet in a file and on the loopback interface: a store with a port would listen on every network.
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as meeting:
+        shared = {"ranks": len(gpus), "counts": _up_to(len(gpus)), "store": f"{meeting}/store"}
+        children = [
+            _start(
+                _gpu_argv(request | shared | {"cpus": gpu["rank_cpus"], "rank": rank}),
+                environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
+            )
+            for rank, gpu in enumerate(gpus)
+        ]
+        answers = _finish_all(children)
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
     yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
     together = answers[0]["small_layer_together"]

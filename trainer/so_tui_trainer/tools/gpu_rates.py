@@ -118,7 +118,7 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{request['port']}", rank=rank, world_size=ranks)
+    distributed.init_process_group(backend, init_method=f"file://{request['store']}", rank=rank, world_size=ranks)
     share = torch.zeros(max(4096, int(ALL_GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
     whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
     times = []
