@@ -11,12 +11,11 @@ Problem codes:
 
 from __future__ import annotations
 
-import socket
-
 from so_tui.launch.marker import markers
 from so_tui.launch.processes import OwnProcesses
 from so_tui.launch.starter import may_start
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Problem
@@ -54,7 +53,7 @@ def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
     """
     if state.attempt != attempt:
         raise _refused("not-started-by-hand", attempt, "the attempt is not running, and only its starter can start it", _BY_COMMAND)
-    if state.host != socket.gethostname():
+    if not sees_processes_of(this_host(), host_of(state)):
         raise _refused("not-this-host", attempt, f"the attempt runs on {state.host or 'no host'}", "Supervise it there.")
     if not OwnProcesses().carry(markers(run)):
         raise _refused("no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND)

@@ -28,6 +28,7 @@ class _Start(Struct, frozen=True, kw_only=True):
     forced: bool = False
     changes: dict[str, str] = {}
     start_over: bool = False
+    assume_dead: bool = False
 
 
 def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
@@ -37,7 +38,12 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
         OSError: The run directory cannot be written.
     """
     start = _Start(
-        argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes, start_over=launch.start_over
+        argv=launch.argv,
+        environment=launch.environment,
+        forced=launch.forced,
+        changes=launch.changes,
+        start_over=launch.start_over,
+        assume_dead=launch.assume_dead,
     )
     write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
     write_run_file(run, run.plan_path(attempt), indented(launch.plan))
@@ -65,6 +71,7 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
         forced=start.forced,
         changes=start.changes,
         start_over=start.start_over,
+        assume_dead=start.assume_dead,
     )
 
 

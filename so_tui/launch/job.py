@@ -103,6 +103,11 @@ class Job:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was not our child."""
         return self._runner.poll() if self._runner else None
 
+    def refresh_locks(self) -> None:
+        """Show that the locks are in use. Raises LockTakenError or OSError if one was lost."""
+        holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
+        self._locks = tuple(locks.refreshed(lock, holder) for lock in self._locks)
+
     def release(self) -> None:
         """Release the locks and remove the rendezvous."""
         if self._rendezvous is not None:

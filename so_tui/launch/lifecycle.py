@@ -16,7 +16,7 @@ from so_tui.launch.checks import quick_checks
 from so_tui.launch.executors import Executor, SupervisorHandle
 from so_tui.launch.executors.local import LocalExecutor
 from so_tui.launch.marker import markers
-from so_tui.launch.preparation import Launch, ended_state
+from so_tui.launch.preparation import Launch
 from so_tui.launch.processes import OwnProcesses
 from so_tui.launch.shutdown import request_stop
 from so_tui.launch.starter import TOKEN_VARIABLE, new_token, record_token
@@ -24,6 +24,8 @@ from so_tui.launch.time_limits import DEFAULT_GRACE_S
 from so_tui.machine.types import Machine
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt
+from so_tui.runs.ended import ended_state
+from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import state_with_truth, supervised
 from so_tui.runs.own import not_own, refuse_unless_own
@@ -76,7 +78,7 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
         Refused: The run is not this user's own (see ``so_tui.runs.own``); otherwise as for ``start``.
     """
     refuse_unless_own(run)
-    ended_state(run)
+    ended_state(run, assume_dead=launch.assume_dead)
     _refuse_other_host(launch.machine)
     quick_checks(launch, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
@@ -133,7 +135,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
     """
     with contextlib.suppress(InputError):  # no readable state, so there is nothing to attach to
         state = read_state(run)
-        if state.state in FINAL_STATES or state.host != socket.gethostname() or supervised(state):
+        if state.state in FINAL_STATES or not sees_processes_of(this_host(), host_of(state)) or supervised(state):
             return False
         if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run)):
             return False

@@ -1,20 +1,20 @@
-"""Locks on what a run owns on its host: GPUs, and being supervised once. They are flock(2), released with the holder."""
+"""Locks on the GPUs that a run uses on its host. They are flock(2), released with the holder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import stat
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import Struct, json
 
 from so_tui.machine.types import Gpu
-from so_tui.runs.directory import RunDirectory
+from so_tui.spec.folders import state_home
+from so_tui.trust.ownership import NotPrivateError, private_folder
 
 
 class Holder(Struct, frozen=True):
@@ -30,6 +30,7 @@ class Lock:
 
     name: str
     descriptor: int
+    path: Path
 
     def release(self) -> None:
         """Close this process's descriptor."""
@@ -46,38 +47,55 @@ class LockTakenError(Exception):
         super().__init__(f"{name} is used by {who}")
 
 
-def lock_folder(environ: Mapping[str, str] = os.environ) -> Path:
+def lock_folder() -> Path:
     """Return this user's folder for locks on this host, and make it if necessary.
 
+    It is the same in every shell: XDG_RUNTIME_DIR is not set in all of them, and vanishes with the last login session.
+
     Raises:
-        PermissionError: The folder under /tmp belongs to another user, who could block or deceive us.
+        NotPrivateError: Another user has taken both names.
+        OSError: It cannot be made.
     """
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    folder = (
-        Path(runtime) / "so-tui"
-        if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK)
-        else Path(f"/tmp/so-tui-{os.getuid()}")
-    )
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    return folder
+    try:
+        return private_folder(Path(f"/tmp/so-tui-{os.getuid()}"))
+    except NotPrivateError:  # another user made it, to block or deceive us
+        return private_folder(state_home() / f"locks.{socket.gethostname()}")
 
 
 def take(folder: Path, name: str, holder: Holder) -> Lock:
     """Take a lock without waiting, or raise LockTakenError."""
     path = folder / f"{name}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        current = _read_holder(descriptor)
-        os.close(descriptor)
-        raise LockTakenError(name, current) from None
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            current = _read_holder(descriptor)
+            os.close(descriptor)
+            raise LockTakenError(name, current) from None
+        if _names(path, descriptor):
+            break
+        os.close(descriptor)  # a cleaner of old files removed it between the two calls
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.encode(holder), 0)
-    return Lock(name, descriptor)
+    return Lock(name, descriptor, path)
+
+
+def refreshed(lock: Lock, holder: Holder) -> Lock:
+    """Keep cleaners of old files away from a lock, and take it again if one has removed its file. Return the lock to hold from now on.
+
+    Processes that inherited the old descriptor no longer hold anything then, but their supervisor does.
+
+    Raises:
+        LockTakenError: Another process took it after its file had been removed.
+        OSError: It cannot be taken.
+    """
+    if _names(lock.path, lock.descriptor):
+        os.utime(lock.descriptor)
+        return lock
+    again = take(lock.path.parent, lock.name, holder)
+    lock.release()
+    return again
 
 
 def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
@@ -98,23 +116,6 @@ def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, 
 def gpu_lock_name(gpu: Gpu) -> str:
     """Return a name that does not depend on how devices are numbered: the UUID, else the PCI address."""
     return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
-
-
-@contextlib.contextmanager
-def supervisor_lock(run: RunDirectory) -> Iterator[bool]:
-    """Yield whether this process is now the run's only supervisor.
-
-    On a file system without locks it yields True, and only the recorded supervisor's liveness protects the run.
-    """
-    with run.supervisor_lock_path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            print(f"no lock on {run.supervisor_lock_path}: {error}", file=sys.stderr)
-        yield True
 
 
 def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
@@ -138,6 +139,14 @@ def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
     finally:
         pynvml.nvmlShutdown()
     return users
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names the file of a descriptor."""
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _read_holder(descriptor: int) -> Holder | None:

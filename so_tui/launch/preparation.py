@@ -22,9 +22,9 @@ from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
 from so_tui.runs.checkpoints import missing_checkpoints
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.ended import ended_state
 from so_tui.runs.own import refuse_unless_own
-from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.records import RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
 from so_tui.trust.printable import so_tui_command
@@ -52,6 +52,8 @@ class Launch(Struct, frozen=True, kw_only=True):
     """For a resume: dotted keys and values that differ from the run's spec so far."""
     start_over: bool = False
     """For a resume: train from step 0, whatever was saved."""
+    assume_dead: bool = False
+    """For a resume: the user says that the attempt before has ended, although its host cannot be asked."""
 
     @property
     def spec(self) -> RunSpec:
@@ -149,6 +151,7 @@ def prepare_resume(
     values: Mapping[str, str] | None = None,
     force: bool = False,
     start_over: bool = False,
+    assume_dead: bool = False,
     inherited: Mapping[str, str] | None = None,
 ) -> Launch:
     """Plan the next attempt of a run that has ended.
@@ -159,6 +162,7 @@ def prepare_resume(
         values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are resharded as they require.
         force: Accept a plan that does not fit. A run that was forced once stays forced.
         start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not deleted.
+        assume_dead: Take the user's word that the attempt before has ended, although its host cannot be asked.
         inherited: The environment to start from; by default this process's.
 
     Raises:
@@ -169,7 +173,7 @@ def prepare_resume(
     """
     values = values or {}
     refuse_unless_own(run)
-    before = ended_state(run)
+    before = ended_state(run, assume_dead=assume_dead)
     spec = _changed(read_spec(run), values)
     if start_over:
         before = msgspec.structs.replace(before, saved_step=None)
@@ -183,21 +187,7 @@ def prepare_resume(
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
     arguments = command.argv(launch.plan, start_over=start_over)
-    return msgspec.structs.replace(launch, argv=arguments, changes=dict(values), start_over=start_over)
-
-
-def ended_state(run: RunDirectory) -> RunState:
-    """Return the state of a run that has ended.
-
-    Raises:
-        InputError: It is live (code ``run-is-live``).
-    """
-    state = state_with_truth(run)
-    if state.state not in FINAL_STATES:
-        remedy = f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with `{so_tui_command('stop', run.name)}`."
-        message = f"is still running ({state.state})"
-        raise InputError([Problem(code="run-is-live", field="run", value=run.name, message=message, remedy=remedy)])
-    return state
+    return msgspec.structs.replace(launch, argv=arguments, changes=dict(values), start_over=start_over, assume_dead=assume_dead)
 
 
 def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:

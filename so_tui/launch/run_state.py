@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.outcome_text import OutcomeText
+from so_tui.runs.host import HostIdentity
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EndRecord, Process, RunState, State
 
 
 def first_state(
-    name: str, attempt: int, host: str, supervisor: Process | None, before: RunState, *, forced: bool, start_over: bool = False
+    name: str, attempt: int, host: HostIdentity, supervisor: Process | None, before: RunState, *, forced: bool, start_over: bool = False
 ) -> RunState:
     """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
     now = time.time()
@@ -22,7 +23,9 @@ def first_state(
         state="starting",
         detail="DeepSpeed's launcher starts the ranks",
         attempt=attempt,
-        host=host,
+        host=host.name,
+        boot_id=host.boot_id,
+        pid_namespace=host.pid_namespace,
         step=before.step,
         loss=before.loss,
         total_steps=before.total_steps,
@@ -51,6 +54,14 @@ def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: flo
         exit_code=outcome.run_exit_code,
         processes=(),
     )
+
+
+def superseded(mine: RunState, found: RunState) -> bool:
+    """Return whether another supervisor has taken the run over, from what is recorded now.
+
+    It can happen to a supervisor that was suspended, or cut off from the file system, for so long that the run counted as lost.
+    """
+    return found.attempt > mine.attempt or (found.attempt == mine.attempt and found.supervisor != mine.supervisor)
 
 
 def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:

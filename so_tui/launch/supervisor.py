@@ -9,42 +9,41 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from so_tui.launch import admission, locks, run_state
-from so_tui.launch.host_check import HostDiffersError
+from so_tui.launch import locks, run_state
+from so_tui.launch.evidence import failures_in, not_started, with_advice
 from so_tui.launch.job import Job
 from so_tui.launch.marker import markers
-from so_tui.launch.outcome import Evidence, Failure, Outcome, conclude
+from so_tui.launch.outcome import Evidence, Outcome, conclude
 from so_tui.launch.outcome_text import RunFacts, outcome_text
-from so_tui.launch.processes import FirstLoss, ProcessTree, become_subreaper
+from so_tui.launch.processes import FirstLoss, ProcessTree
 from so_tui.launch.sampler import Sampler, oom_kills
 from so_tui.launch.shutdown import Shutdown, StopRequest, request_stop, stop_request
-from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs.directory import RunDirectory, deleted
+from so_tui.runs.host import this_host
 from so_tui.runs.leftovers import remove_leftovers
-from so_tui.runs.liveness import identify, state_with_truth
+from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader, trim_log
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.records import RunState
+from so_tui.runs.run_lock import RunLock
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL, read_state, write_last_state, write_state
-from so_tui.spec import RunSpec, SoTuiError
-from so_tui.trust.sharing import umask_of
+from so_tui.spec import InputError, SoTuiError
 
 TICK_S = 1.0
 _START_TICK_S = 0.2
 _LOG_TRIM_S = 5.0
 _LOG_LINES = 400
+_REFRESH_S = 20.0
+"""How often locks are shown to be in use. Nothing that is younger than a minute counts as left behind."""
 _SWEEP_S = 5.0
 """How long the last processes are killed after the end. What survives SIGKILL for longer is stuck in the kernel."""
 _DELETED_S = 10.0
@@ -53,58 +52,18 @@ _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it ends the others."""
 
 
-def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
-    """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
-
-    Return 0 immediately if the run has another supervisor.
-
-    Args:
-        run: A run of this user.
-        attempt: The number of the attempt.
-        token: The starter's token. Without one nothing is started: the supervisor only attaches to living processes of the attempt.
-
-    Raises:
-        InputError, Refused: This may not be done here (see ``admission``).
-        OSError: The run directory cannot be written.
-    """
-    admission.refuse_unknown_attempt(run, attempt)
-    os.umask(umask_of(run.path))
-    with locks.supervisor_lock(run) as held:
-        if not held:
-            return 0
-        state = read_state(run)
-        if state.attempt == attempt and state.state in FINAL_STATES:
-            return state.exit_code or 0
-        if token is None:
-            admission.refuse_attaching(run, attempt, state)
-        else:
-            admission.refuse_start(run, attempt, state, token)
-            state = _concluded(run, state)
-        supervisor = Supervisor(run, attempt, state)
-        become_subreaper()
-        return supervisor.watch()
-
-
-def _concluded(run: RunDirectory, state: RunState) -> RunState:
-    """Return the state that the attempt before left, concluded now if it ended without a supervisor."""
-    if state.state in FINAL_STATES:
-        return state
-    concluded = state_with_truth(run)
-    if concluded.state in FINAL_STATES and concluded.host == socket.gethostname():
-        try:
-            remove_leftovers(concluded.processes)
-        except OSError as error:
-            print(f"shared memory of attempt {state.attempt}: {error}", file=sys.stderr, flush=True)
-    return concluded
-
-
 class Supervisor:
     """Watches one attempt on this host."""
 
-    def __init__(self, run: RunDirectory, attempt: int, found: RunState) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock) -> None:
         self._run = run
         self._attempt = attempt
-        self._host = socket.gethostname()
+        self._lock = lock
+        self._here = this_host()
+        self._host = self._here.name
+        self._superseded = False
+        self._handed_over = False
+        self._refresh_due = time.monotonic() + _REFRESH_S
         self._job = Job(run, attempt, self._host)
         # A state of this attempt: its supervisor has died, and the processes it started may still be alive.
         self._takes_over = found.attempt == attempt
@@ -133,12 +92,14 @@ class Supervisor:
         try:
             self._job.take_over() if self._takes_over else self._job.start()
         except (locks.LockTakenError, SoTuiError, OSError) as error:
-            return self._finish(_not_started(error))
+            return self._finish(not_started(error))
         self._tree.scan(thorough=self._takes_over)
         self._gone_unseen = self._takes_over and not self._tree.alive
         self._heartbeat_at = heartbeat_at if self._gone_unseen else None
         self._take_lines(self._log.tail(_LOG_LINES))
         self._follow()
+        if self._handed_over:
+            return 0  # the other supervisor watches the same processes
         self._sweep()
         return self._finish(conclude(self._evidence()))
 
@@ -148,7 +109,7 @@ class Supervisor:
         samples = SampleWriter(self._run, self._host)
         due = time.monotonic() + TICK_S
         try:
-            while self._tree.alive or self._job.running():
+            while (self._tree.alive or self._job.running()) and not self._handed_over:
                 self._tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._tick()
                 if time.monotonic() >= due:
@@ -175,7 +136,9 @@ class Supervisor:
         with self._despite_errors_of("control"):
             self._check_stop_request()
         self._check_directory()
+        self._check_superseded()
         self._act()
+        self._refresh_locks()
         with self._despite_errors_of("log"):
             self._trim()
         self._state = run_state.observed(self._state, self._reader, self._attempt)
@@ -220,7 +183,30 @@ class Supervisor:
             print(f"{self._run.path} has been deleted: ending its processes", file=sys.stderr)
             self._shutdown.broken_at = now
 
+    def _check_superseded(self) -> None:
+        """Stop acting for a run that another supervisor has taken over because it counted as lost, and end what a newer attempt repeats."""
+        try:
+            found = read_state(self._run)
+        except (InputError, OSError):
+            return  # deleted, or its file system is away: neither says who supervises it
+        if not run_state.superseded(self._state, found):
+            return
+        if not self._superseded:
+            print(f"{self._run.path} is supervised by another process now: attempt {found.attempt} on {found.host}", file=sys.stderr)
+            self._superseded, self._handed_over = True, found.attempt == self._attempt
+        if not self._handed_over:
+            self._signal_all(signal.SIGKILL)
+
+    def _refresh_locks(self) -> None:
+        if time.monotonic() >= self._refresh_due:
+            self._refresh_due = time.monotonic() + _REFRESH_S
+            with self._despite_errors_of("locks"):
+                self._lock.refresh()
+                self._job.refresh_locks()
+
     def _act(self) -> None:
+        if self._superseded:
+            return
         action = self._shutdown.next_action(time.monotonic())
         if action != "wait":
             self._signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
@@ -251,7 +237,7 @@ class Supervisor:
         overdue = self._stop is not None and self._shutdown.stop_overdue(time.monotonic())
         return Evidence(
             end=run_state.end_record(self._reader, self._attempt),
-            failures=_failures(self._run.attempt_dir(self._attempt)),
+            failures=failures_in(self._run.attempt_dir(self._attempt)),
             runner_status=self._job.status(),
             first_lost=self._first_loss.process,
             first_lost_code=self._first_loss.exit_code,
@@ -265,10 +251,10 @@ class Supervisor:
 
     def _finish(self, outcome: Outcome) -> int:
         state = run_state.observed(self._state, self._reader, self._attempt)
-        facts = _facts(outcome, self._job.launch.spec, RunFacts(name=self._run.name, saved_step=state.saved_step))
+        facts = with_advice(outcome, self._job.launch.spec, RunFacts(name=self._run.name, saved_step=state.saved_step))
         ended = time.time() if self._heartbeat_at is None else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
         self._state = run_state.final_state(state, outcome, outcome_text(outcome, facts), ended)
-        if not deleted(self._run):
+        if not deleted(self._run) and not self._superseded:
             with self._despite_errors_of("state"):
                 write_last_state(self._run, self._state)
         self._job.release()
@@ -277,11 +263,19 @@ class Supervisor:
     def _first_state(self, found: RunState) -> RunState:
         supervisor = identify(os.getpid(), "supervisor")
         if self._takes_over:
-            return msgspec.structs.replace(found, supervisor=supervisor, host=self._host, heartbeat=found.heartbeat + 1)
+            here = self._here
+            return msgspec.structs.replace(
+                found,
+                supervisor=supervisor,
+                host=here.name,
+                boot_id=here.boot_id,
+                pid_namespace=here.pid_namespace,
+                heartbeat=found.heartbeat + 1,
+            )
         return run_state.first_state(
             self._run.name,
             self._attempt,
-            self._host,
+            self._here,
             supervisor,
             found,
             forced=self._job.launch.forced,
@@ -301,7 +295,7 @@ class Supervisor:
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or prevent the deletion."""
-        if not deleted(self._run):
+        if not deleted(self._run) and not self._superseded:
             with self._despite_errors_of("state"):
                 write_state(self._run, self._state)
 
@@ -317,37 +311,3 @@ class Supervisor:
             self._trouble[what] = error.errno
         else:
             self._trouble.pop(what, None)
-
-
-def _failures(folder: Path) -> tuple[Failure, ...]:
-    """Read what the ranks wrote about their failures, the earliest first."""
-    files = sorted(folder.glob("failure.rank*.json"), key=lambda path: path.stat().st_mtime_ns)
-    found = []
-    for file in files:
-        with contextlib.suppress(msgspec.DecodeError):  # incomplete: the rank was killed while it wrote
-            found.append(msgspec.json.decode(file.read_bytes(), type=Failure))
-    return tuple(found)
-
-
-def _facts(outcome: Outcome, spec: RunSpec, facts: RunFacts) -> RunFacts:
-    """Add the plan's advice where the outcome calls for it. The final state does not depend on it: without it, the advice is general."""
-    if outcome.reported:
-        return facts  # with the trainer's own advice
-    try:
-        match outcome.code:
-            case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return msgspec.structs.replace(facts, less_gpu_memory=less_gpu_memory(spec))
-            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return msgspec.structs.replace(facts, less_host_memory=less_host_memory(spec))
-    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
-        print(f"no advice from the plan: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return facts
-
-
-def _not_started(error: Exception) -> Outcome:
-    code = OutcomeCode.NOT_STARTED
-    if isinstance(error, locks.LockTakenError):
-        code = OutcomeCode.GPU_IN_USE
-    elif isinstance(error, HostDiffersError):
-        code = OutcomeCode.HOST_DIFFERS
-    return Outcome(state="failed", code=code, detail="; ".join(str(error).splitlines()))

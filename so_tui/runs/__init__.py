@@ -3,8 +3,9 @@
 Only rank 0 writes metrics, and only the supervisor writes state and samples and trims the log. All others read by polling.
 """
 
+from so_tui.runs.deletion import delete_run
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt
-from so_tui.runs.listing import create_run, default_runs_dir, delete_run, find_run, list_runs, probes_dir
+from so_tui.runs.listing import create_run, default_runs_dir, find_run, list_runs, probes_dir
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers
 from so_tui.runs.overview import Column, Overview

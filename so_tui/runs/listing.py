@@ -9,29 +9,23 @@ Problem codes:
     unknown-run, ambiguous-run, no-runs: No run has this name, several have it, or there are none at all.
     not-a-run: The path is not a run directory.
     invalid-path: The text cannot be a path.
-    not-deletable: The run directory cannot be deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.leftovers import remove_leftovers
-from so_tui.runs.liveness import state_with_truth
 from so_tui.runs.manifest import new_manifest, write_manifest
-from so_tui.runs.own import refuse_another_users
-from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec, write_state
-from so_tui.spec.errors import InputError, Problem, Refusal, Refused
+from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
-from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import is_shared, make_run_folder, wanted
 
 LATEST = "latest"
@@ -120,31 +114,6 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
 
     near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.4) or [known.name for known in runs[:3]]
     raise _not_found("unknown-run", run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
-
-
-def delete_run(run: RunDirectory) -> None:
-    """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
-
-    Raises:
-        Refused: If the run is still alive, or another user's.
-        InputError: If the folder is not a run or cannot be deleted.
-    """
-    refuse_another_users(run)
-    state = state_with_truth(run)
-    if state.state not in FINAL_STATES and state.host:
-        raise Refused(
-            [Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: {so_tui_command('stop', run.name)}")]
-        )
-    hidden = run.path.with_name(f".{run.name}.deleted")
-    try:
-        run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
-        _remove(hidden)
-        if state.host == socket.gethostname():
-            remove_leftovers(state.processes)
-    except OSError as error:
-        message = f"cannot be deleted: {error.strerror}"
-        remedy = "Check the owner of its folder."
-        raise InputError([Problem(code="not-deletable", field="run", value=str(run.path), message=message, remedy=remedy)]) from error
 
 
 def known_folders() -> tuple[Path, ...]:

@@ -149,13 +149,13 @@ def _by_heartbeat(run: RunDirectory, state: RunState, watch: HeartbeatWatch | No
         if watch.moved(run):
             return Liveness.ALIVE, unchanged_s
     try:
-        age_s = _now_of(run) - run.state_path.stat().st_mtime
+        age_s = now_of(run) - run.state_path.stat().st_mtime
     except OSError:  # the run is being replaced or its file system is away: nothing is known
         return Liveness.UNKNOWN, 0.0
     return (Liveness.ALIVE if age_s <= STALE_S else Liveness.GONE if age_s > OLD_S else Liveness.UNKNOWN), age_s
 
 
-def _now_of(run: RunDirectory) -> float:
+def now_of(run: RunDirectory) -> float:
     """Return the time by the clock that dates the files of a run: its file server's, if a file may be made there."""
     if distrust_of_folder(run.path) is None:
         path = run.path / f".clock.{os.urandom(4).hex()}"

@@ -48,11 +48,24 @@ def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
     locks.take(tmp_path, "gpu-1", ME).release()
 
 
-def test_the_folder_is_the_users_own(tmp_path: Path) -> None:
-    folder = locks.lock_folder({"XDG_RUNTIME_DIR": str(tmp_path)})
-    assert folder == tmp_path / "so-tui"
+def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> None:
+    lock = locks.take(tmp_path, "gpu-1", ME)
+    os.utime(lock.path, (0, 0))
+    assert locks.refreshed(lock, ME) is lock
+    assert lock.path.stat().st_mtime > 1e9
+    lock.path.unlink()
+    again = locks.refreshed(lock, ME)
+    with pytest.raises(locks.LockTakenError):
+        locks.take(tmp_path, "gpu-1", ME)
+    again.release()
+    locks.take(tmp_path, "gpu-1", ME).release()
+
+
+def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = locks.lock_folder()
+    assert folder == Path(f"/tmp/so-tui-{os.getuid()}"), "the same in a shell that has no XDG_RUNTIME_DIR"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert locks.lock_folder({}).name == f"so-tui-{os.getuid()}"
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import job, prepare, supervisor
+from so_tui.launch import evidence, job, prepare
 from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.supervisor import Supervisor
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.run_lock import RunLock
 from so_tui.spec import InputError, Problem, RunSpec
 
 
@@ -34,7 +35,7 @@ def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = Fal
 def test_a_run_is_forced_if_its_launch_was(forced: bool, tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
     """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays forced on resume."""
     run = attempt(tmp_path, two_ranks, machine, forced=forced)
-    assert Supervisor(run, 1, read_state(run))._state.forced == forced
+    assert Supervisor(run, 1, read_state(run), RunLock(None))._state.forced == forced
 
 
 def test_a_machine_that_cannot_be_inspected_fails_the_start(
@@ -43,10 +44,9 @@ def test_a_machine_that_cannot_be_inspected_fails_the_start(
     def fail() -> Machine:
         raise InputError([Problem(code="no-cpus", field="machine", value="/", message="has no CPUs", remedy="Mount /sys.")])
 
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(job, "inspect_machine", fail)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run)).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(None)).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
     assert "has no CPUs" in state.reason
@@ -62,9 +62,9 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
         asked.append(spec)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(supervisor, "less_gpu_memory", fail)
-    monkeypatch.setattr(supervisor, "less_host_memory", fail)
+    monkeypatch.setattr(evidence, "less_gpu_memory", fail)
+    monkeypatch.setattr(evidence, "less_host_memory", fail)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run))._finish(Outcome(state="failed", code=code, who="rank", rank=0)) == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(None))._finish(Outcome(state="failed", code=code, who="rank", rank=0)) == 1
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)

@@ -1,0 +1,52 @@
+"""What may be done only to a run that has ended: resuming and deleting it.
+
+Problem codes:
+    run-is-live: It still runs, as its processes show.
+    run-may-be-live: Its host cannot be asked, and its last sign of life is not old enough. The user may say that it has ended.
+"""
+
+from __future__ import annotations
+
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.liveness import OLD_S, Sighting, sighting, state_with_truth
+from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.unobserved import concluded
+from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.printable import printable_line, so_tui_command
+from so_tui.units import duration
+
+
+def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
+    """Return the final state of a run.
+
+    Args:
+        run: The run.
+        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from here.
+
+    Raises:
+        InputError: It is live, or may be (codes of this module).
+    """
+    state = state_with_truth(run)
+    if state.state in FINAL_STATES:
+        return state
+    seen = sighting(run, state)
+    if seen.by_processes:
+        remedy = f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with `{so_tui_command('stop', run.name)}`."
+        raise _refused("run-is-live", run, f"is still running ({state.state})", remedy)
+    if assume_dead:
+        return concluded(run, state)
+    remedy = f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has ended, add --assume-dead."
+    raise _refused("run-may-be-live", run, evidence(state, seen), remedy)
+
+
+def evidence(state: RunState, seen: Sighting) -> str:
+    """Return what was seen of a run whose processes cannot be examined from here, as a clause."""
+    host = printable_line(seen.host)
+    age = "" if seen.heartbeat_age_s is None else f", and its last sign of life was {duration(max(0.0, seen.heartbeat_age_s))} ago"
+    if seen.restarted:
+        return f"was {state.state} on {host} before that host restarted{age}"
+    return f"is {state.state} on {host}, whose processes cannot be seen from here{age}"
+
+
+def _refused(code: str, run: RunDirectory, message: str, remedy: str) -> InputError:
+    return InputError([Problem(code=code, field="run", value=run.name, message=message, remedy=remedy)])
