@@ -27,6 +27,7 @@ class _Start(Struct, frozen=True, kw_only=True):
     environment: tuple[Variable, ...] = ()
     forced: bool = False
     changes: dict[str, str] = {}
+    start_over: bool = False
 
 
 def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
@@ -35,7 +36,9 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
     Raises:
         OSError: The run directory cannot be written.
     """
-    start = _Start(argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes)
+    start = _Start(
+        argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes, start_over=launch.start_over
+    )
     write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
     write_run_file(run, run.plan_path(attempt), indented(launch.plan))
     write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
@@ -61,6 +64,7 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
         environment=start.environment,
         forced=start.forced,
         changes=start.changes,
+        start_over=start.start_over,
     )
 
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
 
 from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
 from so_tui.runs.directory import RunDirectory
-from so_tui.trust.reading import read_bounded
-
-_LARGEST_BYTES = 64 << 10
+from so_tui.runs.manifest import run_id
 
 
-class _Identity(Struct, frozen=True):
-    id: str = ""
-
-
-def run_id(run: RunDirectory) -> str:
-    """Return the id in ``run.json``; empty for a run of an older version, which has none."""
+def known_id(run: RunDirectory) -> str:
+    """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is damaged."""
     try:
-        return msgspec.json.decode(read_bounded(run.path / "run.json", _LARGEST_BYTES), type=_Identity).id
+        return run_id(run)
     except (OSError, msgspec.DecodeError):
         return ""
 
@@ -29,5 +22,5 @@ def markers(run: RunDirectory) -> frozenset[bytes]:
 
     A run at the same path as an earlier one has another id, and a copy of a run has another path.
     """
-    path, known = f"{RUN_MARKER}={run.path}", run_id(run)
+    path, known = f"{RUN_MARKER}={run.path}", known_id(run)
     return frozenset({path.encode(), f"{RUN_ID_MARKER}={known}".encode()} if known else {path.encode()})

@@ -278,7 +278,15 @@ class Supervisor:
         supervisor = identify(os.getpid(), "supervisor")
         if self._takes_over:
             return msgspec.structs.replace(found, supervisor=supervisor, host=self._host, heartbeat=found.heartbeat + 1)
-        return run_state.first_state(self._run.name, self._attempt, self._host, supervisor, found, forced=self._job.launch.forced)
+        return run_state.first_state(
+            self._run.name,
+            self._attempt,
+            self._host,
+            supervisor,
+            found,
+            forced=self._job.launch.forced,
+            start_over=self._job.launch.start_over,
+        )
 
     def _install_signals(self) -> None:
         """Treat a signal to us as a request to stop the run: the next tick records it, and the trainer saves and ends."""

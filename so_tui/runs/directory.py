@@ -1,6 +1,6 @@
 """Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
-RUN/ spec.json  state.json
+RUN/ run.json  spec.json  state.json
      attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
      metrics/  samples.<host>/  control/  checkpoints/
 """
@@ -30,6 +30,10 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def spec_path(self) -> Path:

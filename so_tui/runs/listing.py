@@ -23,6 +23,7 @@ from pathlib import Path
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.manifest import new_manifest, write_manifest
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
@@ -34,6 +35,8 @@ from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import is_shared, make_run_folder, wanted
 
 LATEST = "latest"
+_SUFFIX_BYTES = 3
+"""Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of one name would meet."""
 
 
 def default_runs_dir() -> Path:
@@ -53,7 +56,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     Args:
         spec: What the run trains.
         runs_dir: Folder of the run; the default folder if absent.
-        name: Name of the run; by default that of the spec with a short suffix (``tiny-0412-a3``).
+        name: Name of the run; by default that of the spec with a short suffix (``tiny-0412-a3f09c``).
 
     Raises:
         InputError: If the folder cannot be written, the disk is full or the name is taken. Nothing is left behind.
@@ -71,6 +74,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=is_shared(run.path))
+        write_manifest(run, new_manifest(run))
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
@@ -181,9 +185,9 @@ def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
 
 def _claim_new(folder: Path, stem: str) -> RunDirectory:
     day = time.strftime("%m%d")
-    for attempt in range(20):
+    for _ in range(20):
         with contextlib.suppress(FileExistsError):
-            return _claim(folder, f"{stem}-{day}-{os.urandom(1 + attempt // 10).hex()}")
+            return _claim(folder, f"{stem}-{day}-{os.urandom(_SUFFIX_BYTES).hex()}")
     raise FileExistsError(f"no free name for {stem}")
 
 

@@ -26,13 +26,14 @@ def main() -> int:
     if arguments.report:
         print(report.table(campaign.read(arguments.report)), end="")
         return 0
-    kinds = [kind for part in arguments.only or [""] for kind in matching(part)]
-    if not kinds:
-        print(f"no kind of fault is called {arguments.only}; --list shows all", file=sys.stderr)
-        return 2
-    faults = campaign.pending(kinds, arguments.seed, arguments.rounds or len(kinds), campaign.read(arguments.out))
-    if arguments.index is not None:
-        faults = [(index, kind) for index, kind in faults if index == arguments.index]
+    if arguments.repeat:
+        faults = [arguments.repeat]
+    else:
+        kinds = [kind for part in arguments.only or [""] for kind in matching(part)]
+        if not kinds:
+            print(f"no kind of fault is called {arguments.only}; --list shows all", file=sys.stderr)
+            return 2
+        faults = campaign.pending(kinds, arguments.seed, arguments.rounds or len(kinds), campaign.read(arguments.out))
     if not faults:
         print(f"{arguments.out} has all of these faults already", flush=True)
         return 0
@@ -66,12 +67,21 @@ def _run(arguments: argparse.Namespace, faults: list[tuple[int, Kind]]) -> int:
     return int(bool(broken))
 
 
+def _fault(text: str) -> tuple[int, Kind]:
+    """Return a fault by the name of its folder, ``0047-kill-rank0``."""
+    number, _, name = text.partition("-")
+    kinds = [kind for kind in KINDS if kind.name == name]
+    if not number.isdigit() or not kinds:
+        raise argparse.ArgumentTypeError(f"{text} is no number and kind of a fault, such as 47-kill-rank0")
+    return int(number), kinds[0]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition(": ")[2])
     parser.add_argument("--rounds", type=int, metavar="N", help="number of faults, finished ones included (default: each kind once)")
     parser.add_argument("--seed", type=int, default=1, help="decides the order of the faults and their moments (default %(default)s)")
     parser.add_argument("--only", action="append", metavar="KIND", help="a kind, a part of its name, or a group; may be repeated")
-    parser.add_argument("--index", type=int, metavar="I", help="only the fault with this number")
+    parser.add_argument("--repeat", type=_fault, metavar="I-KIND", help="only this fault, by its number and kind, also if it has a result")
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="faults at once (default %(default)s); each needs two cores")
     parser.add_argument("--out", type=Path, default=Path("faults.jsonl"), metavar="FILE", help="results, appended (default %(default)s)")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where the runs are (default: a temporary folder)")

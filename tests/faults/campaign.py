@@ -149,8 +149,8 @@ def inflict(ground: Ground, index: int, kind: Kind) -> Result:
     try:
         met = experiment.meet(kind, scene, chance, ground.stopped)
         result = msgspec.structs.replace(result, **met)
-        seen = experiment.observe(kind, scene)
-        problems = (*verdict.problems(experiment.expected_of(kind, ground.losses), seen), *scene.noted)
+        expected, seen = experiment.observe(kind, scene, ground.losses)
+        problems = (*verdict.problems(expected, seen), *scene.noted)
         result = msgspec.structs.replace(
             result,
             problems=problems,

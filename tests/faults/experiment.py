@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.records import FINAL_STATES, StepRecord
+from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, StepRecord
 from tests.faults import processes
 from tests.faults.kind import Kind, Told
-from tests.faults.scene import SAVE_EVERY, STEPS, Moment, NeverCameError, Scene
+from tests.faults.scene import SAVE_EVERY, STEPS, Moment, NeverCameError, Scene, readable
 from tests.faults.verdict import Expected, Losses, Seen
-from tests.support.launching import records
 
 _AFTER_END_S = 15.0
 """How long processes may take to be gone after the end of their run."""
-_DELAYS: dict[Moment, float] = {"starting": 1.0, "loading": 4.0, "training": 0.3, "saving": 0.15}
+_DELAYS: dict[Moment, float] = {"starting": 1.0, "loading": 4.0, "training": 0.2, "saving": 0.15}
 """The longest random delay after the begin of a moment, in seconds."""
 
 
@@ -55,7 +54,7 @@ def meet(kind: Kind, scene: Scene, chance: Random, stopped: Path) -> dict[str, o
         return {"moment": "stopped"}
     if kind.needs_shim and scene.shim is None:
         raise NeverCameError("there is no C compiler for the library of faults")
-    moment, step, delay = chance.choice(kind.moments), chance.randrange(2, STEPS - 4), chance.random()
+    moment, step, delay = chance.choice(kind.moments), chance.randrange(2, STEPS // 2), chance.random()
     scene.start(kind.how)
     scene.wait_for(moment, step)
     delay *= _DELAYS[moment]
@@ -65,14 +64,15 @@ def meet(kind: Kind, scene: Scene, chance: Random, stopped: Path) -> dict[str, o
     return found
 
 
-def observe(kind: Kind, scene: Scene) -> Seen:
-    """Wait for the end of the attempt, resume the run as its user would, and return what was seen."""
+def observe(kind: Kind, scene: Scene, undisturbed: Losses) -> tuple[Expected, Seen]:
+    """Wait for the end of the attempt, resume the run as its user would, and return what is right and what was seen."""
     scene.settle()
     orphans = _orphans(scene)
     reported = str(scene.reported().get("state", ""))
     state = scene.state()
     recorded: Told = (state.state, state.code) if state is not None and state.state in FINAL_STATES else ("", "")
     locks = scene.held_locks() if not orphans else ()
+    saved = _saved(scene.run)
     refused: tuple[str, ...] = ()
     if reported != "finished":
         refused = _resume(scene)
@@ -81,12 +81,22 @@ def observe(kind: Kind, scene: Scene) -> Seen:
             _resume(scene)
     end = str(scene.reported().get("state", ""))
     orphans += _orphans(scene)
-    return Seen(
+    expected = Expected(
+        told=kind.told,
+        refusals=kind.refusals,
+        losses=undisturbed,
+        loses_records=kind.loses_records,
+        resumed_from=saved - SAVE_EVERY if kind.loses_checkpoint else saved,
+        starter_exit=kind.starter_exit,
+    )
+    return expected, Seen(
         reported=reported,
         recorded=recorded,
         refused=refused,
         end=end,
         losses=losses(scene.run),
+        resumed_from=_resumed_from(scene.run) if reported != "finished" else None,
+        trained_twice=_trained_twice(scene.run),
         orphans=orphans,
         shared_memory=processes.shared_memory_of(scene.roles.pids),
         locks=locks or (scene.held_locks() if not orphans else ()),
@@ -96,19 +106,28 @@ def observe(kind: Kind, scene: Scene) -> Seen:
     )
 
 
-def expected_of(kind: Kind, undisturbed: Losses) -> Expected:
-    """Return what is right after a fault of this kind."""
-    return Expected(kind.told, kind.refusals, undisturbed, kind.loses_records, kind.starter_exit)
-
-
 def losses(run: RunDirectory) -> dict[int, frozenset[str]]:
     """Return every recorded loss by step. Records that are damaged are left out."""
     found: dict[int, set[str]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for record in records(run):
-            if isinstance(record, StepRecord):
-                found.setdefault(record.step, set()).add(record.loss.hex())
+    for record in readable(run):
+        if isinstance(record, StepRecord):
+            found.setdefault(record.step, set()).add(record.loss.hex())
     return {step: frozenset(values) for step, values in found.items()}
+
+
+def _saved(run: RunDirectory) -> int:
+    """Return the step of the newest checkpoint that the records know; 0 if there is none."""
+    return max((record.step for record in readable(run) if isinstance(record, CheckpointRecord)), default=0)
+
+
+def _resumed_from(run: RunDirectory) -> int | None:
+    found = [record.step for record in readable(run) if isinstance(record, ResumedRecord)]
+    return found[-1] if found else None
+
+
+def _trained_twice(run: RunDirectory) -> tuple[int, ...]:
+    counts = Counter((record.attempt, record.step) for record in readable(run) if isinstance(record, StepRecord))
+    return tuple(sorted({step for (_, step), count in counts.items() if count > 1}))
 
 
 def tracebacks(scene: Scene) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ class Kind:
     """What a user does then, before resuming again."""
     loses_records: bool = False
     """Records of steps are gone, so not every step can be compared."""
+    loses_checkpoint: bool = False
+    """The newest checkpoint is damaged, so an older one is used."""
     needs_shim: bool = False
     starter_exit: frozenset[int] | None = None
     """Exit codes of the command that started the run and follows it; None where it does not matter."""

@@ -26,9 +26,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _complaint(result: Result) -> str:
-    """Return what did not hold, and how to see it again in a campaign of all kinds."""
-    again = f"--seed {result.seed} --rounds {result.index + 1} --index {result.index}"
-    return f"- `{result.kind}` ({result.moment}; `{again}`): {', '.join(result.problems)}. {result.note}".rstrip()
+    """Return what did not hold, and how to see it again."""
+    again = f"--seed {result.seed} --repeat {result.index}-{result.kind}"
+    return f"- `{again}` ({result.moment}): {', '.join(result.problems)}. {result.note}".rstrip()
 
 
 def _said(result: Result) -> str:

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from so_tui.runs import RunDirectory, read_state
-from so_tui.runs.records import FINAL_STATES, Process, RunState, StepRecord
+from so_tui.runs.codec import decode_metric
+from so_tui.runs.records import FINAL_STATES, MetricRecord, Process, RunState, StepRecord
 from so_tui.spec import InputError
 from tests.faults import processes
 from tests.faults.shim import Shim
-from tests.support.launching import records
 from tests.support.python_path import checkout_path
 
-STEPS = 16
+STEPS = 20
 SAVE_EVERY = 3
 SETTINGS = (
     f"train.steps={STEPS}",
@@ -177,6 +177,8 @@ class Scene:
             state = self.state()
             if state is not None and state.state in FINAL_STATES:
                 return state.state
+            if state is not None and state.attempt == 1 and state.state == "loading" and state.step and "stale-state" not in self.noted:
+                self.noted.append("stale-state")  # it has trained steps, and is said to be loading
             if (state is None or processes.supervisor_of(self.run) is None) and (said := self.reported().get("state")) in FINAL_STATES:
                 return str(said)
             self.roles.scan()
@@ -209,9 +211,7 @@ class Scene:
 
     def trained(self) -> int:
         """Return the last recorded step."""
-        with contextlib.suppress(OSError, ValueError):
-            return max((record.step for record in records(self.run) if isinstance(record, StepRecord)), default=0)
-        return 0
+        return max((record.step for record in readable(self.run) if isinstance(record, StepRecord)), default=0)
 
     def process(self, role: str) -> Process:
         """Return a process by its role, once it is there. Raises NeverCameError."""
@@ -256,6 +256,12 @@ class Scene:
     def held_locks(self) -> tuple[str, ...]:
         """Return the locks that are held, of the run and of its host."""
         return processes.held_locks(self.folder) + processes.held_locks(self._runtime)
+
+
+def readable(run: RunDirectory) -> list[MetricRecord]:
+    """Return the records that can be read, in the order in which they were written."""
+    lines = (line for path in sorted(run.metrics_dir.glob("*.jsonl")) for line in path.read_bytes().split(b"\n"))
+    return [record for line in lines if (record := decode_metric(line)) is not None]
 
 
 def _drain(terminal: int, hung_up: threading.Event) -> None:

@@ -24,6 +24,7 @@ struct control {
     int64_t locks;              /* 0: as they are; 1: flock fails; 2: flock succeeds and locks nothing */
     int64_t attributes_late_ms; /* sizes and times of files are up to this old; 0: current */
     char full[256];             /* writes to paths that contain this fail: the disk is full; empty: none */
+    char unlocked[256];         /* locks of paths that contain this are not as they are */
     char late[256];             /* attributes of paths that contain this are late */
 };
 
@@ -41,17 +42,18 @@ __attribute__((constructor)) static void map_control(void) {
 
 #define REAL(name) ({ static __typeof__(&name) real; if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name); real; })
 
-/* A full disk. */
-
-static int is_full(int descriptor) {
+/* Return whether the path of a descriptor contains a text that is not empty. */
+static int is_at(int descriptor, const volatile char *part) {
     char link[64], path[4096];
-    if (!control->full[0]) return 0;
+    if (!part[0]) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length <= 0) return 0;
     path[length] = 0;
-    return strstr(path, (const char *)control->full) != NULL;
+    return strstr(path, (const char *)part) != NULL;
 }
+
+/* A full disk. */
 
 /* Return whether a write only changes blocks that the file has: a full disk takes those. */
 static int overwrites(int descriptor, size_t count, off_t offset) {
@@ -67,13 +69,13 @@ static size_t fitting(size_t count) {
     return calls++ % 2 ? 0 : count / 2;
 }
 
-#define FULL_OR(descriptor, count, offset, call, partial)                                                                                          \
-    if (is_full(descriptor) && !overwrites(descriptor, count, offset)) {                                                                                                             \
-        size_t part = fitting(count);                                                                                                      \
-        if (part) return partial;                                                                                                          \
-        errno = ENOSPC;                                                                                                                    \
-        return -1;                                                                                                                         \
-    }                                                                                                                                      \
+#define FULL_OR(descriptor, count, offset, call, partial) \
+    if (is_at(descriptor, control->full) && !overwrites(descriptor, count, offset)) { \
+        size_t part = fitting(count); \
+        if (part) return partial; \
+        errno = ENOSPC; \
+        return -1; \
+    } \
     return call
 
 ssize_t write(int descriptor, const void *bytes, size_t count) {
@@ -91,11 +93,10 @@ ssize_t pwrite64(int descriptor, const void *bytes, size_t count, off64_t offset
 /* Locks. */
 
 int flock(int descriptor, int operation) {
-    if (control->locks == 1) {
-        errno = ENOLCK;
-        return -1;
-    }
-    return control->locks == 2 ? 0 : REAL(flock)(descriptor, operation);
+    if (!control->locks || !is_at(descriptor, control->unlocked)) return REAL(flock)(descriptor, operation);
+    if (control->locks == 2) return 0;
+    errno = ENOLCK;
+    return -1;
 }
 
 /* The wall clock. */

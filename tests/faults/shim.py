@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 _SOURCE = Path(__file__).with_name("shim.c")
-_LAYOUT = struct.Struct("=qqq256s256s")
+_LAYOUT = struct.Struct("=qqq256s256s256s")
 _LOCKS = {"as they are": 0, "fail": 1, "lock nothing": 2}
 
 Locks = Literal["as they are", "fail", "lock nothing"]
@@ -37,6 +37,7 @@ class _Control(NamedTuple):
     locks: int = 0
     attributes_late_ms: int = 0
     full: bytes = b""
+    unlocked: bytes = b""
     late: bytes = b""
 
 
@@ -56,9 +57,9 @@ class Shim:
         """Let writes to paths that contain ``part`` fail, after half of the first one; "" ends it."""
         self._set(self._control._replace(full=os.fsencode(part)))
 
-    def lock(self, locks: Locks) -> None:
-        """Let flock(2) fail or lock nothing."""
-        self._set(self._control._replace(locks=_LOCKS[locks]))
+    def lock(self, locks: Locks, part: str) -> None:
+        """Let flock(2) fail or lock nothing for paths that contain ``part``."""
+        self._set(self._control._replace(locks=_LOCKS[locks], unlocked=os.fsencode(part)))
 
     def set_clock(self, offset_s: int) -> None:
         """Set the wall clock forwards, or back."""

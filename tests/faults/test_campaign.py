@@ -15,8 +15,8 @@ from tests.faults.kinds import KINDS, matching
 from tests.faults.verdict import Expected, Seen, problems
 
 LOSSES = {step: frozenset({(7.0 - step).hex()}) for step in range(1, 5)}
-EXPECTED = Expected(frozenset({("failed", "rank-lost")}), frozenset(), LOSSES, loses_records=False, starter_exit=None)
-SEEN = Seen(reported="failed", recorded=("failed", "rank-lost"), refused=(), end="finished", losses=LOSSES)
+EXPECTED = Expected(frozenset({("failed", "rank-lost")}), frozenset(), LOSSES, loses_records=False, resumed_from=6, starter_exit=None)
+SEEN = Seen(reported="failed", recorded=("failed", "rank-lost"), refused=(), end="finished", losses=LOSSES, resumed_from=6)
 
 
 def result(index: int, kind: str = "kill-rank0", **changes: object) -> Result:
@@ -40,6 +40,8 @@ def test_nothing_is_wrong_where_everything_held() -> None:
         ({"losses": LOSSES | {3: LOSSES[3] | {"0x1p+0"}}}, "loss-differs"),
         ({"losses": {step: loss for step, loss in LOSSES.items() if step != 3}}, "steps-missing"),
         ({"losses": LOSSES | {5: frozenset({"0x1p+0"})}}, "loss-differs"),
+        ({"resumed_from": 3}, "resumed-too-early"),
+        ({"trained_twice": (2,)}, "steps-repeated"),
         ({"orphans": ("17 python",)}, "orphan-process"),
         ({"shared_memory": ("torch_17_1",)}, "shared-memory-left"),
         ({"locks": ("supervisor.lock",)}, "lock-held"),
@@ -104,4 +106,4 @@ def test_the_table_counts_what_held_and_names_what_did_not() -> None:
     text = report.table([result(1), result(2, moment="loading"), broken])
     assert "3 faults, 2 held; 48 losses" in text
     assert "| SIGKILL | 3 | loading 1, saving 2 | failed (rank-lost) | 2 **!** |" in text
-    assert "- `kill-rank0` (saving; `--seed 1 --rounds 4 --index 3`): loss-differs. step 7" in text
+    assert "- `--seed 1 --repeat 3-kill-rank0` (saving): loss-differs. step 7" in text

@@ -65,9 +65,10 @@ print(lock())
     path = tmp_path / "lock"
     path.touch()
     assert told(faults, code, path) == "EAGAIN"
-    faults.lock("fail")
+    faults.lock("fail", str(path))
     assert told(faults, code, path) == "ENOLCK"
-    faults.lock("lock nothing")
+    assert told(faults, code, tmp_path / "control") == "EAGAIN"
+    faults.lock("lock nothing", str(path))
     assert told(faults, code, path) == "locked"
 
 

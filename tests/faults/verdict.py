@@ -20,6 +20,8 @@ class Expected:
     losses: Losses
     """Of a run that nothing disturbed."""
     loses_records: bool
+    resumed_from: int
+    """The earliest step from which the run may be resumed: that of the newest checkpoint that is not damaged."""
     starter_exit: frozenset[int] | None
 
 
@@ -36,6 +38,10 @@ class Seen:
     end: str
     """The state at the very end."""
     losses: Losses
+    resumed_from: int | None = None
+    """The step after which training continued; None if the run was not resumed."""
+    trained_twice: tuple[int, ...] = ()
+    """Steps that one attempt recorded more than once."""
     orphans: tuple[str, ...] = ()
     shared_memory: tuple[str, ...] = ()
     locks: tuple[str, ...] = ()
@@ -57,6 +63,8 @@ def problems(expected: Expected, seen: Seen) -> tuple[str, ...]:
         "not-finished": seen.end != "finished",
         "loss-differs": any(found != expected.losses.get(step) for step, found in seen.losses.items()),
         "steps-missing": not expected.loses_records and set(seen.losses) != set(expected.losses),
+        "steps-repeated": bool(seen.trained_twice),
+        "resumed-too-early": seen.resumed_from is not None and seen.resumed_from < expected.resumed_from,
         "orphan-process": bool(seen.orphans),
         "shared-memory-left": bool(seen.shared_memory),
         "lock-held": bool(seen.locks),

@@ -32,6 +32,13 @@ def flip(path: Path, chance: Random) -> None:
     path.write_bytes(content)
 
 
+def spoil(path: Path, chance: Random) -> None:
+    """Flip the highest bit of a character, which leaves no valid JSON: a flipped digit would be another loss."""
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 0x80
+    path.write_bytes(content)
+
+
 def remove(path: Path, _chance: Random) -> None:
     """Remove a file or a folder."""
     if path.is_dir():
@@ -112,6 +119,7 @@ def _kind(
     right: frozenset[Told] = told(STOPPED),
     refusals: tuple[str, ...] = (),
     loses_records: bool = False,
+    loses_checkpoint: bool = False,
 ) -> Kind:
     return Kind(
         name,
@@ -124,6 +132,7 @@ def _kind(
         refusals=frozenset(refusals),
         remedy=Scene.put_back if refusals else None,
         loses_records=loses_records,
+        loses_checkpoint=loses_checkpoint,
     )
 
 
@@ -137,7 +146,7 @@ _CHECKPOINT = {
 
 def _checkpoint_files() -> tuple[Kind, ...]:
     return tuple(
-        _kind(f"checkpoint-{part}-{how}", f"{name} of the newest checkpoint is {how}", harmed(newest(name), harm))
+        _kind(f"checkpoint-{part}-{how}", f"{name} of the newest checkpoint is {how}", harmed(newest(name), harm), loses_checkpoint=True)
         for part, name in _CHECKPOINT.items()
         for how, harm in _HARMS.items()
     )
@@ -157,7 +166,7 @@ def _run_files() -> tuple[Kind, ...]:
     )
     metrics = tuple(
         _kind(f"metrics-{how}", f"the metrics are {how}", harmed(of_run("metrics/*.jsonl"), harm), loses_records=True)
-        for how, harm in _HARMS.items()
+        for how, harm in (_HARMS | {"flipped": spoil}).items()
     )
     index = tuple(
         _kind(f"index-{how}", f"the index of the metrics is {how}", harmed(of_run("metrics/*.index"), harm)) for how, harm in _HARMS.items()
@@ -184,7 +193,7 @@ KINDS = (
         _missing_folder,
         refusals=("checkpoint-missing", "checkpoints-missing", "saved-step-missing"),
     ),
-    _kind("checkpoint-renamed", "name and manifest of the newest checkpoint disagree", rename_newest),
+    _kind("checkpoint-renamed", "name and manifest of the newest checkpoint disagree", rename_newest, loses_checkpoint=True),
     _kind("checkpoint-plain-file", "a plain file is named like a later checkpoint", plain_file),
     _kind("half-a-record", "half a record ends the metrics", half_a_record),
     _kind("partial-left", "a partial checkpoint was left", partial_left),

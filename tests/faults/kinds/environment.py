@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from tests.faults.kind import FINISHED, STOPPED, Kind, Told, failed, told
-from tests.faults.kinds.requests import list_from_everywhere, supervise_again
+from tests.faults.kinds.requests import list_from_everywhere, resume_twice, supervise_again
 from tests.faults.kinds.signals import ANY_TIME
 from tests.faults.scene import Moment, Scene
 from tests.faults.shim import Locks, Shim
@@ -50,10 +50,15 @@ def with_locks(locks: Locks, then: Callable[[Scene, Random], None]) -> Callable[
     """Return an effect on a file system whose locks fail or lock nothing."""
 
     def inject(scene: Scene, chance: Random) -> None:
-        shim_of(scene).lock(locks)
+        shim_of(scene).lock(locks, str(scene.runs_dir))
         then(scene, chance)
 
     return inject
+
+
+def late_records(scene: Scene, _chance: Random) -> None:
+    """Let attributes of the records be seconds old for all that read them."""
+    shim_of(scene).delay_attributes(3.0, str(scene.run.path / "metrics"))
 
 
 def late(scene: Scene, chance: Random) -> None:
@@ -108,6 +113,33 @@ KINDS = (
         "flock locks nothing; the supervisor is killed, and three commands list the run",
         with_locks("lock nothing", list_from_everywhere),
         told(FINISHED),
+    ),
+    _kind(
+        "no-locks-two-resumes",
+        "file-system",
+        "flock fails; everything is killed, and two commands resume the run",
+        with_locks("fail", resume_twice),
+        told(FINISHED),
+        ANY_TIME,
+    ),
+    _kind(
+        "idle-locks-two-resumes",
+        "file-system",
+        "flock locks nothing; everything is killed, and two commands resume the run",
+        with_locks("lock nothing", resume_twice),
+        told(FINISHED),
+        ANY_TIME,
+    ),
+    Kind(
+        "late-records",
+        "file-system",
+        "attributes of the records are seconds old; `run --plain` follows",
+        late_records,
+        told(FINISHED),
+        begin="plain",
+        moments=ANY_TIME,
+        needs_shim=True,
+        starter_exit=frozenset({0}),
     ),
     _kind("late-attributes", "file-system", "attributes are seconds old; the run is stopped", late, told(STOPPED, FINISHED), ANY_TIME),
 )

@@ -1,0 +1,30 @@
+"""A short round of the fault campaign, as a user starts it: six faults of different kinds, and nothing to complain about."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import campaign
+from tests.faults.processes import marked
+from tests.support.python_path import ROOT, checkout_path
+
+KINDS = ("kill-tree-saving", "kill-supervisor", "checkpoint-states-torn", "disk-full-metrics", "two-supervisors", "clock-back")
+
+pytestmark = pytest.mark.slow
+
+
+def test_after_six_faults_everything_holds(tmp_path: Path) -> None:
+    out, runs = tmp_path / "faults.jsonl", tmp_path / "runs"
+    argv = [sys.executable, "-m", "tests.faults", "--seed", "17", "--jobs", "2", "--out", str(out), "--folder", str(runs)]
+    argv += [word for kind in KINDS for word in ("--only", kind)]
+    environment = os.environ | {"PYTHONPATH": checkout_path()}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    results = campaign.read(out)
+    assert {result.kind: (result.problems, result.note) for result in results} == dict.fromkeys(KINDS, ((), "")), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert marked(f"{runs}/") == {}
