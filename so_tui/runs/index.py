@@ -10,6 +10,7 @@ Indexes are optional: without one (the writer was killed, or the segment is stil
 from __future__ import annotations
 
 import math
+import os
 import sys
 from array import array
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import SUFFIX
 from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare
+from so_tui.trust.reading import open_regular
 
 BUCKET = 64
 """Step records per row. At a million records, an index takes 0.3 MB per metric."""
@@ -68,7 +70,7 @@ class SegmentIndex:
     def __init__(self, path: Path) -> None:
         """Read the header. Raises OSError if there is no index, msgspec.DecodeError if it is damaged."""
         self._path = path
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             line = file.readline()
         self._start = len(line)
         self.header = msgspec.json.decode(line, type=IndexHeader)

@@ -16,6 +16,7 @@ from pathlib import Path
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.segments import MEBIBYTE
 from so_tui.trust.printable import printable
+from so_tui.trust.reading import UnfitFileError, open_regular
 
 HEAD_BYTES = MEBIBYTE
 TAIL_BYTES = 16 * MEBIBYTE
@@ -91,8 +92,8 @@ class LogReader:
         deadline = time.monotonic() + limit_s
         lines: list[str] = []
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            fd = open_regular(self._path)
+        except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
             dropped = _dropped(fd, self._head_bytes)
@@ -109,8 +110,8 @@ class LogReader:
     def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
         """Return the last lines within ``limit_bytes`` of the end; later polls continue from there."""
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            fd = open_regular(self._path)
+        except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
             dropped = _dropped(fd, self._head_bytes)

@@ -68,7 +68,8 @@ def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwn]:
         yield from _found(file, distrust_of_file(file))
     for folder in (run.control_dir, run.metrics_dir):
         yield from _if_there(folder, distrust_of_folder(folder))
-    yield from _if_there(run.supervisor_lock_path, distrust_of_file(run.supervisor_lock_path))
+    for file in (run.manifest_path, run.supervisor_lock_path):
+        yield from _if_there(file, distrust_of_file(file))
     if attempt is not None:
         yield from _attempt_not_own(run.attempt_dir(attempt))
 

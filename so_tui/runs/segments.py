@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from so_tui.trust.reading import UnfitFileError, open_regular
+
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
 _BLOCK_BYTES = 1 << 16
@@ -20,7 +22,7 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
         return {}
     for name in names:
         number = name[len(stem) : -len(SUFFIX)]
-        if name.startswith(stem) and name.endswith(SUFFIX) and number.isdigit():
+        if name.startswith(stem) and name.endswith(SUFFIX) and number.isascii() and number.isdigit():
             found[int(number)] = folder / name
     return dict(sorted(found.items()))
 
@@ -32,12 +34,12 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
     exist reads as empty.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             file.seek(offset)
             block = file.read(limit_bytes)
             while b"\n" not in block and (more := file.read(limit_bytes)):
                 block += more
-    except FileNotFoundError:
+    except (FileNotFoundError, UnfitFileError):  # a pipe or a device is no segment
         return [], offset
     end = block.rfind(b"\n") + 1
     return block[:end].split(b"\n")[:-1], offset + end

@@ -19,8 +19,11 @@ from so_tui.runs.files import write_run_file
 from so_tui.runs.records import RunState
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.types import RunSpec
+from so_tui.trust.reading import read_bounded
 
 T = TypeVar("T")
+_LARGEST_BYTES = 16 << 20
+"""Thousands of times as much as a state or a spec has: who looks at a run must not fill the memory with it."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writing to a full disk or above a quota."""
 
@@ -70,10 +73,10 @@ def read_spec(run: RunDirectory) -> RunSpec:
 
 def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_bounded(path, _LARGEST_BYTES), type=kind)
     except (OSError, msgspec.DecodeError) as error:
         if not path.parent.exists():
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         message = f"{path.name} cannot be read: {reason}"
         raise InputError([Problem(code=code, field="run", value=str(path.parent), message=message, remedy=remedy)]) from error

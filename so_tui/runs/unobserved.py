@@ -18,6 +18,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import CheckpointRecord, EndRecord, MetricRecord, RunState
 from so_tui.runs.segments import segments
 from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.reading import open_regular
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "stopped": 4, "lost": 1}
 """Exit code for each final state."""
@@ -81,11 +82,14 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
         newest = next(reversed(segments(run.metrics_dir).values()), None)
         if newest is None:
             return ()
-        with newest.open("rb") as file:
+        with os.fdopen(open_regular(newest), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
             lines = file.read(_END_BYTES).split(b"\n")
     except OSError as error:
-        message, remedy = f"its records cannot be read: {error.strerror}", "Check the rights of this folder, and that it is mounted."
+        message, remedy = (
+            f"its records cannot be read: {error.strerror or error}",
+            "Check the folder's rights, and that it is mounted.",
+        )
         problem = Problem(code="unreadable-records", field="run", value=str(run.metrics_dir), message=message, remedy=remedy)
         raise InputError([problem]) from error
     records = (decode_metric(line) for line in reversed(lines))

@@ -30,6 +30,21 @@ class UnfitFileError(OSError):
         super().__init__(f"{path} {words}")
 
 
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor. Links are followed.
+
+    Raises:
+        UnfitFileError: It is a folder, a pipe, a socket or a device.
+        OSError: It cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means nothing.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnfitFileError(path, Unfit.NOT_A_FILE, 0)
+    return descriptor
+
+
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
     """Return the content of a regular file of at most ``limit_bytes``. Links are followed.
 
@@ -37,11 +52,8 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         UnfitFileError: It is not a regular file, or larger.
         OSError: It cannot be read.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UnfitFileError(path, Unfit.NOT_A_FILE, limit_bytes)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read(limit_bytes + 1)
     finally:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.launch import processes
@@ -17,6 +18,7 @@ from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.marker import markers
 from so_tui.launch.processes import OwnProcesses, ProcessTree, read_stat, role_of, send
 from so_tui.runs import RunDirectory
+from so_tui.runs.manifest import new_manifest, write_manifest
 from so_tui.runs.records import Process
 
 
@@ -55,7 +57,7 @@ def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path)
         try:
             assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
             for known, carried in (("one", True), ("two", False)):
-                (tmp_path / "run.json").write_text(f'{{"v": 1, "id": "{known}"}}')
+                write_manifest(run, msgspec.structs.replace(new_manifest(run), id=known))
                 assert OwnProcesses().carry(markers(run)) == carried
                 tree = ProcessTree(markers(run), supervisor_pid=-1)
                 tree.scan(thorough=True)

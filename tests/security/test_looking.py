@@ -14,6 +14,7 @@ import pytest
 
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.liveness import identify
+from so_tui.runs.manifest import run_id
 from so_tui.runs.records import Process, State
 from tests.support.hostile_run import gone, open_to_all, write_hostile_run
 from tests.support.users import SharedMachine, User
@@ -188,6 +189,7 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, p
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
     scene.viewer.give(folder)
+    known = run_id(run)
     target = run.path / part
     match trick:
         case "another-users":
@@ -198,7 +200,7 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, p
         case _:
             target.chmod(target.stat().st_mode | 0o020)
     viewer = scene.viewer
-    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path)) as member:
+    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known) as member:
         try:
             listed = viewer.so_tui("runs", "--runs-dir", str(folder))
             assert (listed.returncode, listed.stderr) == (0, "")
@@ -218,7 +220,8 @@ def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_proce
     folder = viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", processes=(scene.known,), supervisor=gone())
     viewer.give(folder)
-    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path)) as member:
+    known = run_id(run)
+    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known) as member:
         try:
             assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
             assert member.wait(timeout=30) == -signal.SIGTERM, "the request to stop is overdue"
