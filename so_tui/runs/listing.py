@@ -8,6 +8,7 @@ Problem codes:
     runs-dir-not-writable: The run directory cannot be created or written.
     unknown-run, ambiguous-run, no-runs: No run has this name, several have it, or there are none at all.
     not-a-run: The path is not a run directory.
+    run-not-readable: The path is in a folder that this user may not open, such as another user's run.
     invalid-path: The text cannot be a path.
 """
 
@@ -26,7 +27,7 @@ from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
-from so_tui.trust.sharing import is_shared, make_run_folder, wanted
+from so_tui.trust.sharing import GROUP, VARIABLE, is_shared, make_run_folder, wanted
 
 LATEST = "latest"
 _SUFFIX_BYTES = 3
@@ -94,8 +95,12 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         if fault := path_fault(run):
             raise _not_found("invalid-path", run, fault, "Give the folder of a run, or a name from `so-tui runs`.")
         directory = RunDirectory(Path(run).expanduser().absolute())
-        if directory.spec_path.is_file():
-            return directory
+        try:
+            if directory.spec_path.is_file():
+                return directory
+        except PermissionError:
+            remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
+            raise _not_found("run-not-readable", run, "you may not read this folder", remedy) from None
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
         raise _not_found("not-a-run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
@@ -137,7 +142,8 @@ def _record_folder(folder: Path) -> None:
     with contextlib.suppress(OSError):
         path = _record_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write(f"{folder}\n")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from so_tui.trust.printable import printable_line, quoted
+from so_tui.trust.secrets import without_credentials
 
 _LONGEST = 60
+_LONGEST_SEARCHED = 2000
 
 
 def nearest(word: str, known: tuple[str, ...]) -> str:
@@ -23,7 +25,7 @@ def set_option(key: str, value: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML writes it, on one line that is safe to show, and shortened to fit in a message."""
+    """Return a value as TOML writes it, on one line that is safe to show, without credentials, and shortened to fit in a message."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):
@@ -32,5 +34,6 @@ def shown(value: Any) -> str:
         text = "{" + ", ".join(value) + "}"
     else:
         text = str(value)
-    text = printable_line(text[: _LONGEST + 1])
+    # Bounded before the search, which is not linear; credentials are hidden before the end of their URL is cut off.
+    text = printable_line(without_credentials(text[:_LONGEST_SEARCHED])[: _LONGEST + 1])
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -25,7 +25,15 @@ _NAMES = frozenset(_LISTED.split())
 _PREFIXES = ("NCCL_", "OMP_", "KMP_", "GOMP_", "MKL_", "PYTORCH_", "TORCH_", "FI_", "UCX_", "OFI_")
 """Settings of numeric and communication libraries, none of which takes a credential."""
 
-_USER_INFO = re.compile(r"(?<=://)[^/\s@\"'?#]*@")
+_SECRET_WORDS = re.compile(r"SECRET|PASSWORD|PASSWD|PWD|CREDENTIAL|API_?KEY|JWT|_(?:TOKEN|KEY|PASS|PAT|CREDS|AUTH)$")
+"""In names that begin like a listed library's: anybody may call a variable of their own ``TORCH_HUB_TOKEN``."""
+
+_USER_INFO = re.compile(
+    r"(?<=://)(?:"
+    r"[^/\s@:\"'?#]*:(?!\d+(?:[/?#]|$))[^\s\"']*"  # user and password, which may contain every separator; but not a host and its port
+    r"|[^/\s\"'?#]*"
+    r")@"
+)
 _QUERY = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s?#\"']*)[?#][^\s\"']*")
 _TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|AKIA[0-9A-Z]{12,}"
@@ -46,4 +54,4 @@ def recordable(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_listed(name: str) -> bool:
-    return name in _NAMES or name.startswith(_PREFIXES)
+    return name in _NAMES or (name.startswith(_PREFIXES) and not _SECRET_WORDS.search(name))

@@ -32,6 +32,8 @@ class User:
     """A Python that this user can start."""
     python_path: str
     """Where it finds so-tui and its dependencies."""
+    groups: tuple[int, ...] = ()
+    """Further groups. The own group of a user has the user's number."""
 
     def environment(self, **changes: str) -> dict[str, str]:
         """Return the environment of a fresh login, with changes."""
@@ -51,7 +53,7 @@ class User:
             argv,
             user=self.uid,
             group=self.uid,
-            extra_groups=[],
+            extra_groups=self.groups,
             umask=umask,
             env=self.environment(**changes),
             cwd="/",

@@ -16,6 +16,9 @@ SECRETS = {
     "DS_TOKEN": "x",
     "CUDA_SECRET": "x",
     "SLURM_SPANK_TOKEN": "x",
+    "TORCH_HUB_TOKEN": "x",
+    "UCX_PASSWORD": "x",
+    "MKL_LICENCE_KEY": "x",
 }
 
 
@@ -38,6 +41,10 @@ def test_values_lose_their_credentials_and_stay_bounded() -> None:
         ("git+https://token@host/x and s3://key:secret@bucket/y", f"git+https://{HIDDEN}@host/x and s3://{HIDDEN}@bucket/y"),
         ("'https://host/a?sig=1' 404", f"'https://host/a?{HIDDEN}' 404"),
         ("https://host/a@b", "https://host/a@b"),
+        ("https://host:8080/a@b", "https://host:8080/a@b"),
+        ("https://user:p@ss@proxy:8080", f"https://{HIDDEN}@proxy:8080"),
+        ("https://user:pa#ss?x@proxy:8080", f"https://{HIDDEN}@proxy:8080"),
+        ("s3://key:ab/cd+ef@bucket/y", f"s3://{HIDDEN}@bucket/y"),
         ("hf_abcdefghijklmnopqrstuvwxyz", HIDDEN),
         ("hf_model", "hf_model"),
     ],
