@@ -157,6 +157,7 @@ def _add_run_commands(commands: _Commands) -> None:
     resume.add_argument("--plain", action="store_true", help=_PLAIN)
     resume.add_argument("--force", action="store_true", help=_FORCE)
     resume.add_argument("--detach", action="store_true", help=_DETACH)
+    resume.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved; old checkpoints are renamed")
     logs = add("logs", "runs:logs", "print what a run's processes wrote")
     logs.add_argument("-n", "--lines", type=int, default=200, help="lines from the end (default 200)")
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")

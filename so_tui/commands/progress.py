@@ -8,7 +8,6 @@ import time
 from datetime import datetime
 
 from so_tui.runs import RunDirectory, RunReader, control, state_with_truth
-from so_tui.runs.liveness import EXIT_CODES
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -23,6 +22,7 @@ from so_tui.runs.records import (
     StepRecord,
     WarningRecord,
 )
+from so_tui.runs.unobserved import EXIT_CODES
 from so_tui.spec import SoTuiError
 from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.units import count, disk_size, duration, plural, rate, thousands

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -69,7 +70,9 @@ def resume(arguments: argparse.Namespace) -> int:
 
     target = find_run(arguments.run, arguments.runs_dir)
     _interrupt_on_termination(arguments)
-    launch = prepare_resume(target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force)
+    launch = prepare_resume(
+        target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force, start_over=arguments.start_over
+    )
     resume_run(target, launch)
     return _show(target, arguments, owner=True)
 
@@ -108,5 +111,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 def supervise(arguments: argparse.Namespace) -> int:
     """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch import supervise as supervise_run
+    from so_tui.launch.starter import take_token
 
-    return supervise_run(RunDirectory(arguments.run), arguments.attempt)
+    token = take_token(os.environ)  # before anything is started, which would inherit it
+    return supervise_run(RunDirectory(arguments.run), arguments.attempt, token)

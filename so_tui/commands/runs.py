@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from so_tui.commands.common import print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
+from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Problem
 from so_tui.trust.printable import printable_line
@@ -25,11 +26,12 @@ _ROOM_FOR_REASONS = 110
 
 def runs(arguments: argparse.Namespace) -> int:
     """Print every known run, newest first."""
-    from so_tui.launch import ensure_supervised
+    from so_tui.launch import OwnProcesses, ensure_supervised
 
     listed = []
+    own_processes = OwnProcesses()
     for run in list_runs(arguments.runs_dir):
-        ensure_supervised(run)
+        ensure_supervised(run, own_processes)
         listed.append((run, _state(run)))
     if arguments.json:
         print_json({"runs": [{"name": run.name, "path": str(run.path), **_summary(state)} for run, state in listed]})
@@ -102,6 +104,7 @@ def stop(arguments: argparse.Namespace) -> int:
     if state.state in FINAL_STATES:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
+    refuse_another_users(run)
     print(printable_line(f"asked {run.name} to stop; waiting for its checkpoint"), flush=True)
     state = stop_run(run, grace_s=arguments.grace)
     saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"

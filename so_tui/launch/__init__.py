@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
     from so_tui.launch.preparation import Launch, launch_of, prepare, prepare_resume, preview
+    from so_tui.launch.processes import OwnProcesses
     from so_tui.launch.supervisor import supervise
 
 __all__ = [
     "Launch",
+    "OwnProcesses",
     "ToolError",
     "call_tool",
     "ensure_supervised",
@@ -36,6 +38,7 @@ _MODULES = {
     "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
     "checks": ("missing_inputs", "preflight", "writable"),
     "preparation": ("Launch", "launch_of", "prepare", "prepare_resume", "preview"),
+    "processes": ("OwnProcesses",),
     "supervisor": ("supervise",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -14,6 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.trust.ownership import read_own
 
 SCHEMA = 1
 
@@ -26,6 +27,7 @@ class _Start(Struct, frozen=True, kw_only=True):
     environment: tuple[Variable, ...] = ()
     forced: bool = False
     changes: dict[str, str] = {}
+    start_over: bool = False
 
 
 def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
@@ -34,7 +36,9 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
     Raises:
         OSError: The run directory cannot be written.
     """
-    start = _Start(argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes)
+    start = _Start(
+        argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes, start_over=launch.start_over
+    )
     write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
     write_run_file(run, run.plan_path(attempt), indented(launch.plan))
     write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
@@ -45,20 +49,22 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
     """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
 
     Raises:
+        NotOwnFileError: A file is not this user's own. What it says would be executed.
         OSError: A file is missing or cannot be read.
         msgspec.DecodeError: A file is damaged.
     """
     start = _Start()
     with contextlib.suppress(FileNotFoundError):
-        start = msgspec.json.decode(run.launch_path(attempt).read_bytes(), type=_Start)
+        start = msgspec.json.decode(read_own(run.launch_path(attempt)), type=_Start)
     return Launch(
-        plan=msgspec.json.decode(run.plan_path(attempt).read_bytes(), type=Plan),
-        machine=msgspec.json.decode(run.machine_path(attempt, host).read_bytes(), type=Machine),
+        plan=msgspec.json.decode(read_own(run.plan_path(attempt)), type=Plan),
+        machine=msgspec.json.decode(read_own(run.machine_path(attempt, host)), type=Machine),
         ds_config=_ds_config(run, attempt),
         argv=start.argv,
         environment=start.environment,
         forced=start.forced,
         changes=start.changes,
+        start_over=start.start_over,
     )
 
 
@@ -68,4 +74,4 @@ def indented(value: object) -> bytes:
 
 
 def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    return msgspec.json.decode(run.ds_config_path(attempt).read_bytes(), type=dict[str, Any])
+    return msgspec.json.decode(read_own(run.ds_config_path(attempt)), type=dict[str, Any])

@@ -12,7 +12,7 @@ from so_tui.plan.types import Plan
 TRAINER_MODULE = "so_tui_trainer"
 
 
-def argv(plan: Plan) -> tuple[str, ...]:
+def argv(plan: Plan, *, start_over: bool = False) -> tuple[str, ...]:
     """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for the host's values."""
     return (
         sys.executable,
@@ -23,6 +23,7 @@ def argv(plan: Plan) -> tuple[str, ...]:
         *_devices(plan),
         *_binding(plan),
         *("--module", TRAINER_MODULE, "--run", Placeholder.RUN.value, "--attempt", Placeholder.ATTEMPT.value),
+        *(("--start-over",) if start_over else ()),
     )
 
 

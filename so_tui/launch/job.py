@@ -14,6 +14,7 @@ from typing import Any
 from so_tui.launch import environment, locks
 from so_tui.launch.attempt_files import indented, read_launch
 from so_tui.launch.host_check import refuse_different_host, software_differences
+from so_tui.launch.marker import known_id
 from so_tui.launch.preparation import Launch
 from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
 from so_tui.machine import inspect_machine
@@ -41,11 +42,6 @@ class Job:
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
 
-    @property
-    def marker(self) -> str:
-        """The environment entry that marks the processes of the run."""
-        return f"{environment.RUN_MARKER}={self._run.path}"
-
     def start(self) -> None:
         """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
 
@@ -65,7 +61,9 @@ class Job:
         host = inspect_machine()
         refuse_different_host(self.launch, host)
         self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
-        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous))
+        launch = self.launch.resolved(
+            run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous), run_id=known_id(self._run)
+        )
         self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         try:

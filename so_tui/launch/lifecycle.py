@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -14,14 +15,18 @@ from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import quick_checks
 from so_tui.launch.executors import Executor, SupervisorHandle
 from so_tui.launch.executors.local import LocalExecutor
+from so_tui.launch.marker import markers
 from so_tui.launch.preparation import Launch, ended_state
+from so_tui.launch.processes import OwnProcesses
 from so_tui.launch.shutdown import request_stop
+from so_tui.launch.starter import TOKEN_VARIABLE, new_token, record_token
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
 from so_tui.machine.types import Machine
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import state_with_truth, supervised
+from so_tui.runs.own import not_own, refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_state, write_spec
 from so_tui.spec import InputError, Problem, SoTuiError
@@ -68,7 +73,9 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
 
     Raises:
         InputError: The run is live again; otherwise as for ``start``.
+        Refused: The run is not this user's own (see ``so_tui.runs.own``); otherwise as for ``start``.
     """
+    refuse_unless_own(run)
     ended_state(run)
     _refuse_other_host(launch.machine)
     quick_checks(launch, resuming=True, runs_dir=run.path)
@@ -90,11 +97,23 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
     """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the supervisor kills it.
 
     Returns the final state, or the current one if the run has not ended in time. The request remains if the wait is interrupted.
+
+    Raises:
+        Refused: It is another user's run (code ``not-your-run``).
+        InputError: The request may not be written (code ``control-not-writable``).
+        OSError: It cannot be written for another reason, such as a full disk.
     """
     state = state_with_truth(run)
     if state.state in FINAL_STATES:
         return state
-    request_stop(run, grace_s=grace_s)
+    try:
+        request_stop(run, grace_s=grace_s)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        message, remedy = f"the request to stop cannot be written: {error.strerror}", "Check the rights of this folder."
+        problem = Problem(code="control-not-writable", field="run", value=str(run.control_dir), message=message, remedy=remedy)
+        raise InputError([problem]) from error
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     while (state := state_with_truth(run)).state not in FINAL_STATES and time.monotonic() < deadline:
@@ -102,16 +121,23 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
     return state
 
 
-def ensure_supervised(run: RunDirectory) -> bool:
-    """Start a new supervisor if the run's has died on this host before the run ended. Return whether one was started.
+def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = None) -> bool:
+    """Attach a new supervisor if the run's has died on this host and processes of the run still live. Return whether one was started.
 
+    Only for a run of this user: what belongs to another user, or can be changed by one, is only read. Nothing of the run is started.
     Concurrent callers are safe: of several new supervisors, the one that gets the lock stays.
+
+    Args:
+        run: Any run.
+        own_processes: Shared by calls for many runs, so that /proc is read once.
     """
-    with contextlib.suppress(InputError):  # no readable state, so there is nothing to take over
+    with contextlib.suppress(InputError):  # no readable state, so there is nothing to attach to
         state = read_state(run)
         if state.state in FINAL_STATES or state.host != socket.gethostname() or supervised(state):
             return False
-        with contextlib.suppress(OSError):  # another user's run can only be read
+        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run)):
+            return False
+        with contextlib.suppress(OSError):  # a full disk: the next call tries again
             LocalExecutor().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))
             return True
     return False
@@ -121,7 +147,9 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
     log = _supervisor_log(run, attempt)
     try:
         write_launch(run, attempt, launch)
-        handle = executor.start(_supervisor_argv(run, attempt), os.environ, log)
+        token = new_token()
+        record_token(run, attempt, token)
+        handle = executor.start(_supervisor_argv(run, attempt), {**os.environ, TOKEN_VARIABLE: token}, log)
     except OSError as error:
         message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir."
         problem = Problem(code="not-writable", field="--runs-dir", value=str(run.path.parent), message=message, remedy=remedy)

@@ -13,9 +13,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from so_tui.runs.liveness import EXIT_CODES
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import EndRecord, Process
+from so_tui.runs.unobserved import EXIT_CODES
 
 EndState = Literal["finished", "stopped", "failed", "lost"]
 Who = Literal["runner", "launcher", "rank"]

@@ -13,12 +13,14 @@ class Placeholder(StrEnum):
     """The text that stands for each value. It is always a whole argument or a whole variable, never part of one."""
 
     RUN = "{RUN}"
+    RUN_ID = "{RUN_ID}"
     ATTEMPT = "{ATTEMPT}"
     RENDEZVOUS = "{RENDEZVOUS}"
 
 
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
+    Placeholder.RUN_ID: "the run's id",
     Placeholder.ATTEMPT: "the number of the attempt",
     Placeholder.RENDEZVOUS: "where the ranks meet: a file that only you can open",
 }

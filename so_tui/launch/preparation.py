@@ -20,8 +20,10 @@ from so_tui.machine.gpus import visible_gpus
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
+from so_tui.runs.checkpoints import missing_checkpoints
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
@@ -48,22 +50,26 @@ class Launch(Struct, frozen=True, kw_only=True):
     """The user insisted: neither a plan that does not fit nor a forceable check stops the start."""
     changes: dict[str, str] = {}
     """For a resume: dotted keys and values that differ from the run's spec so far."""
+    start_over: bool = False
+    """For a resume: train from step 0, whatever was saved."""
 
     @property
     def spec(self) -> RunSpec:
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, rendezvous: str) -> Launch:
+    def resolved(self, *, run: Path, attempt: int, rendezvous: str, run_id: str = "") -> Launch:
         """Return the launch with the host's values in place of the placeholders.
 
         Args:
             run: The run directory.
             attempt: The attempt's number.
             rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
+            run_id: The id of the run; empty for a run of an older version.
         """
         values = {
             Placeholder.RUN: str(run),
+            Placeholder.RUN_ID: run_id,
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.RENDEZVOUS: rendezvous,
         }
@@ -142,6 +148,7 @@ def prepare_resume(
     *,
     values: Mapping[str, str] | None = None,
     force: bool = False,
+    start_over: bool = False,
     inherited: Mapping[str, str] | None = None,
 ) -> Launch:
     """Plan the next attempt of a run that has ended.
@@ -151,24 +158,32 @@ def prepare_resume(
         machine: Where to resume it.
         values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are resharded as they require.
         force: Accept a plan that does not fit. A run that was forced once stays forced.
+        start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not deleted.
         inherited: The environment to start from; by default this process's.
 
     Raises:
         InputError: The run is live (code ``run-is-live``), has nothing left to train (``run-has-finished``, ``length-already-trained``),
             or a key cannot change during a run (``fixed-for-a-run``); otherwise as for ``prepare``.
-        Refused: As for ``prepare``.
+        Refused: The run is not this user's own (see ``so_tui.runs.own``), or what it saved is missing (``checkpoint-missing``); otherwise
+            as for ``prepare``.
     """
     values = values or {}
+    refuse_unless_own(run)
     before = ended_state(run)
     spec = _changed(read_spec(run), values)
-    if before.state == "finished" and not _lengthens(values, before.total_steps):
+    if start_over:
+        before = msgspec.structs.replace(before, saved_step=None)
+    elif (missing := missing_checkpoints(run, spec, before)) is not None:
+        raise Refused([missing])
+    if before.state == "finished" and not start_over and not _lengthens(values, before.total_steps):
         longer, export = so_tui_command("resume", run.name, "--set", "train.steps=N"), so_tui_command("export", run.name)
         remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
         message = f"has finished all of its {before.total_steps} steps"
         raise InputError([Problem(code="run-has-finished", field="run", value=run.name, message=message, remedy=remedy)])
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
-    return msgspec.structs.replace(launch, changes=dict(values))
+    arguments = command.argv(launch.plan, start_over=start_over)
+    return msgspec.structs.replace(launch, argv=arguments, changes=dict(values), start_over=start_over)
 
 
 def ended_state(run: RunDirectory) -> RunState:

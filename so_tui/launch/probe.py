@@ -21,7 +21,7 @@ from so_tui.plan.calibration import Figures, Probe, model_key
 from so_tui.plan.constants import digest
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
-from so_tui.runs import RunDirectory, RunReader, read_state
+from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError
 from so_tui.trust.printable import so_tui_command
@@ -93,7 +93,7 @@ def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], 
     except BaseException:
         control.request(run, "stop")
         raise
-    state = read_state(run)
+    state = update.state
     if state.state != "finished":
         raise SoTuiError(
             f"{run.name} {state.state}: {state.reason}. `{so_tui_command('logs', str(run.path))}` shows what its processes wrote"

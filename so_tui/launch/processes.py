@@ -1,4 +1,7 @@
-"""The processes of a run, found in /proc and identified by pid and start time, so that a reused pid is never mistaken for one of ours."""
+"""The processes of a run, found in /proc and identified by pid and start time, so that a reused pid is never mistaken for one of ours.
+
+Only processes of this user count. A process is found by what it carries and by its parents, never because a file names its pid.
+"""
 
 from __future__ import annotations
 
@@ -60,29 +63,44 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def send(process: Process, signum: signal.Signals) -> None:
-    """Send a signal to the process if it is still the recorded one."""
+    """Send a signal to the process if it is still the recorded one and this user's. Raises PermissionError if the kernel refuses."""
     stat = read_stat(process.pid)
-    if stat is not None and stat.start_time == process.start_time and stat.alive:
+    if stat is not None and stat.start_time == process.start_time and stat.alive and _is_own(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signum)
+
+
+class OwnProcesses:
+    """What the living processes of this user carry in their environment. Read once, when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._environs: tuple[frozenset[bytes], ...] | None = None
+
+    def carry(self, markers: frozenset[bytes]) -> bool:
+        """Return whether a process carries all of these entries."""
+        if self._environs is None:
+            living = (pid for pid in _pids() if _is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive)
+            self._environs = tuple(map(_environ, living))
+        return any(markers <= environ for environ in self._environs)
 
 
 class ProcessTree:
     """Every process of a run, alive or ended.
 
-    A process belongs to the run if its parent does, if its parent is the supervisor (a child subreaper, which inherits the run's orphans),
-    or if its environment has the run's marker. A scan examines only pids that are new since the last one, so it costs one listing of /proc.
+    A process of this user belongs to the run if its parent does, if its parent is the supervisor (a child subreaper, which inherits the
+    run's orphans), or if its environment has the run's markers. A scan examines only pids that are new since the last one, so it costs one
+    listing of /proc.
     """
 
-    def __init__(self, marker: str, supervisor_pid: int, known: tuple[Process, ...] = ()) -> None:
-        self._marker = marker.encode()
+    def __init__(self, markers: frozenset[bytes], supervisor_pid: int) -> None:
+        self._markers = markers
         self._supervisor_pid = supervisor_pid
-        self._living: dict[int, Process] = {process.pid: process for process in known}
+        self._living: dict[int, Process] = {}
         self._gone: list[Process] = []
         self._exit_codes: dict[int, int] = {}
         self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
-        self._described: set[int] = set(self._living)
+        self._described: set[int] = set()
         self._counted_ticks: dict[int, int] = {}
 
     @property
@@ -101,9 +119,9 @@ class ProcessTree:
 
     def scan(self, *, thorough: bool = False) -> None:
         """Find new and ended processes, and reap orphans. ``thorough`` examines every process of the host again."""
-        present = {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
+        present = _pids()
         self._refresh()
-        for pid in sorted(present if thorough else present - self._seen):
+        for pid in _parents_first(present) if thorough else sorted(present - self._seen):
             self._examine(pid)
         self._seen = present
 
@@ -117,6 +135,8 @@ class ProcessTree:
                         descriptor = os.pidfd_open(process.pid)
                     except ProcessLookupError:
                         return
+                    except OSError:  # not permitted here (a container's system call filter): the next scan sees what ended
+                        continue
                     descriptors.callback(os.close, descriptor)
                     poll.register(descriptor, select.POLLIN)
             poll.poll(timeout_s * 1000)
@@ -134,9 +154,19 @@ class ProcessTree:
         return sum(sizes) if sizes else None
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send a signal to every living process of the run."""
+        """Send a signal to every living process of the run.
+
+        Raises:
+            PermissionError: The kernel refused it for one of them, after the others got it.
+        """
+        refused: PermissionError | None = None
         for process in self.alive:
-            send(process, signum)
+            try:
+                send(process, signum)
+            except PermissionError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def _refresh(self) -> None:
         """Read the known processes again and move those that have ended to ``gone``."""
@@ -163,9 +193,9 @@ class ProcessTree:
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
-        if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living:
+        if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living or not _is_own(pid):
             return
-        if stat.parent == self._supervisor_pid or stat.parent in self._living or self._marker in _environ(pid):
+        if stat.parent == self._supervisor_pid or stat.parent in self._living or self._markers <= _environ(pid):
             self._describe(pid, stat)
             self._stats[pid] = stat
 
@@ -241,6 +271,24 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
     if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPTS) for argument in command):
         return "adam"
     return "other"
+
+
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
+
+
+def _parents_first(pids: set[int]) -> list[int]:
+    """Return pids by the start of their processes, because the role of a process follows from its parent's."""
+    stats = ((pid, read_stat(pid)) for pid in pids)
+    return [pid for _, pid in sorted((stat.start_time, pid) for pid, stat in stats if stat is not None)]
+
+
+def _is_own(pid: int) -> bool:
+    """Return whether a process belongs to this user. One that changed its user, as ``sudo`` does, belongs to that user."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116 (as above)
+    except OSError:
+        return False
 
 
 def _command(pid: int) -> tuple[str, ...]:

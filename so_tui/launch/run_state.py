@@ -12,7 +12,9 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EndRecord, Process, RunState, State
 
 
-def first_state(name: str, attempt: int, host: str, supervisor: Process | None, before: RunState, *, forced: bool) -> RunState:
+def first_state(
+    name: str, attempt: int, host: str, supervisor: Process | None, before: RunState, *, forced: bool, start_over: bool = False
+) -> RunState:
     """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
     now = time.time()
     return RunState(
@@ -24,8 +26,8 @@ def first_state(name: str, attempt: int, host: str, supervisor: Process | None, 
         step=before.step,
         loss=before.loss,
         total_steps=before.total_steps,
-        saved_step=before.saved_step,
-        saved_at=before.saved_at,
+        saved_step=None if start_over else before.saved_step,
+        saved_at=None if start_over else before.saved_at,
         started=before.started or now,
         attempt_started=now,
         earlier_s=before.took_s or 0.0,
@@ -80,6 +82,8 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
     if reader.checkpoints:
         saved = reader.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
+    elif reader.resumes and reader.resumes[-1].attempt == attempt:  # started over: what was saved before no longer counts
+        state = replace(state, saved_step=None, saved_at=None)
     if (end := end_record(reader, attempt)) is not None and end.state != "failed":
         # Not every step is logged, and an attempt that was stopped before its first step is back at its checkpoint.
         state = replace(state, step=end.step)

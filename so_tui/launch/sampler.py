@@ -130,20 +130,6 @@ def oom_kills(root: Path = Path("/")) -> int:
     return _counter(root / "proc/vmstat", b"oom_kill") or 0
 
 
-def shm_leftovers(pids: set[int], folder: Path = Path("/dev/shm")) -> tuple[Path, ...]:
-    """Return the shared memory that ended processes have left behind, which is named by pid."""
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError:
-        return ()
-    return tuple(entry for entry in entries if _named_by(entry.name, pids))
-
-
-def _named_by(name: str, pids: set[int]) -> bool:
-    match = re.match(r"(?:torch|so_tui|so-tui)_(\d+)_", name)
-    return match is not None and int(match.group(1)) in pids
-
-
 def _cgroup_event_files(root: Path) -> list[Path]:
     try:
         text = (root / "proc/self/cgroup").read_text()

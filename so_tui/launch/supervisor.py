@@ -19,17 +19,19 @@ from types import FrameType
 
 import msgspec
 
-from so_tui.launch import locks, run_state
+from so_tui.launch import admission, locks, run_state
 from so_tui.launch.host_check import HostDiffersError
 from so_tui.launch.job import Job
+from so_tui.launch.marker import markers
 from so_tui.launch.outcome import Evidence, Failure, Outcome, conclude
 from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.processes import FirstLoss, ProcessTree, become_subreaper
-from so_tui.launch.sampler import Sampler, oom_kills, shm_leftovers
+from so_tui.launch.sampler import Sampler, oom_kills
 from so_tui.launch.shutdown import Shutdown, StopRequest, request_stop, stop_request
 from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs.directory import RunDirectory, deleted
-from so_tui.runs.liveness import identify
+from so_tui.runs.leftovers import remove_leftovers
+from so_tui.runs.liveness import identify, state_with_truth
 from so_tui.runs.log import LogReader, trim_log
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.outcome import OutcomeCode
@@ -51,11 +53,21 @@ _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it ends the others."""
 
 
-def supervise(run: RunDirectory, attempt: int) -> int:
-    """Start the attempt, or take over one whose supervisor has died, and watch it to its end. Return the run's exit code.
+def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
+    """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
 
-    Return 0 immediately if the run has another supervisor. Raises OSError if the run directory cannot be written.
+    Return 0 immediately if the run has another supervisor.
+
+    Args:
+        run: A run of this user.
+        attempt: The number of the attempt.
+        token: The starter's token. Without one nothing is started: the supervisor only attaches to living processes of the attempt.
+
+    Raises:
+        InputError, Refused: This may not be done here (see ``admission``).
+        OSError: The run directory cannot be written.
     """
+    admission.refuse_unknown_attempt(run, attempt)
     os.umask(umask_of(run.path))
     with locks.supervisor_lock(run) as held:
         if not held:
@@ -63,8 +75,27 @@ def supervise(run: RunDirectory, attempt: int) -> int:
         state = read_state(run)
         if state.attempt == attempt and state.state in FINAL_STATES:
             return state.exit_code or 0
+        if token is None:
+            admission.refuse_attaching(run, attempt, state)
+        else:
+            admission.refuse_start(run, attempt, state, token)
+            state = _concluded(run, state)
+        supervisor = Supervisor(run, attempt, state)
         become_subreaper()
-        return Supervisor(run, attempt, state).watch()
+        return supervisor.watch()
+
+
+def _concluded(run: RunDirectory, state: RunState) -> RunState:
+    """Return the state that the attempt before left, concluded now if it ended without a supervisor."""
+    if state.state in FINAL_STATES:
+        return state
+    concluded = state_with_truth(run)
+    if concluded.state in FINAL_STATES and concluded.host == socket.gethostname():
+        try:
+            remove_leftovers(concluded.processes)
+        except OSError as error:
+            print(f"shared memory of attempt {state.attempt}: {error}", file=sys.stderr, flush=True)
+    return concluded
 
 
 class Supervisor:
@@ -75,10 +106,11 @@ class Supervisor:
         self._attempt = attempt
         self._host = socket.gethostname()
         self._job = Job(run, attempt, self._host)
-        # A state of this attempt with a supervisor: that one has died, and the processes it started may still be alive.
-        self._takes_over = found.attempt == attempt and found.supervisor is not None
+        # A state of this attempt: its supervisor has died, and the processes it started may still be alive.
+        self._takes_over = found.attempt == attempt
+        self._recorded = found.processes if self._takes_over else ()
         self._state = self._first_state(found)
-        self._tree = ProcessTree(self._job.marker, os.getpid(), found.processes if self._takes_over else ())
+        self._tree = ProcessTree(markers(run), os.getpid())
         self._first_loss = FirstLoss(self._tree)
         self._reader = MetricsReader(run)
         self._log = LogReader(run.log_path(attempt, self._host))
@@ -190,10 +222,12 @@ class Supervisor:
 
     def _act(self) -> None:
         action = self._shutdown.next_action(time.monotonic())
-        if action == "terminate":
-            self._tree.signal(signal.SIGTERM)
-        elif action == "kill":
-            self._tree.signal(signal.SIGKILL)
+        if action != "wait":
+            self._signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        with self._despite_errors_of("signals to processes"):
+            self._tree.signal(signum)
 
     def _trim(self) -> None:
         if time.monotonic() >= self._trim_due:
@@ -205,12 +239,11 @@ class Supervisor:
         deadline = time.monotonic() + _SWEEP_S
         self._tree.scan(thorough=True)
         while self._tree.alive and time.monotonic() < deadline:
-            self._tree.signal(signal.SIGKILL)
+            self._signal_all(signal.SIGKILL)
             time.sleep(0.1)
             self._tree.scan()
         with self._despite_errors_of("shared memory"):
-            for leftover in shm_leftovers({process.pid for process in self._tree.gone}):
-                leftover.unlink(missing_ok=True)
+            remove_leftovers({*self._tree.gone, *self._recorded})
         with self._despite_errors_of("records"):
             self._read()
 
@@ -245,7 +278,15 @@ class Supervisor:
         supervisor = identify(os.getpid(), "supervisor")
         if self._takes_over:
             return msgspec.structs.replace(found, supervisor=supervisor, host=self._host, heartbeat=found.heartbeat + 1)
-        return run_state.first_state(self._run.name, self._attempt, self._host, supervisor, found, forced=self._job.launch.forced)
+        return run_state.first_state(
+            self._run.name,
+            self._attempt,
+            self._host,
+            supervisor,
+            found,
+            forced=self._job.launch.forced,
+            start_over=self._job.launch.start_over,
+        )
 
     def _install_signals(self) -> None:
         """Treat a signal to us as a request to stop the run: the next tick records it, and the trainer saves and ends."""

@@ -12,6 +12,7 @@ import msgspec
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.runs.own import refuse_another_users
 from so_tui.structs import prepare
 
 Action = Literal["stop", "checkpoint"]
@@ -30,7 +31,13 @@ prepare(Request)
 
 
 def request(run: RunDirectory, action: Action, *, reason: str = "") -> None:
-    """Ask the run to stop (with a checkpoint) or to save a checkpoint. Raises OSError if the folder cannot be written."""
+    """Ask the run to stop (with a checkpoint) or to save a checkpoint.
+
+    Raises:
+        Refused: It is another user's run (code ``not-your-run``).
+        OSError: The folder cannot be written.
+    """
+    refuse_another_users(run)
     run.control_dir.mkdir(exist_ok=True)
     asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason)
     write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))

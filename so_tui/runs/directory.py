@@ -1,6 +1,6 @@
 """Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
-RUN/ spec.json  state.json
+RUN/ run.json  spec.json  state.json
      attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
      metrics/  samples.<host>/  control/  checkpoints/
 """
@@ -30,6 +30,10 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def spec_path(self) -> Path:
@@ -76,6 +80,10 @@ class RunDirectory:
     def launch_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "launch.json"
 
+    def starter_path(self, attempt: int) -> Path:
+        """What the token that starts the attempt is checked against."""
+        return self.attempt_dir(attempt) / "starter.json"
+
     def command_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "command.json"
 
@@ -87,7 +95,7 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isdigit()))
+        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
         """Return the logs of an attempt by host."""

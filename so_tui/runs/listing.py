@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.liveness import state_with_truth
+from so_tui.runs.manifest import new_manifest, write_manifest
+from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused
@@ -31,6 +35,8 @@ from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import is_shared, make_run_folder, wanted
 
 LATEST = "latest"
+_SUFFIX_BYTES = 3
+"""Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of one name would meet."""
 
 
 def default_runs_dir() -> Path:
@@ -50,7 +56,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     Args:
         spec: What the run trains.
         runs_dir: Folder of the run; the default folder if absent.
-        name: Name of the run; by default that of the spec with a short suffix (``tiny-0412-a3``).
+        name: Name of the run; by default that of the spec with a short suffix (``tiny-0412-a3f09c``).
 
     Raises:
         InputError: If the folder cannot be written, the disk is full or the name is taken. Nothing is left behind.
@@ -68,6 +74,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=is_shared(run.path))
+        write_manifest(run, new_manifest(run))
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
@@ -119,9 +126,10 @@ def delete_run(run: RunDirectory) -> None:
     """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
 
     Raises:
-        Refused: If the run is still alive.
+        Refused: If the run is still alive, or another user's.
         InputError: If the folder is not a run or cannot be deleted.
     """
+    refuse_another_users(run)
     state = state_with_truth(run)
     if state.state not in FINAL_STATES and state.host:
         raise Refused(
@@ -131,6 +139,8 @@ def delete_run(run: RunDirectory) -> None:
     try:
         run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
         _remove(hidden)
+        if state.host == socket.gethostname():
+            remove_leftovers(state.processes)
     except OSError as error:
         message = f"cannot be deleted: {error.strerror}"
         remedy = "Check the owner of its folder."
@@ -175,9 +185,9 @@ def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
 
 def _claim_new(folder: Path, stem: str) -> RunDirectory:
     day = time.strftime("%m%d")
-    for attempt in range(20):
+    for _ in range(20):
         with contextlib.suppress(FileExistsError):
-            return _claim(folder, f"{stem}-{day}-{os.urandom(1 + attempt // 10).hex()}")
+            return _claim(folder, f"{stem}-{day}-{os.urandom(_SUFFIX_BYTES).hex()}")
     raise FileExistsError(f"no free name for {stem}")
 
 

@@ -5,30 +5,22 @@ A process is identified by pid and start time, because pids are reused.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
-from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.records import FINAL_STATES, EndRecord, Process, RunState
-from so_tui.runs.segments import segments
+from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.runs.state import read_state
+from so_tui.runs.unobserved import concluded
 
 STALE_S = 60.0
 """Time without a heartbeat after which a run on another host counts as lost. The supervisor writes one per second; a network file system
 may delay writes of other hosts by half a minute."""
 
-EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "stopped": 4, "lost": 1}
-"""Exit code for each final state."""
-
 _STATE, _START_TIME = 0, 19  # indices of the fields after the command name in /proc/PID/stat
-_END_BYTES = 1 << 16
 
 
 def identify(
@@ -75,7 +67,7 @@ class HeartbeatWatch:
 def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> RunState:
     """Return the recorded state, corrected if all processes of the run are gone.
 
-    Such a run ended as the end record of its trainer says; without one it is ``lost``.
+    Such a run ended as ``unobserved.concluded`` says.
 
     Args:
         run: The run.
@@ -90,36 +82,7 @@ def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> 
     state = read_state(run)  # the supervisor may have written the final state just before it ended
     if state.state in FINAL_STATES:
         return state
-    end = end_of_attempt(run, state.attempt)
-    if end is not None:
-        return msgspec.structs.replace(
-            state,
-            state=end.state,
-            step=end.step,
-            reason=end.reason,
-            suggestion=end.suggestion,
-            ended=end.time,
-            exit_code=EXIT_CODES[end.state],
-        )
-    return msgspec.structs.replace(
-        state,
-        state="lost",
-        reason=state.reason or f"every process of the run on {state.host} has ended, and the trainer recorded no result",
-        suggestion=state.suggestion or "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
-        exit_code=EXIT_CODES["lost"],
-    )
-
-
-def end_of_attempt(run: RunDirectory, attempt: int) -> EndRecord | None:
-    """Return the trainer's end record of an attempt; None if there is none. Only the end of the newest segment is read."""
-    newest = next(reversed(segments(run.metrics_dir).values()), None)
-    if newest is None:
-        return None
-    with newest.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        lines = file.read().split(b"\n")
-    records = (decode_metric(line) for line in reversed(lines))
-    return next((record for record in records if isinstance(record, EndRecord) and record.attempt == attempt), None)
+    return concluded(run, state)
 
 
 def _gone(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
+_BLOCK_BYTES = 1 << 16
 
 
 def segments(folder: Path, stem: str = "") -> dict[int, Path]:
@@ -40,6 +41,26 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
         return [], offset
     end = block.rfind(b"\n") + 1
     return block[:end].split(b"\n")[:-1], offset + end
+
+
+def cut_incomplete_line(path: Path) -> None:
+    """Cut off what a killed writer or a full disk left of a segment's last line. Only for a segment that nobody writes.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 class SegmentWriter:

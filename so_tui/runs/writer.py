@@ -8,7 +8,7 @@ from so_tui.runs.codec import encode_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.index import index_path, write_index
 from so_tui.runs.records import MetricRecord
-from so_tui.runs.segments import MEBIBYTE, SegmentWriter, segments
+from so_tui.runs.segments import MEBIBYTE, SegmentWriter, cut_incomplete_line, segments
 
 
 class MetricsWriter:
@@ -39,6 +39,7 @@ class MetricsWriter:
         """Index all segments without an index. No segment may be open."""
         for path in segments(self._folder).values():
             if not index_path(path).exists():
+                cut_incomplete_line(path)
                 # An index is optional, so a full disk must not lose the next record because of it. Writing that record reports the
                 # full disk, and the index is tried again after the next segment or in the next attempt.
                 with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ Links are not followed: a link in a folder that others can write could lead anyw
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from enum import StrEnum
@@ -25,6 +26,15 @@ class Distrust(StrEnum):
     """A link, a device or a pipe; a file where a folder is expected, or the reverse."""
 
 
+class NotOwnFileError(OSError):
+    """A file that is not read, because it is not this user's own."""
+
+    def __init__(self, path: Path, distrust: Distrust) -> None:
+        self.path = path
+        self.distrust = distrust
+        super().__init__(f"{path} is not a file of your own ({distrust})")
+
+
 class NotPrivateError(OSError):
     """A folder that must belong to this user alone does not."""
 
@@ -42,6 +52,28 @@ def distrust_of_file(path: Path) -> Distrust | None:
 def distrust_of_folder(path: Path) -> Distrust | None:
     """Return why a folder is not this user's own; None if it is. Others may be able to read it."""
     return _distrust(path, stat.S_IFDIR)
+
+
+def read_own(path: Path) -> bytes:
+    """Return the content of a regular file of this user that others cannot write. Links are not followed.
+
+    What is checked is the open file, so it cannot be exchanged between check and reading.
+
+    Raises:
+        NotOwnFileError: It is not this user's own, or no regular file.
+        OSError: It cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotOwnFileError(path, Distrust.WRONG_KIND) from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        distrust = _distrust_of(os.fstat(descriptor), stat.S_IFREG)
+        if distrust is not None:
+            raise NotOwnFileError(path, distrust)
+        return file.read()
 
 
 def private_folder(path: Path) -> Path:
@@ -72,6 +104,10 @@ def _distrust(path: Path, kind: int) -> Distrust | None:
         return Distrust.MISSING
     except OSError:
         return Distrust.UNREADABLE
+    return _distrust_of(found, kind)
+
+
+def _distrust_of(found: os.stat_result, kind: int) -> Distrust | None:
     if stat.S_IFMT(found.st_mode) != kind:
         return Distrust.WRONG_KIND
     if found.st_uid != os.geteuid():

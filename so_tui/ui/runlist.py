@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, RunSpec
+
+if TYPE_CHECKING:
+    from so_tui.launch import OwnProcesses
 
 SUPERVISION_S = 10.0
 
@@ -38,7 +42,10 @@ class RunLister:
 
     def rows(self) -> tuple[RunRow, ...]:
         """Return all runs, newest first."""
+        from so_tui.launch import OwnProcesses
+
         rows = []
+        own_processes = OwnProcesses()
         for run in list_runs(self._runs_dir):
             changed = _changed_ns(run)
             known = self._ended.get(run.path)
@@ -47,20 +54,20 @@ class RunLister:
                 continue
             row = RunRow(run, _spec(run), self._state(run))
             if row.live:
-                self._keep_supervised(run)
+                self._keep_supervised(run, own_processes)
             if not row.live:
                 self._ended[run.path] = (changed, row)
             rows.append(row)
         return tuple(rows)
 
-    def _keep_supervised(self, run: RunDirectory) -> None:
-        """Make sure that a live run has a supervisor, at intervals, because one needs a moment to take over."""
+    def _keep_supervised(self, run: RunDirectory, own_processes: OwnProcesses) -> None:
+        """Make sure that a live run of this user has a supervisor, at intervals, because one needs a moment to take over."""
         from so_tui.launch import ensure_supervised
 
         now = time.monotonic()
         if now - self._supervision_checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
             self._supervision_checked[run.path] = now
-            ensure_supervised(run)
+            ensure_supervised(run, own_processes)
 
     def _state(self, run: RunDirectory) -> RunState:
         try:

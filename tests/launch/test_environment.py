@@ -28,6 +28,7 @@ def test_threads_are_the_adam_share_of_the_rank() -> None:
 def test_marker_attempt_and_safe_path() -> None:
     shown = changes(cpu_machine(), {})
     assert shown["SO_TUI_RUN"] == Placeholder.RUN
+    assert shown["SO_TUI_RUN_ID"] == Placeholder.RUN_ID
     assert shown["SO_TUI_ATTEMPT"] == Placeholder.ATTEMPT
     assert shown["PYTHONSAFEPATH"] == "1"
     assert shown["TOKENIZERS_PARALLELISM"] == "false"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from so_tui.runs import create_run, new_attempt, read_state
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import find_preset
 from tests.support.plans import quad_gh200
+from tests.support.supervising import supervise_to_end
 
 QUAD = quad_gh200()
 LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD, inherited={})
@@ -91,8 +89,7 @@ def test_the_supervisor_starts_nothing_on_another_host(tmp_path: Path) -> None:
     run = create_run(launch.spec, tmp_path)
     write_launch(run, new_attempt(run), launch)
     assert launch.machine.hostname == socket.gethostname()
-    command = [sys.executable, "-m", "so_tui", "supervise", str(run.path), "--attempt", "1"]
-    done = subprocess.run(command, timeout=60, check=False, env=dict(os.environ))
+    code = supervise_to_end(run)
     state = read_state(run)
-    assert (done.returncode, state.state, state.code) == (1, "failed", OutcomeCode.HOST_DIFFERS)
+    assert (code, state.state, state.code) == (1, "failed", OutcomeCode.HOST_DIFFERS)
     assert not run.command_path(1).exists()

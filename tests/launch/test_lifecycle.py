@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.launch import preparation, prepare, prepare_resume, resume, start
@@ -16,7 +17,7 @@ from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, control, read_spec, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
-from so_tui.spec import RunSpec
+from so_tui.spec import Refused, RunSpec
 
 
 class Interrupted:
@@ -64,6 +65,20 @@ def test_what_was_prepared_is_what_starts(tmp_path: Path, two_ranks: RunSpec, ma
         assert resume(run, again, executor=executor) == 2
     assert executor.launch == again
     assert read_spec(run) == again.spec
+
+
+def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+    run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
+    write_state(run, msgspec.structs.replace(read_state(run), saved_step=11))
+    with pytest.raises(Refused) as caught:
+        prepare_resume(run, machine, force=True)
+    assert caught.value.codes == ("checkpoint-missing",)
+    again = prepare_resume(run, machine, force=True, start_over=True)
+    assert (again.start_over, again.argv[-1]) == (True, "--start-over")
+    assert resume(run, again, executor=Recording()) == 2
+    assert read_launch(run, 2, socket.gethostname()) == again
+    (run.checkpoints_dir / "step-000009").mkdir(parents=True)
+    assert not prepare_resume(run, machine, force=True).start_over
 
 
 def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:

@@ -16,6 +16,7 @@ from so_tui.runs import create_run, new_attempt, read_state
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import Refused
 from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
+from tests.support.supervising import supervise_to_end
 
 ME = locks.Holder(run="/runs/mine", pid=os.getpid())
 
@@ -63,10 +64,10 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypa
     attempt = new_attempt(run)
     write_launch(run, attempt, launch_with(plan, machine))
     lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[0]), locks.Holder(run="/runs/busy-one", pid=77))
-    done = subprocess.run([sys.executable, "-m", "so_tui", "supervise", str(run.path), "--attempt", "1"], timeout=60, check=False)
+    code = supervise_to_end(run, attempt)
     lock.release()
     state = read_state(run)
-    assert (done.returncode, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
+    assert (code, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
     assert "GPU 0 is used by run busy-one (pid 77)" in state.reason
 
 

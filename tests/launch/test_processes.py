@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,19 +13,23 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch import processes
-from so_tui.launch.processes import ProcessTree, role_of
+from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
+from so_tui.launch.marker import markers
+from so_tui.launch.processes import OwnProcesses, ProcessTree, read_stat, role_of, send
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import Process
 
 
 def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A supervisor on a busy host may not run for seconds; a launcher that it takes for something else is never missed."""
-    go, marker = tmp_path / "go", f"SO_TUI_RUN={tmp_path}"
+    go, markers = tmp_path / "go", frozenset({f"SO_TUI_RUN={tmp_path}".encode()})
     sleeper = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
     script = f"until test -e {go}; do sleep 0.05; done; exec {sleeper}"
     with subprocess.Popen(["sh", "-c", script], env={**os.environ, "SO_TUI_RUN": str(tmp_path)}) as process:
         try:
-            tree = ProcessTree(marker, os.getpid())
+            tree = ProcessTree(markers, os.getpid())
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
@@ -41,3 +47,62 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
 def test_the_adam_worker_is_recognised_also_in_a_run_of_an_older_version(script: str) -> None:
     assert role_of(("python", "-P", script, "3"), "rank") == "adam"
     assert role_of(("python", "-P", script, "3"), "other") == "other"
+
+
+def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path), RUN_ID_MARKER: "one"}) as process:
+        try:
+            assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
+            for known, carried in (("one", True), ("two", False)):
+                (tmp_path / "run.json").write_text(f'{{"v": 1, "id": "{known}"}}')
+                assert OwnProcesses().carry(markers(run)) == carried
+                tree = ProcessTree(markers(run), supervisor_pid=-1)
+                tree.scan(thorough=True)
+                assert [found.pid for found in tree.alive] == [process.pid] * carried
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes of other users")
+def test_a_process_of_another_user_is_none_of_ours_even_with_the_marker(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path)}, user=61_999) as process:
+        try:
+            tree = ProcessTree(markers(run), supervisor_pid=os.getpid())  # even as our child
+            tree.scan(thorough=True)
+            assert process.pid not in {found.pid for found in tree.alive}
+            stat = read_stat(process.pid)
+            assert stat is not None
+            send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGKILL)
+            time.sleep(0.1)
+            assert process.poll() is None
+            assert not OwnProcesses().carry(markers(run))
+        finally:
+            process.kill()
+
+
+def test_a_signal_that_the_kernel_refuses_is_reported_after_the_others_got_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A security module may refuse it; nothing else does for processes of one user."""
+    run = RunDirectory(tmp_path)
+    environ = {**os.environ, RUN_MARKER: str(tmp_path)}
+    with subprocess.Popen(["sleep", "60"], env=environ) as first, subprocess.Popen(["sleep", "60"], env=environ) as second:
+        kill = os.kill
+
+        def refuse(pid: int, signum: int) -> None:
+            if pid == first.pid:
+                raise PermissionError(errno.EPERM, "Operation not permitted")
+            kill(pid, signum)
+
+        try:
+            tree = ProcessTree(markers(run), supervisor_pid=-1)
+            tree.scan(thorough=True)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "kill", refuse)
+                with pytest.raises(PermissionError):
+                    tree.signal(signal.SIGKILL)
+            assert second.wait(timeout=10) == -signal.SIGKILL
+            assert first.poll() is None
+        finally:
+            first.kill()
+            second.kill()

@@ -19,7 +19,7 @@ from so_tui.launch import ensure_supervised, prepare, prepare_resume, resume, st
 from so_tui.launch.sampler import MEMORY_INTERVAL_S
 from so_tui.launch.shutdown import request_stop, stop_request
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, alive, read_spec, read_state
+from so_tui.runs import RunDirectory, alive, read_spec, read_state, state_with_truth
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec
@@ -43,8 +43,12 @@ def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
             continue
         if mark in environ and "Z" not in (folder / "stat").read_text().rpartition(")")[2].split()[0]:
             marked.append(folder.name)
-    shared = [path for process in before.processes for path in Path("/dev/shm").glob(f"torch_{process.pid}_*")]
-    return not any(alive(process) for process in before.processes) and not marked and not shared
+    return not any(alive(process) for process in before.processes) and not marked and not shared_memory_of(before)
+
+
+def shared_memory_of(state: RunState) -> list[Path]:
+    """The shared memory that is named by processes of a run."""
+    return [path for process in state.processes for path in Path("/dev/shm").glob(f"torch_{process.pid}_*")]
 
 
 def problems_of_resume(run: RunDirectory, machine: Machine, values: dict[str, str] | None = None) -> list[tuple[str, str]]:
@@ -239,19 +243,25 @@ def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
 
 
 @pytest.mark.trains
-def test_everything_killed_at_once_is_lost(runs: Runs) -> None:
+def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
     for process in (before.supervisor, *before.processes):
         kill(process)
     killed = time.time()
     time.sleep(0.5)
-    assert ensure_supervised(run)
-    last = wait_for(run, ended, timeout_s=WITHIN_S)
+    assert not ensure_supervised(run), "nothing lives that a supervisor could attach to"
+    last = state_with_truth(run)
     assert (last.state, last.exit_code, last.code) == ("lost", 1, OutcomeCode.UNOBSERVED)
     assert last.ended is not None
     assert last.ended <= killed, "not the time at which somebody looked"
-    assert nothing_is_left(run, before)
+    assert shared_memory_of(before)
+    assert resume(run, prepare_resume(run, machine)) == 2
+    assert not shared_memory_of(before), "the next attempt removes what nobody could remove"
+    again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2)
+    assert (again.earlier_s, again.ended) == (last.took_s, None)
+    assert stop(run, grace_s=30).state == "stopped"
+    assert nothing_is_left(run, again)
 
 
 def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +272,9 @@ def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: py
     deadline = time.monotonic() + 30
     while any(alive(process) for process in before.processes) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert ensure_supervised(run)
-    last = wait_for(run, ended, timeout_s=WITHIN_S)
-    assert (last.state, last.step) == ("finished", 40)
+    assert not ensure_supervised(run)
+    last = state_with_truth(run)
+    assert (last.state, last.step, last.saved_step, last.exit_code, last.code) == ("finished", 40, 40, 0, OutcomeCode.FINISHED)
 
 
 @pytest.mark.trains

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from so_tui.runs import HeartbeatWatch, MetricsWriter, RunDirectory, alive, control, state_with_truth, write_state
-from so_tui.runs.liveness import STALE_S, end_of_attempt, identify, living, supervised
+from so_tui.runs.liveness import STALE_S, identify, living, supervised
 from so_tui.runs.records import EndRecord, Process, RunState, StepRecord
+from so_tui.runs.unobserved import end_of_attempt
 
 Sleeper = subprocess.Popen[bytes]
 

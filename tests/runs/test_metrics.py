@@ -19,6 +19,7 @@ import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter
 from so_tui.runs.index import BUCKET, index_path
+from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -332,3 +333,21 @@ def test_a_million_records_open_in_under_a_second(run: RunDirectory, step: Step)
     assert opened_s < 1.0
     assert again_s < 0.05
     print(f"opened in {opened_s:.3f} s of process time, drawn again in {again_s:.4f} s")
+
+
+def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(run: RunDirectory, step: Callable[..., StepRecord]) -> None:
+    first = MetricsWriter(run, 1)
+    for number in range(1, 200):
+        first.append(step(number))
+    segment = next(iter(segments(run.metrics_dir).values()))
+    whole = segment.read_bytes()
+    with segment.open("ab") as file:
+        file.write(whole[: len(whole) // 2][-100_000:].replace(b"\n", b" "))  # as a full disk leaves it, longer than a block
+    second = MetricsWriter(run, 2)
+    assert segment.read_bytes() == whole
+    second.append(step(200, attempt=2))
+    second.close()
+    reader = MetricsReader(run)
+    while reader.poll(limit_records=10_000, limit_s=1.0).more:
+        pass
+    assert [record.step for record in reader.recent(300)] == list(range(1, 201))

@@ -53,7 +53,7 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
         assert checkpoint.newest(tmp_path) == (paths[4], checkpoint.read_manifest(paths[4]), ())
         cut_short(paths[4] / "optimizer" / "rank_00000.states")
         (paths[3] / "checkpoint.json").write_text('{"step":')
-        (paths[2] / "random.rank0.pt").unlink()
+        (paths[2] / "random.rank0.msgpack").unlink()
         states = paths[1] / "optimizer" / "rank_00000.states"
         states.write_bytes(bytes(states.stat().st_size))
         found = checkpoint.newest(tmp_path)
@@ -62,7 +62,7 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
         assert [damage.path for damage in found.damaged] == paths[:0:-1]
         assert [damage.code for damage in found.damaged] == ["torn", "unreadable", "unreadable", "checksum"]
         for damage, file in zip(
-            found.damaged, ("rank_00000.states", "checkpoint.json", "random.rank0.pt", "rank_00000.states"), strict=True
+            found.damaged, ("rank_00000.states", "checkpoint.json", "random.rank0.msgpack", "rank_00000.states"), strict=True
         ):
             assert file in damage.reason
         set_aside = checkpoint.set_aside(found.damaged[0].path)
@@ -126,7 +126,7 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
     run = spec(keep=5)
     with support.engine(run) as made:
         paths = [save(made, tmp_path, step, one_rank, run) for step in (1, 2, 3)]
-    files = (paths[2] / "random.rank0.pt", paths[1] / "optimizer" / "rank_00000.json")
+    files = (paths[2] / "random.rank0.msgpack", paths[1] / "optimizer" / "rank_00000.json")
     for file, position in zip(files, (2000, files[1].read_bytes().index(b'"numel": ') + 9), strict=True):
         data = bytearray(file.read_bytes())
         data[position] ^= 1
@@ -151,6 +151,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path:
         """Save and remove checkpoints all the time, as a run does."""
         for step in itertools.count(2):
             shutil.copytree(model, folder / "new.partial")
+            manifest = msgspec.structs.replace(checkpoint.read_manifest(model), step=step)
+            (folder / "new.partial" / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
             (folder / "new.partial").rename(folder / f"step-{step:06d}")
             shutil.rmtree((folder / f"step-{step - 1:06d}").rename(folder / "old.partial"))
             if time.monotonic() > end:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from so_tui.runs import RunDirectory, create_run
+from so_tui.runs.manifest import run_id
 from so_tui.spec import InputError, RunSpec
 from so_tui_trainer.checkpoint import Manifest, optimizer_folder
 from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
@@ -55,7 +56,7 @@ def test_what_is_no_export_is_refused_before_anything_is_read_or_written(make: C
     before = contents(tmp_path)
     for target in (there, link):
         with pytest.raises(InputError) as caught:
-            export(tmp_path / "no checkpoint", target, "r")
+            export(tmp_path / "no checkpoint", target, "r", tiny())
         assert (caught.value.problems[0].field, caught.value.problems[0].value) == ("--to", str(there))
         assert "empty folder" in caught.value.problems[0].remedy
     assert contents(tmp_path) == before
@@ -122,7 +123,7 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     monkeypatch.setattr(transformers_log, "propagate", True)
     with caplog.at_level(logging.WARNING), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        export(tmp_path / "checkpoint", tmp_path / "model", "r")
+        export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
         loaded, info = load_pretrained(tmp_path / "model")
     assert [record.getMessage() for record in caplog.records] == []
     assert [str(warning.message) for warning in warned if "transformers" in warning.filename] == []
@@ -137,7 +138,7 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     assert torch.equal(logits, wanted)
 
 
-def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5) -> None:
+def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5, run: str = "") -> None:
     """What two ranks that trained the model would have saved, as far as an export reads it."""
     ranks, named = 2, [(f"{PREFIX}{name}", parameter.detach()) for name, parameter in model.named_parameters()]
     groups = [named[: len(named) // 2], named[len(named) // 2 :]]
@@ -155,6 +156,7 @@ def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int
         )
         on_disk.write(optimizer_folder(folder), manifest, states)
     saved = Manifest(
+        run=run,
         step=step,
         total_steps=step,
         ranks=ranks,
@@ -209,7 +211,7 @@ def run_with_checkpoints(folder: Path, *steps: int) -> RunDirectory:
     run = create_run(spec, folder)
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     for step in steps:
-        checkpoint_of(model, spec, run.checkpoints_dir / f"step-{step:06d}", step)
+        checkpoint_of(model, spec, run.checkpoints_dir / f"step-{step:06d}", step, run_id(run))
     return run
 
 
@@ -236,7 +238,7 @@ def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -
     spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
     run = create_run(spec, tmp_path / "runs")
     model: Any = causal_model(AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32)
-    checkpoint_of(model, spec, run.checkpoints_dir / "step-000005")
+    checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(
         [sys.executable, "-m", "so_tui_trainer.tools.export"],
@@ -257,7 +259,7 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     states = run.checkpoints_dir / "step-000006" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     messages = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    assert "step-000006 cannot be read" in messages[0]["message"]
+    assert "step-000006 cannot be used" in messages[0]["message"]
     assert "rank_00001.states" in messages[0]["message"]
     assert messages[-1]["step"] == 5
     assert states.is_file()
@@ -294,7 +296,7 @@ def exported(base: Path, tmp_path: Path) -> Any:
     spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r")
+    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return GenerationConfig.from_pretrained(tmp_path / "model")

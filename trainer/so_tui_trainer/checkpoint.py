@@ -25,15 +25,17 @@ import superoffload
 from so_tui.model.sharding import partition_numel
 from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import RunSpec
+from so_tui.trust.reading import read_bounded
 from so_tui_trainer import checkpoint_folder
-from so_tui_trainer.checkpoint_folder import Found, Manifest, folder_of, newest, optimizer_folder, read_manifest, set_aside
+from so_tui_trainer.checkpoint_folder import Damage, Found, Manifest, claim, newest, optimizer_folder, read_manifest, set_aside, start_over
 from so_tui_trainer.failures import Explanation, TrainingError
 from so_tui_trainer.ranks import Ranks
 
 __all__ = [
+    "Damage",
     "Found",
     "Manifest",
-    "folder_of",
+    "claim",
     "load",
     "make_room",
     "newest",
@@ -41,8 +43,10 @@ __all__ = [
     "read_manifest",
     "save",
     "set_aside",
+    "start_over",
 ]
 
+_LARGEST_RANDOM_BYTES = 1 << 20
 _STATE_BYTES = 12
 """Bytes per parameter: fp32 master weight and two moments."""
 
@@ -64,7 +68,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
     with _all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
-            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field, elsewhere=bool(spec.checkpoint.folder))
+            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
 
 def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
@@ -100,20 +104,21 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
 def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> None:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
-    With another number of ranks the random number generators stay as seeded; only dropout uses them in training.
+    With another number of ranks the random number generators stay as seeded; only dropout uses them in training. So they do with the
+    files of earlier versions, which were pickles: loading one can run any code.
 
     Raises:
         TrainingError: A rank cannot load it; raised on all ranks.
     """
     with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
         superoffload.load_state(engine, optimizer_folder(checkpoint))
-        if manifest.ranks == ranks.size:
-            # Written by ``save`` above. It is safe, but torch does not list the type of numpy's state as such.
-            _restore_random_state(torch.load(_random_file(checkpoint, ranks.rank), weights_only=False))
+        path = _random_file(checkpoint, ranks.rank)
+        if manifest.ranks == ranks.size and path.exists():
+            _restore_random_state(msgspec.msgpack.decode(read_bounded(path, _LARGEST_RANDOM_BYTES), type=_RandomState))
 
 
 def _random_file(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / f"random.rank{rank}.pt"
+    return checkpoint / f"random.rank{rank}.msgpack"
 
 
 @contextmanager
@@ -128,7 +133,7 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
     error: Exception | None = None
     try:
         yield
-    except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
+    except (OSError, RuntimeError, ValueError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
         error = caught
     problems = [problem for problem in ranks.all_gather(_explanation(error), Explanation | None) if problem is not None]
     if not problems:
@@ -148,23 +153,46 @@ def _explanation(error: Exception | None) -> Explanation | None:
     return Explanation("checkpoint-failed", str(error), suggestion)
 
 
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+class _RandomState(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a rank's random number generators."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, bytes, int, int, float]
+    """Its Mersenne Twister's words are little-endian, 32 bits each."""
+    torch: bytes
+    cuda: bytes | None = None
+
+
+def _random_state() -> _RandomState:
+    kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return _RandomState(
+        python=random.getstate(),
+        numpy=(str(kind), np.asarray(words, dtype="<u4").tobytes(), int(position), int(has_gauss), float(gauss)),
+        torch=_bytes_of(torch.get_rng_state()),
+        cuda=_bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+    )
 
 
 def _save_random_state(path: Path) -> None:
     with path.open("wb") as file:
-        torch.save(_random_state(), file)
+        file.write(msgspec.msgpack.encode(_random_state()))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _restore_random_state(state: _RandomState) -> None:
+    random.setstate(state.python)
+    kind, words, position, has_gauss, gauss = state.numpy
+    np.random.set_state((kind, np.frombuffer(words, dtype="<u4"), position, has_gauss, gauss))
+    torch.set_rng_state(_tensor_of(state.torch))
+    if state.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor_of(state.cuda))
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    array: Any = state.numpy()
+    return bytes(array)
+
+
+def _tensor_of(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,18 +1,21 @@
 """The folder of a run's checkpoints: finding, verifying, writing and removing them. Independent of the engine and of other ranks.
 
+run.json                whose checkpoints these are
 step-000060             valid: renamed to this after all ranks had written it
 step-000080.partial     being written or removed, or left behind by a process that was killed
 step-000070.damaged     was not readable when the run was resumed, which continued from an older one
+step-000060.superseded  of a training that the user started over, or written again
+
+A folder belongs to one run. Checkpoints of another identity are neither read nor removed.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 import shutil
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import msgspec
@@ -20,15 +23,20 @@ from msgspec import Struct
 
 import superoffload
 from so_tui.runs import RunDirectory
+from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder, step_of
+from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
+from so_tui.trust.ownership import distrust_of_folder
+from so_tui.trust.reading import read_bounded
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
 
 SCHEMA = 2
-_NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial"
 _DAMAGED = ".damaged"
+SUPERSEDED = ".superseded"
 _MANIFEST = "checkpoint.json"
+_MARK = "run.json"
 _SMALL_BYTES = 64 << 20
 """Files up to this size are checked as a whole; only the optimizer states of real models are larger."""
 
@@ -37,6 +45,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """What a checkpoint belongs to. It is written last, so a folder without it is not a checkpoint."""
 
     schema: int = SCHEMA
+    run: str = ""
+    """Identity of the run (``run.json``); empty in checkpoints of runs without one."""
     step: int
     total_steps: int
     ranks: int
@@ -57,11 +67,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class Damage(NamedTuple):
-    """A checkpoint that cannot be read, and why."""
+    """A checkpoint that cannot be used, and why."""
 
     path: Path
     code: str
-    """``torn``, ``checksum``, ``unreadable``, or another code of OffloadError."""
+    """``torn``, ``checksum``, ``unreadable``, or another code of OffloadError; ``other-run`` and ``misnamed`` if it is whole but not this
+    run's, or not of the step in its name."""
     reason: str
 
 
@@ -71,34 +82,91 @@ class Found(NamedTuple):
     path: Path
     manifest: Manifest
     damaged: tuple[Damage, ...]
-    """Newer checkpoints that cannot be read."""
+    """Newer ones that cannot be used."""
 
 
-def folder_of(run: RunDirectory, spec: RunSpec) -> Path:
-    """Return the folder of a run's checkpoints. A folder that the spec names may serve several runs."""
-    return Path(spec.checkpoint.folder).expanduser() / run.name if spec.checkpoint.folder else run.checkpoints_dir
+def claim(run: RunDirectory, spec: RunSpec) -> Path:
+    """Return the folder of a run's checkpoints, made and marked as this run's if it does not exist yet.
+
+    Raises:
+        TrainingError: Another run's checkpoints are there, or somebody else made the folder (``checkpoint-folder-taken``).
+        OSError: It cannot be made.
+    """
+    folder = checkpoints_folder(run, spec)
+    if folder.exists():
+        _refuse_other_run(run, folder)
+        return folder
+    if spec.checkpoint.folder:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    # Marked before it has its name, so that no other run ever finds it unmarked. The umask decides whether the group keeps its rights.
+    unnamed = folder.with_name(f".{folder.name}.{os.urandom(4).hex()}")
+    unnamed.mkdir(mode=0o750)
+    try:
+        if run.manifest_path.exists():
+            shutil.copyfile(run.manifest_path, unnamed / _MARK)
+        unnamed.rename(folder)
+    except OSError:
+        shutil.rmtree(unnamed, ignore_errors=True)
+        if not folder.exists():
+            raise
+        _refuse_other_run(run, folder)
+    return folder
 
 
-def newest(folder: Path) -> Found | None:
-    """Return the newest readable checkpoint; None if there is no checkpoint at all.
+def _refuse_other_run(run: RunDirectory, folder: Path) -> None:
+    """Refuse a folder that another run or another user made. What is inside the run directory is the run's, marked or not."""
+    own = folder == run.checkpoints_dir
+    if not own and (distrust := distrust_of_folder(folder)) is not None:
+        raise _taken(folder, f"is not a folder that only you can write ({distrust})")
+    try:
+        owner = run_id(RunDirectory(folder))
+    except (OSError, msgspec.DecodeError) as error:
+        raise _taken(folder, f"has a {_MARK} that cannot be read ({error})") from error
+    if owner != run_id(run) and (owner or not own):
+        raise _taken(folder, "has the checkpoints of another run")
+
+
+def _taken(folder: Path, why: str) -> TrainingError:
+    suggestion = "Set `checkpoint.folder` to another folder, or move that one away."
+    return TrainingError("checkpoint-folder-taken", f"checkpoint.folder: {folder} {why}", suggestion)
+
+
+def newest(folder: Path, run: str = "") -> Found | None:
+    """Return the newest readable checkpoint of a run; None if it has no checkpoint at all.
+
+    Args:
+        folder: The folder of its checkpoints.
+        run: Its identity; empty for a run of an older version.
 
     Raises:
         TrainingError: There are checkpoints but none can be read. Starting anew would lose their training.
     """
     damaged: list[Damage] = []
-    for path in reversed(_checkpoints(folder)):
+    for path in reversed(checkpoint_folders(folder)):
         try:
-            return Found(path, verify(path), tuple(damaged))
-        except (OSError, msgspec.DecodeError, superoffload.OffloadError) as error:
+            manifest = verify(path)
+        except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
-                return newest(folder)
+                return newest(folder, run)
             code = error.code if isinstance(error, superoffload.OffloadError) else "unreadable"
             damaged.append(Damage(path, code, f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)))
+            continue
+        if (misplaced := _misplaced(path, manifest, run)) is None:
+            return Found(path, manifest, tuple(damaged))
+        damaged.append(misplaced)
     if damaged:
         reasons = "; ".join(f"{damage.path.name}: {damage.reason}" for damage in damaged)
-        reason = f"none of the checkpoints in {folder} can be read ({reasons})"
+        reason = f"none of the checkpoints in {folder} can be used ({reasons})"
         suggestion = "Another version of so-tui may have written them. Move them elsewhere to start anew."
         raise TrainingError("checkpoints-unreadable", reason, suggestion)
+    return None
+
+
+def _misplaced(path: Path, manifest: Manifest, run: str) -> Damage | None:
+    if manifest.run != run:
+        return Damage(path, "other-run", "it belongs to another run")
+    if manifest.step != step_of(path.name):
+        return Damage(path, "misnamed", f"its manifest says step {manifest.step}")
     return None
 
 
@@ -112,11 +180,13 @@ def verify(checkpoint: Path) -> Manifest:
     """
     manifest = read_manifest(checkpoint)
     for name, size in manifest.files.items():
-        if (found := (checkpoint / name).stat().st_size) != size:
+        _refuse_outside(name)
+        if (found := (checkpoint / name).lstat().st_size) != size:
             message = f"{checkpoint / name} has {found} bytes, but the checkpoint says {size}: it is incomplete."
             raise superoffload.OffloadError(message, code="torn")
     for name, checksum in manifest.checksums.items():
-        if zlib.crc32((checkpoint / name).read_bytes()) != checksum:
+        _refuse_outside(name)
+        if zlib.crc32(read_bounded(checkpoint / name, _SMALL_BYTES)) != checksum:
             raise superoffload.OffloadError(f"{checkpoint / name} is not what was written (its checksum differs).", code="checksum")
     superoffload.verify_state(optimizer_folder(checkpoint))
     return manifest
@@ -129,7 +199,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         OSError: The folder is not a complete checkpoint.
         msgspec.DecodeError: The manifest is damaged.
     """
-    return msgspec.json.decode((checkpoint / _MANIFEST).read_bytes(), type=Manifest)
+    return msgspec.json.decode(read_bounded(checkpoint / _MANIFEST, _SMALL_BYTES), type=Manifest)
 
 
 def optimizer_folder(checkpoint: Path) -> Path:
@@ -137,8 +207,12 @@ def optimizer_folder(checkpoint: Path) -> Path:
     return checkpoint / "optimizer"
 
 
-def set_aside(damaged: Path) -> Path:
-    """Rename an unreadable checkpoint so that it is no longer considered.
+def set_aside(checkpoint: Path, suffix: str = _DAMAGED) -> Path:
+    """Rename a checkpoint so that it is no longer considered.
+
+    Args:
+        checkpoint: Its folder.
+        suffix: What its name says about it.
 
     Returns:
         Its new path.
@@ -146,24 +220,33 @@ def set_aside(damaged: Path) -> Path:
     Raises:
         OSError: It cannot be renamed.
     """
-    name = damaged.name + _DAMAGED
+    name = checkpoint.name + suffix
     names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
-    return damaged.rename(next(path for path in map(damaged.with_name, names) if not path.exists()))
+    return checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not path.exists()))
 
 
-def make_room(folder: Path, needed_bytes: int, field: str, *, elsewhere: bool = False) -> None:
+def start_over(folder: Path) -> None:
+    """Set all checkpoints of a run aside, so that its training starts over. None is deleted.
+
+    Raises:
+        OSError: One cannot be renamed.
+    """
+    for checkpoint in checkpoint_folders(folder):
+        set_aside(checkpoint, SUPERSEDED)
+
+
+def make_room(folder: Path, needed_bytes: int, field: str) -> None:
     """Remove partial checkpoints of killed processes, and check the free space.
 
     Args:
         folder: The folder of the run's checkpoints.
         needed_bytes: Size of a checkpoint.
         field: What the user sets to change the folder.
-        elsewhere: The folder is outside of the run's own folder, so its parents may be created.
 
     Raises:
         TrainingError: A checkpoint does not fit beside the existing ones.
     """
-    folder.mkdir(parents=elsewhere, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for left in folder.glob(f"*{_PARTIAL}"):
         shutil.rmtree(left)
     free_bytes = shutil.disk_usage(folder).free
@@ -203,23 +286,33 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     for path in (optimizer_folder(partial), partial):
         _sync(path)
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    if final.exists():  # The same step again, after resuming from an older checkpoint.
-        set_aside(final)
+    if os.path.lexists(final):  # The same step again, after resuming from an older checkpoint; or something that is none.
+        set_aside(final, SUPERSEDED)
     partial.rename(final)
     _sync(final.parent)
     verify(final)
-    for old in _checkpoints(final.parent)[: -manifest.spec.checkpoint.keep]:
+    for old in _own(final.parent, manifest.run)[: -manifest.spec.checkpoint.keep]:
         shutil.rmtree(old.rename(old.with_name(old.name + _PARTIAL)))  # Renamed first: half removed, it is no checkpoint.
     return final
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints by step, as of one moment: a listing that takes long could miss a replaced and the replacing one."""
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        found = [folder / entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def _own(folder: Path, run: str) -> list[Path]:
+    """Return the checkpoints that this run wrote under these names, by step. What else is there does not push any of them out."""
+    return [path for path in checkpoint_folders(folder) if _says(path, run)]
+
+
+def _says(path: Path, run: str) -> bool:
+    try:
+        return _misplaced(path, read_manifest(path), run) is None
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return False  # damaged: resuming reports it
+
+
+def _refuse_outside(name: str) -> None:
+    """Refuse a file of a manifest that is not inside its checkpoint."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise superoffload.OffloadError(f"the manifest names {name!r}, which is not inside the checkpoint", code="unreadable")
 
 
 def _sync(folder: Path) -> None:

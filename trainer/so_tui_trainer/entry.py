@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from so_tui_trainer.session import train  # imports torch
 
-    return train(run, given.attempt, plan, report)
+    return train(run, given.attempt, plan, report, start_over=given.start_over)
 
 
 def _bind(plan: Plan) -> RankBindingReport:
@@ -64,5 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="so_tui_trainer", description="Train one rank of a run; started by DeepSpeed's launcher.")
     parser.add_argument("--run", required=True, help="folder of the run")
     parser.add_argument("--attempt", required=True, type=int, help="number of the attempt whose plan is used")
+    parser.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved before")
     parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher and ignored; LOCAL_RANK is used")
     return parser

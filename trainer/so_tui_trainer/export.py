@@ -14,7 +14,7 @@ from msgspec import Struct
 
 import so_tui
 import superoffload
-from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
+from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
@@ -37,7 +37,7 @@ class ExportMarker(Struct, frozen=True, kw_only=True):
     """Version of so-tui."""
 
 
-def export(checkpoint: Path, folder: Path, run_name: str) -> int:
+def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
     """Write the model of a checkpoint into ``folder``, for ``from_pretrained``.
 
     The folder appears when it is complete, and replaces only an older export.
@@ -46,6 +46,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
         checkpoint: The checkpoint's folder.
         folder: Where to write.
         run_name: The run's name, for the marker.
+        spec: The run's own spec. It alone says which model this is and whether the model's code may run: a checkpoint is data.
 
     Returns:
         Bytes of the export.
@@ -58,7 +59,7 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
     folder = folder.resolve()
     refuse_foreign(folder)
     manifest = read_manifest(checkpoint)
-    spec = manifest.spec
+    _refuse_other_model(manifest.spec.model, spec.model)
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -74,6 +75,12 @@ def export(checkpoint: Path, folder: Path, run_name: str) -> int:
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
+    for field in ("id", "revision"):
+        if (found := getattr(saved, field)) != (wanted := getattr(own, field)):
+            raise ValueError(f"the checkpoint is of model.{field} {found!r}, and the run's spec says {wanted!r}")
 
 
 def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,8 @@ from msgspec import Struct
 import superoffload
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
+from so_tui.runs.checkpoints import checkpoints_folder
+from so_tui.runs.manifest import run_id
 from so_tui.runs.records import PhaseRecord, StepRecord, WarningRecord
 from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest
@@ -200,6 +202,7 @@ class Loop:
         self.metrics.check()
         self._phase("saving", f"checkpoint of step {self.step}")
         manifest = Manifest(
+            run=run_id(self.run),
             step=self.step,
             total_steps=self.total_steps,
             ranks=self.ranks.size,
@@ -210,7 +213,9 @@ class Loop:
             last_loss=self.last_loss,
             spec=self.spec,
         )
-        folder = checkpoint.folder_of(self.run, self.spec)
+        folder = checkpoints_folder(self.run, self.spec)
+        if self.ranks.first:
+            checkpoint.claim(self.run, self.spec)  # again: somebody may have removed it since the start
         record = checkpoint.save(self.engine, manifest, folder, self.ranks, self.recorder.attempt)
         self.recorder.write(record)
         self.saved_step, self.saved = self.step, record.path

@@ -21,8 +21,10 @@ import torch.distributed as dist
 import superoffload
 from so_tui.model.flops import peak_flops
 from so_tui.plan.types import Plan
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import MetricsWriter, RunDirectory, read_state
 from so_tui.runs import control as run_control
+from so_tui.runs.checkpoints import checkpoints_folder, missing_checkpoints
+from so_tui.runs.manifest import run_id
 from so_tui.runs.records import (
     BindingRecord,
     EndRecord,
@@ -36,7 +38,7 @@ from so_tui.spec import RunSpec
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
-from so_tui_trainer.failures import Failure
+from so_tui_trainer.failures import Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
@@ -44,7 +46,7 @@ from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.trackers import trackers_of
 
 
-def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> int:
+def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, *, start_over: bool = False) -> int:
     """Load, train, save, and write the end record.
 
     Args:
@@ -52,11 +54,12 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
         attempt: The attempt.
         plan: The attempt's plan.
         report: This rank's binding.
+        start_over: Train from step 0, whatever the run saved before.
 
     Returns:
         0 if the run did what was requested. After a failure the process exits with 1.
     """
-    session = Session(run, attempt, plan, report)
+    session = Session(run, attempt, plan, report, start_over=start_over)
     session.install_signal_handlers()
     try:
         session.finish(session.train())
@@ -75,8 +78,9 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
 class Session:
     """Everything that must be reported or closed, however the attempt ends."""
 
-    def __init__(self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, *, start_over: bool) -> None:
         self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
+        self.start_over = start_over
         self.spec: RunSpec = plan.spec
         self.rank = report.rank
         first = self.rank == 0
@@ -173,25 +177,48 @@ class Session:
         loop = self._loop(ranks, data, control, found)
         control.stop_early()
         if self.spec.checkpoint.saves:
-            checkpoint.make_room(self.engine, checkpoint.folder_of(self.run, self.spec), self.spec, ranks)
+            checkpoint.make_room(self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks)
         if found:
             self._resume(loop, found, data, ranks)
             control.stop_early()
         return loop
 
     def _newest(self) -> checkpoint.Found | None:
-        """Return the checkpoint to resume from. Newer ones that cannot be read are renamed, with a warning."""
-        found = checkpoint.newest(checkpoint.folder_of(self.run, self.spec))
+        """Return the checkpoint to resume from. Newer ones that cannot be used are renamed or left, with a warning.
+
+        Raises:
+            TrainingError: The folder of checkpoints is another run's, or what the run saved is missing or unreadable.
+        """
+        folder = checkpoints_folder(self.run, self.spec)
+        if self.spec.checkpoint.saves or folder.exists():
+            checkpoint.claim(self.run, self.spec)
+        if self.start_over:
+            checkpoint.start_over(folder)
+            return None
+        found = checkpoint.newest(folder, run_id(self.run))
+        saved = read_state(self.run)
         if found is None:
+            if (missing := missing_checkpoints(self.run, self.spec, saved)) is not None:
+                raise TrainingError(missing.code, missing.message)
             return None
         for damage in found.damaged:
-            moved_to = checkpoint.set_aside(damage.path)
-            self._warn(
-                "checkpoint-damaged",
-                f"{damage.path.name} cannot be read ({damage.reason}); resuming from {found.path.name}",
-                f"It was renamed to {moved_to}. Delete it if you do not need it.",
-            )
+            self._warn_of(damage, found)
+        if saved.saved_step is not None and found.manifest.step < saved.saved_step and not found.damaged:
+            message = f"the run saved step {saved.saved_step}, which is no longer in {folder}; resuming from step {found.manifest.step}"
+            self._warn("checkpoint-missing", message, "")
         return found
+
+    def _warn_of(self, damage: checkpoint.Damage, found: checkpoint.Found) -> None:
+        if damage.code in ("other-run", "misnamed"):
+            message = f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
+            self._warn("checkpoint-not-used", message, "It was left as it is. Move it away if you do not need it here.")
+            return
+        moved_to = checkpoint.set_aside(damage.path)
+        self._warn(
+            "checkpoint-damaged",
+            f"{damage.path.name} cannot be read ({damage.reason}); resuming from {found.path.name}",
+            f"It was renamed to {moved_to}. Delete it if you do not need it.",
+        )
 
     def _loop(self, ranks: Ranks, data: training_data.TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
         self._phase("loading", f"loading {self.spec.label}")
@@ -270,7 +297,7 @@ class Session:
 
         self._phase("saving", "Hugging Face folder")
         if ranks.first:
-            export(Path(outcome.saved), self.run.path / "export", self.run.name)
+            export(Path(outcome.saved), self.run.path / "export", self.run.name, self.spec)
         ranks.barrier()
 
     def _phase(self, phase: Literal["loading", "training", "saving"], detail: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.spec import InputError, SoTuiError
+from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.ui import messages
 from so_tui.ui.text import plural
 from so_tui.units import thousands
@@ -56,6 +56,9 @@ def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, con
 
     try:
         control.request(run, action, reason="asked on the screen")
+    except SoTuiError as error:  # another user's run
+        app.post_message(messages.Failed(f"{run.name} was not asked", tuple(str(error).splitlines())))
+        return
     except OSError as error:
         app.post_message(messages.Failed(f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)))
         return
@@ -84,14 +87,31 @@ def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
     app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 
 
-def _resume(app: SoTuiApp, run: RunDirectory) -> None:
+def _ask_to_start_over(app: SoTuiApp, run: RunDirectory, error: Refused) -> None:
+    """Ask whether to train from step 0, because what the run saved is not there."""
+    from so_tui.ui.screens.dialogs import Question
+
+    def answered(yes: bool | None) -> None:
+        if yes and app.may_start():
+            app.starting = run.name
+            work = partial(_resume, app, run, start_over=True)
+            app.run_worker(work, thread=True, group="launch", name="resume from step 0", exit_on_error=False)
+
+    app.starting = ""
+    app.push_screen(Question(f"Train {run.name} from step 0 again?", list(error.reasons), yes="Start over"), answered)
+
+
+def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool = False) -> None:
     """Start another attempt of ``run`` on this machine. Runs in a thread."""
     from so_tui.launch import prepare_resume, resume
     from so_tui.machine import inspect_machine
 
     try:
-        resume(run, prepare_resume(run, inspect_machine()))
+        resume(run, prepare_resume(run, inspect_machine(), start_over=start_over))
     except SoTuiError as error:
+        if isinstance(error, Refused) and "checkpoint-missing" in error.codes:
+            app.call_from_thread(_ask_to_start_over, app, run, error)
+            return
         app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
     else:
         app.post_message(messages.Launched(run))

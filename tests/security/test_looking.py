@@ -1,0 +1,232 @@
+"""Looking at a run only reads: whatever a run folder says, nothing of it is executed and nobody's process is signalled."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs.liveness import identify
+from so_tui.runs.records import Process, State
+from tests.support.hostile_run import gone, open_to_all, write_hostile_run
+from tests.support.users import SharedMachine, User
+
+pytestmark = pytest.mark.slow
+
+LOOK_ON_THE_SCREEN = """
+import sys
+from pathlib import Path
+from so_tui.runs import RunDirectory, delete_run
+from so_tui.spec import SoTuiError
+from so_tui.ui.follow import RunFollower
+from so_tui.ui.runlist import RunLister
+folder, run = Path(sys.argv[1]), RunDirectory(sys.argv[2])
+lister, follower = RunLister(folder), RunFollower(run)
+for _ in range(3):
+    lister.rows()
+    follower.poll()
+try:
+    delete_run(run)
+except SoTuiError as error:
+    print(error)
+"""
+SLEEPER = "import time; time.sleep(600)"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A hostile run on the shared file system, and a process of the person who looks at it."""
+
+    machine: SharedMachine
+    proof: Path
+    bystander: subprocess.Popen[str]
+
+    @property
+    def viewer(self) -> User:
+        return self.machine.other
+
+    @property
+    def known(self) -> Process:
+        """The bystander, as a state file may name it."""
+        found = identify(self.bystander.pid, "rank", 0)
+        assert found is not None
+        return found
+
+    def hostile(self, state: State = "starting", *, supervised: bool = False) -> RunDirectory:
+        """Return a run of the other user, which the viewer may even write to."""
+        folder = self.machine.scratch / "runs"
+        run = write_hostile_run(
+            folder, self.proof, state=state, processes=(self.known,), supervisor=self.known if supervised else gone() if state else None
+        )
+        open_to_all(run)
+        self.machine.owner.give(folder)
+        return run
+
+    def nothing_happened(self) -> None:
+        """Fail if anything of the run was executed, a supervisor was started or the bystander was ended."""
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            assert not supervisors_of(self.viewer), "a supervisor was started"
+            assert not self.proof.exists(), "the run's command was executed"
+            assert self.bystander.poll() is None, "a process of the viewer was ended"
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def scene(machine: SharedMachine) -> Iterator[Scene]:
+    """The scene; everything the users leave is removed."""
+    viewer = machine.other
+    bystander = viewer.start(viewer.interpreter, "-c", SLEEPER)
+    yield Scene(machine, machine.scratch / "proof", bystander)
+    bystander.kill()
+    bystander.communicate()
+
+
+def supervisors_of(user: User) -> list[int]:
+    """Return the supervisors that run as this user."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid == user.uid and b"supervise" in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def copied(run: RunDirectory, user: User) -> RunDirectory:
+    """Return a run as this user's own copy, as ``cp -r`` or ``tar`` make it."""
+    copy = RunDirectory(user.home / "runs" / "copied")
+    shutil.copytree(run.path, copy.path)
+    for path in (copy.path, *copy.path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    user.give(copy.path.parent)
+    return copy
+
+
+def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run every command that names a run, and what the screen calls."""
+    folder, path = str(run.path.parent), str(run.path)
+    done = {
+        "runs": user.so_tui("runs", "--runs-dir", folder),
+        "runs --json": user.so_tui("runs", "--json", "--runs-dir", folder),
+        "logs": user.so_tui("logs", path),
+        "export": user.so_tui("export", path, "--to", str(user.home / "export")),
+        "stop": user.so_tui("stop", path, "--grace", "1"),
+        "resume": user.so_tui("resume", path, "--plain", "--force"),
+        "screen": user.python(LOOK_ON_THE_SCREEN, folder, path),
+    }
+    with user.start(user.interpreter, "-P", "-m", "so_tui", "watch", path, "--plain") as watching:
+        try:
+            watching.wait(timeout=7)  # it looks after the supervisor every 5 s
+        except subprocess.TimeoutExpired:
+            watching.send_signal(signal.SIGINT)
+            watching.wait(timeout=10)
+    return done
+
+
+@pytest.mark.parametrize(("state", "supervised"), [("starting", False), ("training", False), ("training", True)])
+def test_looking_at_another_users_run_starts_and_signals_nothing(scene: Scene, state: State, supervised: bool) -> None:
+    run = scene.hostile(state, supervised=supervised)
+    done = look_in_every_way(scene.viewer, run)
+    scene.nothing_happened()
+    assert done["runs"].returncode == 0
+    assert (done["stop"].returncode, done["resume"].returncode) == (3, 3)
+    assert "not your run" in done["stop"].stderr
+    assert "Traceback" not in "".join(result.stderr for result in done.values())
+    assert run.path.exists()
+
+
+def test_a_request_that_cannot_be_written_is_an_error_and_no_traceback(scene: Scene) -> None:
+    folder = scene.viewer.home / "runs"
+    run = write_hostile_run(folder, scene.proof, state="training", supervisor=scene.known)
+    scene.viewer.give(folder)
+    run.control_dir.chmod(0o500)
+    done = scene.viewer.so_tui("stop", str(run.path), "--grace", "1")
+    assert done.returncode == 2
+    assert "cannot be written: Permission denied" in done.stderr
+    assert "Traceback" not in done.stderr
+    scene.nothing_happened()
+
+
+def test_a_copied_run_is_data(scene: Scene) -> None:
+    run = scene.hostile("starting")
+    copy = copied(run, scene.viewer)
+    for command in (("runs", "--runs-dir", str(copy.path.parent)), ("stop", str(copy.path), "--grace", "0")):
+        with scene.viewer.start(scene.viewer.interpreter, "-P", "-m", "so_tui", *command) as asked:
+            try:
+                asked.wait(timeout=4)
+            except subprocess.TimeoutExpired:  # it believes in the living process, and waits for its end
+                asked.kill()
+    supervise = scene.viewer.so_tui("supervise", str(copy.path), "--attempt", "1")
+    assert supervise.returncode == 2
+    scene.nothing_happened()
+
+
+def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene: Scene) -> None:
+    run = scene.hostile("training")
+    copy = copied(run, scene.viewer)
+    state = read_state(copy)
+    write_state(copy, type(state)(name=state.name, state="training", attempt=1, host=state.host, processes=(gone(),)))
+    scene.viewer.give(copy.path.parent)
+    shown = scene.viewer.so_tui("runs", "--json", "--runs-dir", str(copy.path.parent))
+    assert '"state": "lost"' in shown.stdout
+    scene.nothing_happened()
+
+
+@pytest.mark.parametrize("part", ["", "state.json", "attempts", "attempts/001", "attempts/001/plan.json", "control", "metrics"])
+@pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
+def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, part: str, trick: str) -> None:
+    """The folder is the viewer's own, with a process that carries its marker, so that only this part stands in the way."""
+    folder = scene.viewer.home / "runs"
+    run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
+    scene.viewer.give(folder)
+    target = run.path / part
+    match trick:
+        case "another-users":
+            scene.machine.owner.give(target)
+        case "link":
+            moved = target.rename(scene.viewer.home / "moved")
+            target.symlink_to(moved)
+        case _:
+            target.chmod(target.stat().st_mode | 0o020)
+    viewer = scene.viewer
+    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path)) as member:
+        try:
+            listed = viewer.so_tui("runs", "--runs-dir", str(folder))
+            assert (listed.returncode, listed.stderr) == (0, "")
+            supervise = viewer.so_tui("supervise", str(run.path), "--attempt", "1")
+            assert supervise.returncode in (2, 3), supervise.stderr
+            assert "Traceback" not in supervise.stderr
+            assert not supervisors_of(viewer)
+            assert member.poll() is None
+        finally:
+            member.kill()
+    assert not scene.proof.exists()
+
+
+def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_process_is_left_alone(scene: Scene) -> None:
+    """The opposite of the tests above: the marker, and not the state file, decides which processes are stopped."""
+    viewer = scene.viewer
+    folder = viewer.home / "runs"
+    run = write_hostile_run(folder, scene.proof, state="training", processes=(scene.known,), supervisor=gone())
+    viewer.give(folder)
+    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path)) as member:
+        try:
+            assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
+            assert member.wait(timeout=30) == -signal.SIGTERM, "the request to stop is overdue"
+        finally:
+            member.kill()
+    deadline = time.monotonic() + 20
+    while read_state(run).state == "training" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert read_state(run).code == "stop-overdue"
+    assert scene.bystander.poll() is None
+    assert not scene.proof.exists()

@@ -1,0 +1,59 @@
+"""A run folder that would do harm if somebody's so-tui acted on it: its command leaves a proof, and it names processes to kill."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from so_tui.launch import prepare
+from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.shutdown import request_stop
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, create_run, new_attempt, write_state
+from so_tui.runs.records import Process, RunState, State
+from so_tui.spec import find_preset
+
+
+def write_hostile_run(
+    folder: Path, proof: Path, *, state: State = "starting", processes: Sequence[Process] = (), supervisor: Process | None = None
+) -> RunDirectory:
+    """Write a run whose first attempt, if anybody started it, would write its user's number into ``proof``.
+
+    Args:
+        folder: Where the run is made.
+        proof: What the command of the attempt writes.
+        state: The state that the run claims.
+        processes: What it claims to be its processes, which a request to stop in ``control/`` would have killed.
+        supervisor: What it claims to be its supervisor.
+    """
+    launch = prepare(find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True)
+    run = create_run(launch.spec, folder)
+    attempt = new_attempt(run)
+    write_launch(run, attempt, msgspec.structs.replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}")))
+    claimed = RunState(
+        name=run.name,
+        state=state,
+        attempt=attempt,
+        host=socket.gethostname(),
+        processes=tuple(processes),
+        supervisor=supervisor,
+    )
+    write_state(run, claimed)
+    request_stop(run, grace_s=0.0, reason="a trap")
+    return run
+
+
+def open_to_all(run: RunDirectory) -> None:
+    """Let everybody write everything in a run."""
+    for path in (run.path, *run.path.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o777 if path.is_dir() else 0o666)
+
+
+def gone() -> Process:
+    """Return a process that does not exist."""
+    return Process(pid=os.getpid(), start_time=1, role="supervisor")

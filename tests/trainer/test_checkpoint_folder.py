@@ -1,0 +1,159 @@
+"""Whose checkpoints a folder holds, and what else may be in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import superoffload
+from so_tui.runs import RunDirectory, create_run
+from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder
+from so_tui.runs.manifest import run_id
+from so_tui.spec import RunSpec
+from so_tui_trainer import checkpoint_folder
+from so_tui_trainer.checkpoint_folder import Manifest, claim, newest, read_manifest, start_over, verify
+from so_tui_trainer.failures import TrainingError
+from tests.support.launching import tiny
+
+
+def spec_in(folder: Path, keep: int = 2) -> RunSpec:
+    return tiny(checkpoint__folder=str(folder), checkpoint__keep=str(keep))
+
+
+def written(folder: Path, step: int, run: str, spec: RunSpec) -> Path:
+    """Write a checkpoint of no parameters."""
+    partial = checkpoint_folder.begin(folder, step)
+    record = superoffload.checkpoint.Manifest(
+        deepspeed="0", mode="superoffload", engine="so-tui", ratio=0.5, rank=0, ranks=1, sub_groups=()
+    )
+    (checkpoint_folder.optimizer_folder(partial) / "rank_00000.states").write_bytes(b"")
+    (checkpoint_folder.optimizer_folder(partial) / "rank_00000.json").write_bytes(msgspec.json.encode(record))
+    manifest = Manifest(
+        run=run,
+        step=step,
+        total_steps=99,
+        ranks=1,
+        consumed_sequences=step,
+        useful_tokens=0,
+        trained_tokens=0,
+        data="",
+        last_loss=None,
+        spec=spec,
+    )
+    return checkpoint_folder.complete(partial, manifest)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_first_attempt_makes_its_folder_and_later_ones_find_it(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path / "scratch" / "deep")
+    run = create_run(spec, tmp_path / "runs")
+    folder = claim(run, spec)
+    assert folder == checkpoints_folder(run, spec) == tmp_path / "scratch" / "deep" / run.name
+    assert run_id(RunDirectory(folder)) == run_id(run) != ""
+    assert claim(run, spec) == folder
+    assert names(folder.parent) == [run.name]
+
+
+def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path / "scratch")
+    first = create_run(spec, tmp_path / "runs", "same")
+    second = create_run(spec, tmp_path / "others", "same")
+    folder = claim(first, spec)
+    written(folder, 11, run_id(first), spec)
+    (folder / "step-000012.partial").mkdir()
+    before = names(folder)
+    with pytest.raises(TrainingError) as caught:
+        claim(second, spec)
+    assert caught.value.code == "checkpoint-folder-taken"
+    assert caught.value.reason.startswith(f"checkpoint.folder: {folder} ")
+    assert names(folder) == before
+    with pytest.raises(TrainingError) as caught:
+        newest(folder, run_id(second))
+    assert caught.value.code == "checkpoints-unreadable"
+
+
+def test_a_folder_without_an_identity_is_taken_only_by_a_run_without_one(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path / "scratch")
+    old, new = create_run(spec, tmp_path / "runs", "same"), create_run(spec, tmp_path / "others", "same")
+    old.manifest_path.unlink()
+    folder = claim(old, spec)
+    written(folder, 5, "", spec)
+    assert names(folder) == ["step-000005"]
+    assert claim(old, spec) == folder
+    found = newest(folder, run_id(old))
+    assert found is not None
+    assert found.manifest.step == 5
+    with pytest.raises(TrainingError) as caught:
+        claim(new, spec)
+    assert caught.value.code == "checkpoint-folder-taken"
+
+
+def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path)
+    run = create_run(spec, tmp_path / "runs")
+    folder = claim(run, spec)
+    folder.chmod(0o777)
+    with pytest.raises(TrainingError) as caught:
+        claim(run, spec)
+    assert caught.value.code == "checkpoint-folder-taken"
+
+
+def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(tmp_path: Path) -> None:
+    spec = tiny(checkpoint__keep="2")
+    run = create_run(spec, tmp_path / "runs")
+    folder, own = claim(run, spec), run_id(run)
+    written(folder, 3, own, spec)
+    shutil.copytree(written(folder, 4, own, spec), folder / "step-000098")
+    shutil.copytree(written(tmp_path, 7, "another", spec), folder / "step-000097")
+    (folder / "step-000099").write_text("a plain file")
+    (folder / f"step-{'9' * 30}").mkdir()
+    (folder / "step-000096").symlink_to(tmp_path / "step-000007")
+    found = newest(folder, own)
+    assert found is not None
+    assert (found.path.name, [damage.code for damage in found.damaged]) == ("step-000004", ["misnamed", "other-run"])
+    written(folder, 5, own, spec)
+    assert [path.name for path in checkpoint_folders(folder)] == ["step-000004", "step-000005", "step-000097", "step-000098"]
+    written(folder, 99, own, spec)
+    assert (folder / "step-000099.superseded").read_text() == "a plain file"
+
+
+def test_starting_over_renames_every_checkpoint_and_deletes_none(tmp_path: Path) -> None:
+    spec = tiny()
+    run = create_run(spec, tmp_path / "runs")
+    folder, own = claim(run, spec), run_id(run)
+    for step in (3, 6):
+        written(folder, step, own, spec)
+    start_over(folder)
+    assert newest(folder, own) is None
+    assert names(folder) == ["run.json", "step-000003.superseded", "step-000006.superseded"]
+    written(folder, 3, own, spec)
+    start_over(folder)
+    assert "step-000003.superseded.2" in names(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
+def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, 3, "", tiny())
+    (tmp_path / "outside").write_text("x")
+    manifest = msgspec.structs.replace(read_manifest(path), files={name: 1})
+    (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(superoffload.OffloadError, match="not inside"):
+        verify(path)
+
+
+def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> None:
+    good = written(tmp_path, 3, "", tiny())
+    for step, make in ((4, lambda path: os.mkfifo(path)), (5, lambda path: path.write_text('{"spec":' * 100_000))):
+        path = shutil.copytree(good, tmp_path / f"step-{step:06d}") / "checkpoint.json"
+        path.unlink()
+        make(path)
+    found = newest(tmp_path)
+    assert found is not None
+    assert (found.path, [damage.code for damage in found.damaged]) == (good, ["unreadable", "unreadable"])
