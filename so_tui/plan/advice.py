@@ -27,6 +27,7 @@ from so_tui.plan.facts import (
     PackingOff,
     PcieOffload,
     Remedy,
+    RemoteCode,
     SlowWithoutGpu,
 )
 from so_tui.plan.fit import Assessment, Target, assess, best
@@ -37,6 +38,8 @@ LARGE_GRACE_BYTES = 480_000_000_000
 """Host memory of the larger GH200 part."""
 MOST_HOSTS = 16
 
+_FOLDERS = ("/", "./", "../", "~")
+"""How the id of a model begins that is a folder."""
 _SLOW_LINK_BYTES_PER_S = 100e9
 _SLOW_ON_CPU = 1_000_000_000
 _NOTICEABLE = 0.03
@@ -170,7 +173,7 @@ def _fitting_larger_hosts(spec: RunSpec, whole: Target) -> Iterator[LargerHostFi
 
 
 def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Iterator[Caution]:
-    """Yield what costs time or cannot be foreseen.
+    """Yield what runs others' code, costs time or cannot be foreseen.
 
     Args:
         spec: As the user gave it.
@@ -178,6 +181,9 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         searched: Whether it is the fastest that a search found.
     """
     resources, offload = found.target.resources, found.spec.offload
+    if spec.model.trust_remote_code:
+        in_folder = spec.model.id.startswith(_FOLDERS)
+        yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
     if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
         yield _clipping(found)
     if offload.mode != "gpu" and resources.has_gpu:

@@ -291,6 +291,14 @@ class PackingOff(_Fact, frozen=True):
     pass
 
 
+class RemoteCode(_Fact, frozen=True):
+    """Every rank runs Python code that comes with the model, with the rights of the user."""
+
+    model: str
+    revision: str
+    """Branch, tag or commit; empty for a folder of this host."""
+
+
 class Note(_Fact, frozen=True):
     """A text from elsewhere, such as the inspection of the machine."""
 
@@ -333,8 +341,7 @@ Choice = (
     | NextBest
     | NoNextBest
 )
-Caution = (
-    ClippingWaits | FasterOffload | PcieOffload | GpuMemoryUnknown | SlowWithoutGpu | PackingOff | Note | LargerSteps | MoreGpusKeepMargin
-)
+Slower = ClippingWaits | FasterOffload | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
+Caution = RemoteCode | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
 Reason = Blocker | Need | Remedy | Choice
 Fact = Reason | Caution | MemoryAdvice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, assert_never
 
@@ -9,6 +10,7 @@ from so_tui.machine.cpulist import cpu_ranges
 from so_tui.model.activations import Policy
 from so_tui.plan import facts
 from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvice, NodeNeed, Remedy, Shortage
+from so_tui.trust.printable import printable_line
 from so_tui.units import memory_size
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from so_tui.plan.types import DeepSpeedBinding
     from so_tui.plan.workload import Workload
 
+_COMMIT = re.compile("[0-9a-f]{40}")
 _RECOMPUTES: dict[Policy, str] = {
     "none": "all activations fit, so backward recomputes nothing",
     "selective": "results of matrix products and attention are stored, and only what is cheap is recomputed",
@@ -253,6 +256,14 @@ def _slower(share: float) -> str:
     return f"{share:.1%} slower" if share >= 0.005 else "about as fast"
 
 
+def _remote_code(fact: facts.RemoteCode) -> str:
+    model = printable_line(fact.model)
+    where = f"{model}, revision {printable_line(fact.revision)}," if fact.revision else f"the folder {model}"
+    text = f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch it only if you have read that code"
+    pinned = not fact.revision or _COMMIT.fullmatch(fact.revision)
+    return text if pinned else f"{text}. Set model.revision to a commit: a branch or tag can change"
+
+
 def _caution(fact: Caution) -> str:
     match fact:
         case facts.ClippingWaits():
@@ -270,6 +281,8 @@ def _caution(fact: Caution) -> str:
             return f"{fact.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"
         case facts.PackingOff():
             return "packing is off: padding is computed but counts for nothing"
+        case facts.RemoteCode():
+            return _remote_code(fact)
         case facts.Note():
             return fact.text
         case facts.LargerSteps():

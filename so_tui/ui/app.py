@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import work
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
-from textual.content import Content
 from textual.reactive import var
 from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
@@ -23,8 +22,9 @@ from textual.worker import Worker, WorkerState
 from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs
+from so_tui.ui.printable import PrintableApp
 from so_tui.ui.screens import MODES, PAGES
-from so_tui.ui.text import plural
+from so_tui.ui.text import Content, plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ RUNS_POLL_S = 2.0
 StartRun = Callable[..., "RunDirectory"]
 
 
-class SoTuiApp(App[None]):
+class SoTuiApp(PrintableApp[None]):
     """``catalog`` and ``machine`` are loaded after the first paint where they are not given."""
 
     TITLE = "so-tui"

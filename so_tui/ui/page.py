@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.worker import Worker
@@ -16,7 +15,7 @@ from textual.worker import Worker
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.screens import PAGES
 from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import plural, shorten
+from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.keyline import KeyLine
 
 if TYPE_CHECKING:

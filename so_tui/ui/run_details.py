@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from textual.content import Content
-
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.text import plural, shorten, shorten_path
+from so_tui.ui.text import Content, plural, shorten, shorten_path
 from so_tui.ui.widgets.run_lines import state_content
 from so_tui.units import thousands
 

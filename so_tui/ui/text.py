@@ -1,13 +1,21 @@
-"""Text for the screen: the formatters of ``so_tui.units``, and shortening to a width."""
+"""Text for the screen: content that is safe to show, the formatters of ``so_tui.units``, and shortening to a width."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rich.cells import cell_len, set_cell_size
+from textual import content
+from textual.style import Style
+
+from so_tui.trust.printable import brief_line, printable, printable_line
 from so_tui.units import GIB, age, count, duration, mark_duration, memory_of, plural, rate, significant
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
 
 __all__ = [
     "GIB",
+    "Content",
     "age",
     "count",
     "disk",
@@ -22,12 +30,66 @@ __all__ = [
     "significant",
 ]
 
+_MOST_CHARACTERS_A_CELL = 4
+"""Longer texts are cut before they are measured: a megabyte of combining characters has no width."""
+
+
+class Content(content.Content):
+    """Textual's content, with control, bidirectional and invisible characters spelled out."""
+
+    def __init__(
+        self,
+        text: str = "",
+        spans: list[content.Span] | None = None,
+        cell_length: int | None = None,
+        strip_control_codes: bool = True,
+    ) -> None:
+        super().__init__(printable(text), spans, cell_length, strip_control_codes)
+
+    @classmethod
+    def styled(cls, text: str, style: Style | str = "", cell_length: int | None = None, strip_control_codes: bool = True) -> Content:
+        return _own(super().styled(printable(text), style, cell_length, strip_control_codes))
+
+    @classmethod
+    def assemble(cls, *parts: str | content.Content | tuple[str, str | Style], end: str = "", strip_control_codes: bool = True) -> Content:
+        return _own(super().assemble(*map(_printable_part, parts), end=printable(end), strip_control_codes=strip_control_codes))
+
+    @classmethod
+    def from_markup(cls, markup: str | content.Content, **variables: object) -> Content:
+        """Read markup, of so-tui's own only."""
+        return _own(super().from_markup(markup, **variables))
+
+    def __add__(self, other: content.Content | str) -> Content:
+        return _own(super().__add__(printable(other) if isinstance(other, str) else other))
+
+    def join(self, lines: Iterable[str | content.Content]) -> Content:
+        return _own(super().join(printable(line) if isinstance(line, str) else line for line in lines))
+
+    def pad_right(self, count: int, character: str = " ") -> Content:
+        return _own(super().pad_right(count, character))
+
+
+def _own(made: content.Content) -> Content:
+    """Return what a method of Textual's made, as content of this class: for type checkers, and for what is added to it later."""
+    return made if isinstance(made, Content) else Content(made.plain, [*made.spans])
+
+
+def _printable_part(part: str | content.Content | tuple[str, str | Style]) -> str | content.Content | tuple[str, str | Style]:
+    if isinstance(part, str):
+        return printable(part)
+    return part if isinstance(part, content.Content) else (printable(part[0]), part[1])
+
 
 def shorten(text: str, width: int) -> str:
-    """Return ``text`` in at most ``width`` cells, with an ellipsis in place of its end."""
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+    """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its end."""
+    line = brief_line(text, max(1, width * _MOST_CHARACTERS_A_CELL))
+    return line if cell_len(line) <= width else set_cell_size(line, max(0, width - 1)).rstrip() + "…"
 
 
 def shorten_path(path: str, width: int) -> str:
-    """Return ``path`` in at most ``width`` cells, with an ellipsis in place of its start: paths differ at their end."""
-    return path if len(path) <= width else "…" + path[len(path) - max(0, width - 1) :]
+    """Return ``path`` as one line in at most ``width`` cells, with an ellipsis in place of its start: paths differ at their end."""
+    line = printable_line(path[-width * _MOST_CHARACTERS_A_CELL :])
+    if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
+        return line
+    start = next((at for at in range(len(line)) if cell_len(line[at:]) < width), len(line))
+    return f"…{line[start:]}"

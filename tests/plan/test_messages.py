@@ -25,6 +25,7 @@ from so_tui.plan.facts import (
     NodeNeed,
     NotBindable,
     Note,
+    RemoteCode,
     Shortage,
     TooFewGpus,
 )
@@ -76,6 +77,11 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             MemoryAdvice(pool="gpu", savings=(MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),)),
             "offload.ratio 0.6 -> 0.8 needs 3.0 GiB less on each GPU (predicted). `so-tui plan` shows the rest",
         ),
+        (
+            RemoteCode(model="/models/a\x1bb", revision=""),
+            "model.trust_remote_code is on: Python code of the folder /models/a\\x1bb runs with your rights; "
+            "launch it only if you have read that code",
+        ),
         (Note(text="as the machine says"), "as the machine says"),
         ("a text of an older plan", "a text of an older plan"),
     ],
@@ -100,6 +106,8 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         "savings": (),
         "asked": (1,),
         "present": (0,),
+        "model": "org/model",
+        "revision": "main",
     }
     for kind in kinds:
         given = {field.name: values.get(field.name, 1) for field in msgspec.structs.fields(kind) if field.required}

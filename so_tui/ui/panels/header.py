@@ -5,9 +5,9 @@ from __future__ import annotations
 from textual import getters
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.content import Content
 
 from so_tui.ui.follow import Snapshot
+from so_tui.ui.text import Content
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.styled_lines import StyledLines
 

@@ -8,10 +8,9 @@ from textual import getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.content import Content
 
 from so_tui.ui.follow import Snapshot
-from so_tui.ui.text import plural
+from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.rule import Rule
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from textual import getters
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.content import Content
 
 from so_tui.ui.follow import Snapshot
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import NodeView
 from so_tui.ui.series import Axis
-from so_tui.ui.text import plural
+from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.numa_nodes import NodePicture, NumaNodes
 from so_tui.ui.widgets.rule import Rule

@@ -8,12 +8,12 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 from textual.worker import get_current_worker
 
+from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.content import Content
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
@@ -18,7 +17,7 @@ from so_tui.ui.field_notes import field_note, impossible_field
 from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, typed_over, values_of, with_edit
 from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, Page
-from so_tui.ui.text import plural
+from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
 

@@ -16,7 +16,6 @@ from typing import ClassVar
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import Input, Static
@@ -32,6 +31,7 @@ from so_tui.ui.panels.numa import NumaPanel
 from so_tui.ui.panels.step import StepPanel
 from so_tui.ui.screens import run_actions
 from so_tui.ui.series import Axis
+from so_tui.ui.text import Content
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.find_field import FindField

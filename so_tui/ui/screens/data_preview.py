@@ -9,7 +9,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
@@ -18,6 +17,7 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.form import label
+from so_tui.ui.text import Content
 from so_tui.ui.widgets import data_view
 from so_tui.ui.widgets.bars import fill
 from so_tui.ui.widgets.plan_view import data_name

@@ -9,11 +9,11 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
 from so_tui.spec.errors import InputError
+from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
 Answer = TypeVar("Answer")

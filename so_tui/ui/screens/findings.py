@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from textual.content import Content
-
-from so_tui.ui.text import plural
+from so_tui.ui.text import Content, plural
 
 if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding

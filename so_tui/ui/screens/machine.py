@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
@@ -16,7 +15,7 @@ from so_tui.plan.binding import cpu_ranges
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import gpu_model
-from so_tui.ui.text import memory, memory_of, plural
+from so_tui.ui.text import Content, memory, memory_of, plural
 from so_tui.ui.widgets.bars import fill, usage_style
 from so_tui.ui.widgets.rule import Rule
 

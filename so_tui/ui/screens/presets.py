@@ -9,7 +9,6 @@ from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
@@ -17,7 +16,7 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
-from so_tui.ui.text import count, plural, rate, shorten
+from so_tui.ui.text import Content, count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.plan_view import SIGNS, STYLES

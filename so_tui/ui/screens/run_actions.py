@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Refused, SoTuiError
+from so_tui.trust.printable import quoted
 from so_tui.ui import messages
 from so_tui.ui.text import plural
 from so_tui.units import thousands
@@ -134,7 +135,7 @@ def show_settings(app: SoTuiApp, run: RunDirectory) -> None:
 
 def copy_path(app: SoTuiApp, run: RunDirectory) -> None:
     """Copy the path of the run directory to the clipboard."""
-    app.copy_to_clipboard(str(run.path))
+    app.copy_to_clipboard(quoted(str(run.path)))
     app.notify(f"Copied {run.path}", markup=False)
 
 

@@ -10,7 +10,6 @@ from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
-from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
@@ -25,7 +24,7 @@ from so_tui.ui.run_details import comparison, facts
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions
 from so_tui.ui.series import Axis
-from so_tui.ui.text import plural, shorten
+from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.rule import Rule

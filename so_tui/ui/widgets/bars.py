@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from textual.content import Content
+from so_tui.ui.text import Content
 
 FULL, HALF, REST = "━", "╸", "─"
 FILLS = "▂▅▇▃▁"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from textual.content import Content
-
 from so_tui.launch.data_preview import DataPreview, Sample, SourceView
-from so_tui.ui.text import shorten_path
+from so_tui.ui.text import Content, shorten_path
 from so_tui.units import thousands
 
 _SHADES = (("█", "$accent"), ("▓", "$backward"))

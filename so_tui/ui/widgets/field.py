@@ -5,12 +5,12 @@ from __future__ import annotations
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal
-from textual.content import Content
 from textual.message import Message
 from textual.widgets import Checkbox, Input, Label, Select
 
 from so_tui.spec import FieldInfo
 from so_tui.ui.form import LENGTH, LENGTH_KEYS, hint, label
+from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
 

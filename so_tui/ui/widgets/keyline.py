@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from textual import events
 from textual.binding import Binding
-from textual.content import Content
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input
+
+from so_tui.ui.text import Content
 
 GAP = 2
 

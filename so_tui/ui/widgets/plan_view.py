@@ -6,9 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from textual.content import Content
-
-from so_tui.ui.text import disk, duration, memory, memory_of, plural, rate, significant
+from so_tui.ui.text import Content, disk, duration, memory, memory_of, plural, rate, significant
 from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked
 from so_tui.units import thousands
 
@@ -43,9 +41,13 @@ def headline(plan: Plan) -> Content:
 
 def whole(plan: Plan, command: str, width: int) -> Content:
     """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started."""
+    from so_tui.plan.facts import RemoteCode
+    from so_tui.plan.messages import messages
+
+    notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
     sections: list[tuple[str, list[Content]]] = [
-        ("", [*memory_lines(plan, width), *step_lines(plan, width)]),
-        ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in plan.warning_texts)]),
+        ("", [*remote_code_lines(plan), *memory_lines(plan, width), *step_lines(plan, width)]),
+        ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in notes)]),
         ("where the GPU memory goes", terms_table([term for term in plan.breakdown if term.location == "gpu"], width)),
         ("where the host memory goes", terms_table([term for term in plan.breakdown if term.location == "node"], width)),
         ("binding", binding_lines(plan)),
@@ -61,12 +63,21 @@ def whole(plan: Plan, command: str, width: int) -> Content:
 def launch_facts(plan: Plan) -> list[Content]:
     """Return the lines of the question before a launch."""
     return [
+        *remote_code_lines(plan),
         headline(plan),
         *memory_lines(plan, 70),
         Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
+
+
+def remote_code_lines(plan: Plan) -> list[Content]:
+    """Return whose Python code the run executes; nothing where it executes none but so-tui's and its libraries'."""
+    from so_tui.plan.facts import RemoteCode
+    from so_tui.plan.messages import message
+
+    return [Content.styled(f"! {message(fact)}.", "bold $warning") for fact in plan.warnings if isinstance(fact, RemoteCode)]
 
 
 def run_length(spec: RunSpec) -> str:

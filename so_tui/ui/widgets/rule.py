@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from textual.content import Content
 from textual.widget import Widget
+
+from so_tui.ui.text import Content
 
 
 class Rule(Widget):
@@ -15,13 +16,13 @@ class Rule(Widget):
 
     def __init__(self, text: str | Content = "", *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._text = Content.from_text(text)
+        self._text = _heading(text)
 
     def update(self, text: str | Content) -> None:
         """Show another heading."""
-        text = Content.from_text(text)
-        if text != self._text:
-            self._text = text
+        heading = _heading(text)
+        if heading != self._text:
+            self._text = heading
             self.refresh()
 
     def render(self) -> Content:
@@ -29,3 +30,7 @@ class Rule(Widget):
         if not self._text.plain:
             return Content.styled("─" * self.size.width, "$rule")
         return Content.assemble(("── ", "$rule"), self._text, (" " + "─" * max(0, room), "$rule"))
+
+
+def _heading(text: str | Content) -> Content:
+    return Content(text) if isinstance(text, str) else text

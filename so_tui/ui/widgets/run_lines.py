@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from textual.content import Content
-
 from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
-from so_tui.ui.text import age, duration, memory_of, shorten
+from so_tui.ui.text import Content, age, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, usage_style
 from so_tui.units import thousands
 

@@ -6,11 +6,11 @@ from itertools import groupby
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.content import Content
 from textual.strip import Strip
 from textual.style import Style as VisualStyle
 from textual.widget import Widget
 
+from so_tui.ui.text import Content
 from so_tui.ui.widgets.drawing import repaint
 
 Styles = tuple[VisualStyle | str, ...]

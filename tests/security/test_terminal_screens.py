@@ -1,0 +1,183 @@
+"""Nothing that other people wrote controls the terminal, or the application, through a screen."""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.text import Text as RichText
+from textual.app import ComposeResult
+from textual.content import Content as AnyContent
+from textual.strip import Strip
+from textual.widgets import Checkbox, DataTable, Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from so_tui.trust.printable import printable_line
+from so_tui.ui.app import SoTuiApp
+from so_tui.ui.printable import PrintableApp
+from so_tui.ui.screens import PAGES
+from so_tui.ui.screens.dialogs import Notice, Question
+from so_tui.ui.text import Content, shorten, shorten_path
+from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
+from tests.support.screen import Driver, opened
+
+WAYS = {
+    "presets": ["1", "slash", *"owned", "enter"],
+    "configure": ["1", "enter"],
+    "dashboard": ["4", "enter"],
+    "runs": ["4"],
+    "machine": ["5"],
+    "help": ["1", "question_mark"],
+    "distances": ["5", "t"],
+    "delete": ["4", "D"],
+    "settings": ["3", "equals_sign"],
+    "data": ["1", "d"],
+    "add a model": ["1", "a"],
+    "another machine": ["5", "o"],
+    "commands": ["1", "ctrl+p"],
+}
+"""Each screen, and dialogs over them, with the keys that lead there."""
+DIALOGS = ("help", "delete", "settings", "data", "add a model", "another machine", "commands")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostileWorld:
+    """The hostile texts."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return hostile_world(tmp_path / "world")
+
+
+def segments(driver: Driver) -> list[Segment]:
+    """Return every segment of the screen as it goes to the terminal."""
+    return [segment for strip in driver.screen._compositor.render_strips(driver.app.size) for segment in strip]
+
+
+def assert_only_text(driver: Driver) -> None:
+    """Check every character of the screen, and that nobody's text became a link or an action."""
+    for text, style, control in segments(driver):
+        assert not control
+        assert printable_line(text) == text
+        if style is not None:
+            assert style.link is None
+            assert "app.quit" not in str(style.meta)
+
+
+def test_every_screen_is_tried() -> None:
+    assert {name for name, _ in PAGES} <= set(WAYS)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_screens_show_only_printable_characters(size: tuple[int, int], world: HostileWorld) -> None:
+    async with opened(world.runs_dir, size, machine=world.machine) as driver:
+        await driver.until(lambda: driver.app.runs and driver.app.findings is not None)
+        for name, keys in WAYS.items():
+            for key in keys:
+                await driver.press(key)
+                await driver.pilot.pause(0.1)
+            await driver.until(lambda name=name: name in DIALOGS or "x1b" in driver.text())  # type: ignore[misc]
+            assert_only_text(driver)
+            if name in DIALOGS:
+                assert len(driver.app.screen_stack) == 2, f"{name} is open"
+                await driver.press("escape")
+                await driver.until(lambda: len(driver.app.screen_stack) == 1)
+
+
+async def test_notifications_questions_and_notices_show_only_printable_characters(world: HostileWorld) -> None:
+    async with opened(world.runs_dir, machine=world.machine) as driver:
+        driver.app.notify(HOSTILE + SURROGATE, title=HOSTILE, markup=False, timeout=60)
+        driver.app.call_later(driver.app.push_screen, Notice(HOSTILE, (HOSTILE + SURROGATE, lambda width: HOSTILE), offer=HOSTILE))
+        await driver.until(lambda: "forged line" in driver.text())
+        assert_only_text(driver)
+        driver.app.call_later(driver.app.push_screen, Question(HOSTILE, (HOSTILE,), yes=HOSTILE))
+        await driver.until(lambda: isinstance(driver.screen, Question))
+        assert_only_text(driver)
+
+
+class Widgets(PrintableApp[None]):
+    """Textual's own widgets, given what so-tui never gives them unguarded."""
+
+    def compose(self) -> ComposeResult:
+        yield Static(HOSTILE, markup=False)
+        yield Static(RichText(HOSTILE))
+        yield Input(HOSTILE + SURROGATE)
+        yield Checkbox(AnyContent(HOSTILE))
+        yield OptionList(Option(AnyContent(HOSTILE)))
+        yield DataTable[RichText]()
+
+    def on_mount(self) -> None:
+        table = self.query_one(DataTable)
+        table.add_column(RichText(HOSTILE), width=30)
+        table.add_row(RichText(HOSTILE + SURROGATE), label=RichText(HOSTILE))
+
+
+async def test_no_widget_passes_the_last_check_by() -> None:
+    app = Widgets()
+    async with app.run_test(size=(100, 60)) as pilot:
+        await pilot.pause()
+        strips = app.screen._compositor.render_strips(app.size)
+        assert sum("owned" in strip.text for strip in strips) >= 6
+        for strip in strips:
+            assert printable_line(strip.text) == strip.text
+            assert strip.cell_length == 100 == cell_len(strip.text)
+
+
+async def test_what_is_copied_is_text(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(world.runs_dir, machine=world.machine) as driver:
+        written: list[str] = []
+        assert driver.app._driver is not None
+        monkeypatch.setattr(driver.app._driver, "write", written.append)
+        driver.app.copy_to_clipboard(HOSTILE + SURROGATE)
+        (copied,) = [text for text in written if text.startswith("\x1b]52")]
+        text = base64.b64decode(re.fullmatch("\x1b]52;c;([A-Za-z0-9+/=]*)\x07", copied)[1]).decode()  # type: ignore[index]
+        assert printable_line(text.replace("\n", "").replace("\t", "")) == text.replace("\n", "").replace("\t", "")
+
+
+def test_a_copied_path_of_a_run_is_quoted(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    from so_tui.ui.screens.run_actions import copy_path
+
+    copied: list[str] = []
+    app = SoTuiApp()
+    monkeypatch.setattr(app, "copy_to_clipboard", copied.append)
+    monkeypatch.setattr(app, "notify", lambda *_, **__: None)
+    copy_path(app, world.run)
+    assert copied[0].startswith("$'")
+    assert copied[0].isprintable()
+
+
+def test_the_last_words_of_the_screen_are_printable(capfd: pytest.CaptureFixture[str]) -> None:
+    app = SoTuiApp()
+    app.exit(message=HOSTILE + SURROGATE)
+    app._print_error_renderables()
+    printed = capfd.readouterr().err
+    assert "owned" in printed
+    assert printable_line(printed.replace("\n", "").replace("\t", "")) == printed.replace("\n", "").replace("\t", "")
+
+
+def test_content_spells_out_what_is_not_text() -> None:
+    styled = Content.styled("a\x1bb", "bold")
+    assert (styled.plain, styled.spans[0].end) == ("a\\x1bb", 6)
+    pieces = Content.assemble("\x9b", ("\u202e", "bold"), Content("\x07"), end="\x1b")
+    assert pieces.plain == "\\x9b\\u202e\\x07\\x1b"
+    assert (pieces.spans[0].start, pieces.spans[0].end) == (4, 10)
+    assert (Content("a") + "\x1b").plain == "a\\x1b"
+    assert Content("\x1b").join(["\x9b", AnyContent("x")]).plain == "\\x9b\\x1bx"
+
+
+def test_texts_of_any_length_and_width_are_shortened_to_their_cells() -> None:
+    began = time.process_time()
+    for text in ("漢字" * 500_000, "e\u0301" * 500_000, "\u0301" * 1_000_000, HOSTILE * 5_000, "\u200b" * 1_000_000):
+        for width in (1, 5, 16, 80):
+            assert Strip([Segment(shorten(text, width))]).cell_length <= width
+            assert Strip([Segment(shorten_path(text, width))]).cell_length <= width
+    assert time.process_time() - began < 2
+    assert (shorten("abcdef", 6), shorten("abcdef", 4), shorten_path("/abcdef", 5)) == ("abcdef", "abc…", "…cdef")
+
+
+def test_screens_make_content_in_one_way() -> None:
+    sources = Path(__file__).parents[2].glob("so_tui/ui/**/*.py")
+    assert [path.name for path in sources if re.search("textual.content import|import content", path.read_text())] == ["text.py"]
