@@ -5,20 +5,27 @@ A process is identified by pid and start time, because pids are reused.
 
 from __future__ import annotations
 
-import socket
+import os
 import time
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from msgspec import Struct
+
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.host import host_of, same_boot, sees_processes_of, this_host
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.runs.state import read_state
 from so_tui.runs.unobserved import concluded
+from so_tui.trust.ownership import distrust_of_folder
 
 STALE_S = 60.0
-"""Time without a heartbeat after which a run on another host counts as lost. The supervisor writes one per second; a network file system
-may delay writes of other hosts by half a minute."""
+"""Time without a heartbeat after which a run on another host counts as lost, by the clock of the process that watches it. The supervisor
+writes one per second; a network file system may delay writes of other hosts by half a minute."""
+OLD_S = 300.0
+"""The same by the age of the file alone: clocks of hosts may differ by minutes."""
 
 _STATE, _START_TIME = 0, 19  # indices of the fields after the command name in /proc/PID/stat
 
@@ -44,7 +51,7 @@ def living(processes: Iterable[Process]) -> tuple[Process, ...]:
 
 def supervised(state: RunState) -> bool:
     """Return whether the recorded supervisor runs on this host."""
-    return state.host == socket.gethostname() and state.supervisor is not None and alive(state.supervisor)
+    return sees_processes_of(this_host(), host_of(state)) and state.supervisor is not None and alive(state.supervisor)
 
 
 class HeartbeatWatch:
@@ -53,15 +60,63 @@ class HeartbeatWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[Path, tuple[int, float]] = {}
+        self._moved: set[Path] = set()
 
     def unchanged_s(self, run: RunDirectory, state: RunState) -> float:
         """Return the seconds since this process saw the heartbeat change; 0 the first time."""
         now = self._clock()
         beat, since = self._seen.get(run.path, (None, now))
         if beat != state.heartbeat:
+            if beat is not None:
+                self._moved.add(run.path)
             self._seen[run.path] = (state.heartbeat, now)
             return 0.0
         return now - since
+
+    def moved(self, run: RunDirectory) -> bool:
+        """Return whether this process ever saw the heartbeat change."""
+        return run.path in self._moved
+
+
+class Liveness(StrEnum):
+    """Whether a run's processes still run."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """They cannot be seen from here, and the heartbeat is neither fresh nor old enough."""
+
+
+class Sighting(Struct, frozen=True, kw_only=True):
+    """What can be seen of a run's processes from here."""
+
+    liveness: Liveness
+    host: str
+    by_processes: bool
+    """The processes themselves were examined; otherwise only the heartbeat."""
+    restarted: bool = False
+    """A host of that name has started again since."""
+    heartbeat_age_s: float | None = None
+    """Seconds since the last sign of life, as far as it was needed."""
+
+
+def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = None) -> Sighting:
+    """Return what can be seen of a run that has not ended; arguments as for ``state_with_truth``.
+
+    On the run's own host its processes decide. From another host, another PID namespace, or where the kernel hides processes of other
+    users, the heartbeat does; so it does after a restart of the host, because two machines may have the same name.
+    """
+    here, there = this_host(), host_of(state)
+    if not state.host:  # no supervisor has started yet
+        return Sighting(liveness=Liveness.ALIVE, host="", by_processes=True)
+    if sees_processes_of(here, there):
+        if supervised(state) or living(state.processes):
+            return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
+        if not _hidden_from_us(run):
+            return Sighting(liveness=Liveness.GONE, host=state.host, by_processes=True)
+    restarted = here.name == there.name and not same_boot(here, there)
+    liveness, age_s = _by_heartbeat(run, state, watch)
+    return Sighting(liveness=liveness, host=state.host, by_processes=False, restarted=restarted, heartbeat_age_s=age_s)
 
 
 def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> RunState:
@@ -77,7 +132,7 @@ def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> 
         InputError: If the state cannot be read.
     """
     state = read_state(run)
-    if state.state in FINAL_STATES or not _gone(run, state, watch):
+    if state.state in FINAL_STATES or sighting(run, state, watch).liveness is not Liveness.GONE:
         return state
     state = read_state(run)  # the supervisor may have written the final state just before it ended
     if state.state in FINAL_STATES:
@@ -85,19 +140,51 @@ def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> 
     return concluded(run, state)
 
 
-def _gone(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None) -> bool:
-    if not state.host:  # no supervisor has started yet
-        return False
-    if state.host == socket.gethostname():
-        return not supervised(state) and not living(state.processes)
-    return watch is not None and watch.unchanged_s(run, state) > STALE_S
+def _by_heartbeat(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None) -> tuple[Liveness, float]:
+    """Return what the heartbeat says, and the seconds since the last sign of life."""
+    if watch is not None:
+        unchanged_s = watch.unchanged_s(run, state)
+        if unchanged_s > STALE_S:
+            return Liveness.GONE, unchanged_s
+        if watch.moved(run):
+            return Liveness.ALIVE, unchanged_s
+    try:
+        age_s = _now_of(run) - run.state_path.stat().st_mtime
+    except OSError:  # the run is being replaced or its file system is away: nothing is known
+        return Liveness.UNKNOWN, 0.0
+    return (Liveness.ALIVE if age_s <= STALE_S else Liveness.GONE if age_s > OLD_S else Liveness.UNKNOWN), age_s
+
+
+def _now_of(run: RunDirectory) -> float:
+    """Return the time by the clock that dates the files of a run: its file server's, if a file may be made there."""
+    if distrust_of_folder(run.path) is None:
+        path = run.path / f".clock.{os.urandom(4).hex()}"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError:  # read-only or full
+            return time.time()
+        try:
+            return os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+    return time.time()
+
+
+def _hidden_from_us(run: RunDirectory) -> bool:
+    """Return whether the run's processes may exist although we do not see them: /proc may show only those of one's own (hidepid)."""
+    try:
+        own = run.state_path.stat().st_uid == os.geteuid()
+    except OSError:
+        own = False
+    return not own and not os.access("/proc/1/stat", os.R_OK)
 
 
 def _stat(pid: int) -> list[bytes] | None:
     """Return the fields after the command name; None for a zombie or no process."""
     try:
         content = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it has ended, or the kernel hides it
         return None
     fields = content.rpartition(b")")[2].split()  # the name may contain spaces and parentheses
     return None if fields[_STATE] in (b"Z", b"X") else fields

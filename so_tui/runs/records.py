@@ -230,6 +230,10 @@ class RunState(Struct, frozen=True, kw_only=True):
     state: State
     attempt: int = 0
     host: str = ""
+    boot_id: str = ""
+    """Identifies the host's last start (``/proc/sys/kernel/random/boot_id``); empty in older states."""
+    pid_namespace: int = 0
+    """In which pids are meant (inode of ``/proc/self/ns/pid``); 0 in older states."""
     step: int = 0
     total_steps: int = 0
     loss: float | None = None
