@@ -78,7 +78,7 @@ def observe(kind: Kind, scene: Scene, undisturbed: Losses) -> tuple[Expected, Se
         refused = _resume(scene)
         if kind.remedy is not None:
             kind.remedy(scene)
-            _resume(scene)
+            _resume(scene, *(("--start-over",) if kind.starts_over else ()))
     end = str(scene.reported().get("state", ""))
     orphans += _orphans(scene)
     expected = Expected(
@@ -86,7 +86,7 @@ def observe(kind: Kind, scene: Scene, undisturbed: Losses) -> tuple[Expected, Se
         refusals=kind.refusals,
         losses=undisturbed,
         loses_records=kind.loses_records,
-        resumed_from=saved - SAVE_EVERY if kind.loses_checkpoint else saved,
+        resumed_from=_resumable(kind, saved),
         starter_exit=kind.starter_exit,
     )
     return expected, Seen(
@@ -137,9 +137,16 @@ def tracebacks(scene: Scene) -> tuple[str, ...]:
     return (*shown, *(str(path.relative_to(scene.run.path)) for path in logs))
 
 
-def _resume(scene: Scene) -> tuple[str, ...]:
+def _resumable(kind: Kind, saved: int) -> int:
+    """Return the earliest step from which the run may be resumed."""
+    if kind.starts_over:
+        return 0
+    return saved - SAVE_EVERY if kind.loses_checkpoint else saved
+
+
+def _resume(scene: Scene, *arguments: str) -> tuple[str, ...]:
     """Resume the run, and return why that was refused, or why the attempt failed; empty if it finished."""
-    done = scene.resume()
+    done = scene.resume(*arguments)
     if done.exit_code == 0:
         return ()
     scene.settle()

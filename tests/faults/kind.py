@@ -36,6 +36,8 @@ class Kind:
     """Codes of which the first resume must give one: it refuses to continue, or the attempt fails with it. Empty: it works."""
     remedy: Callable[[Scene], None] | None = None
     """What a user does then, before resuming again."""
+    starts_over: bool = False
+    """The second resume is told to train from step 0 again."""
     loses_records: bool = False
     """Records of steps are gone, so not every step can be compared."""
     loses_checkpoint: bool = False

@@ -43,6 +43,9 @@ _LIMIT_S = 240.0
 """No moment of such a run is later, on two busy cores."""
 _POLL_S = 0.01
 
+_TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+"""Makes the terminal that of the new session, whose loss the kernel then tells by SIGHUP."""
+
 Moment = Literal["starting", "loading", "training", "saving", "stopped"]
 How = Literal["detached", "plain", "screen"]
 
@@ -118,7 +121,10 @@ class Scene:
         else:
             self.terminal, terminal = pty.openpty()
             environment = self.environment() | {"TERM": "xterm-256color", "LINES": "40", "COLUMNS": "120"}
-            self.starter = subprocess.Popen(argv, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+            in_terminal = [sys.executable, "-I", "-c", _TAKE_TERMINAL, *argv]
+            self.starter = subprocess.Popen(
+                in_terminal, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+            )
             os.close(terminal)
             self._drainer = threading.Thread(target=_drain, args=(self.terminal, self._hung_up), daemon=True)
             self._drainer.start()

@@ -111,6 +111,10 @@ def partial_left(scene: Scene, chance: Random) -> None:
     tear(partial / "optimizer" / "rank_00001.states", chance)
 
 
+def _nothing(_scene: Scene) -> None:
+    """Leave everything as it is."""
+
+
 def _kind(
     name: str,
     what: str,
@@ -120,6 +124,7 @@ def _kind(
     refusals: tuple[str, ...] = (),
     loses_records: bool = False,
     loses_checkpoint: bool = False,
+    starts_over: bool = False,
 ) -> Kind:
     return Kind(
         name,
@@ -130,7 +135,8 @@ def _kind(
         begin="stopped",
         moments=("stopped",),
         refusals=frozenset(refusals),
-        remedy=Scene.put_back if refusals else None,
+        remedy=(_nothing if starts_over else Scene.put_back) if refusals else None,
+        starts_over=starts_over,
         loses_records=loses_records,
         loses_checkpoint=loses_checkpoint,
     )
@@ -191,8 +197,16 @@ KINDS = (
         "checkpoints-missing",
         "the folder of the checkpoints is gone",
         _missing_folder,
-        refusals=("checkpoint-missing", "checkpoints-missing", "saved-step-missing"),
+        refusals=("checkpoint-missing",),
     ),
+    _kind(
+        "checkpoints-missing-start-over",
+        "the folder of the checkpoints is gone, and the run starts over",
+        _missing_folder,
+        refusals=("checkpoint-missing",),
+        starts_over=True,
+    ),
+    _kind("checkpoint-newest-missing", "the newest checkpoint is gone", harmed(newest(""), remove), loses_checkpoint=True),
     _kind("checkpoint-renamed", "name and manifest of the newest checkpoint disagree", rename_newest, loses_checkpoint=True),
     _kind("checkpoint-plain-file", "a plain file is named like a later checkpoint", plain_file),
     _kind("half-a-record", "half a record ends the metrics", half_a_record),
