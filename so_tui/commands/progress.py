@@ -24,9 +24,10 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.unobserved import EXIT_CODES
 from so_tui.spec import SoTuiError
-from so_tui.trust.printable import printable_line, so_tui_command
+from so_tui.trust.printable import brief_line, brief_message, printable_line, so_tui_command
 from so_tui.units import count, disk_size, duration, plural, rate, thousands
 
+_LONGEST_LINE = 2000
 POLL_S = 0.5
 # The least time between printed steps: small models make several steps a second, too many for a terminal or a log file.
 STEP_LINE_S = 2.0
@@ -153,16 +154,16 @@ class _Printer:
         words = f"{state.state} at step {state.step}"
         if state.saved_step is not None:
             words += f", saved step {state.saved_step}"
-        print(printable_line(words + (f": {state.reason}" if state.reason else "")), flush=True)
+        print(brief_message(words + (f": {state.reason}" if state.reason else "")), flush=True)
         if state.suggestion:
-            print(printable_line(f"next: {state.suggestion}"), flush=True)
+            print(brief_message(f"next: {state.suggestion}"), flush=True)
         if state.state in ("failed", "lost"):
             print(f"`{so_tui_command('logs', run.name)}` shows what its processes wrote", file=sys.stderr)
         return EXIT_CODES[state.state]
 
     @staticmethod
     def _line(when: float, text: str) -> None:
-        print(f"{datetime.fromtimestamp(when):%H:%M:%S} {printable_line(text)}", flush=True)
+        print(f"{datetime.fromtimestamp(when):%H:%M:%S} {brief_line(text, _LONGEST_LINE)}", flush=True)
 
 
 def _evaluated(record: EvaluationRecord) -> str:

@@ -13,7 +13,7 @@ from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Problem
-from so_tui.trust.printable import printable_line
+from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def runs(arguments: argparse.Namespace) -> int:
         return 0
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
-    below = [] if beside else [f"\n{printable_line(f'{run.name}: {state.reason}')}" for run, state in listed if state.reason]
+    below = [] if beside else [f"\n{brief_message(f'{run.name}: {state.reason}')}" for run, state in listed if state.reason]
     print_rich(_table(listed, width, beside), *below)
     return 0
 
@@ -51,10 +51,11 @@ def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool
 
     If the width is not enough, the start time is left out first, then names are wrapped, and last the other cells end in an ellipsis.
     """
+    from rich.cells import cell_len
     from rich.table import Table
 
     rows = [_row(run, state) for run, state in listed]
-    needed = sum(max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)) + 2 * (len(_HEADINGS) - 1)
+    needed = sum(max(map(cell_len, column)) for column in zip(_HEADINGS, *rows, strict=True)) + 2 * (len(_HEADINGS) - 1)
     shown = len(_HEADINGS) if beside or needed <= width else _HEADINGS.index("started")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in _HEADINGS[:shown]:
@@ -65,7 +66,7 @@ def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool
     if beside:
         table.add_column("reason", overflow="fold")
     for row, (_, state) in zip(rows, listed, strict=True):
-        table.add_row(*row[:shown], *((printable_line(state.reason),) if beside else ()))
+        table.add_row(*row[:shown], *((brief_message(state.reason),) if beside else ()))
     return table
 
 

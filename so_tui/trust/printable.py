@@ -17,6 +17,8 @@ _UNSAFE = re.compile(
 )
 _BREAKS = re.compile("[\t\n]")
 _UNSAFE_IN_LINE = re.compile(f"{_UNSAFE.pattern[:-1]}\t\n]")
+_LONGEST_MESSAGE = 4000
+"""Characters of a message that are read; half as many are shown. Reasons and warnings of so-tui have a few hundred."""
 REPLACED = "\ufffd"
 """Stands for a character that is not shown."""
 
@@ -35,6 +37,11 @@ def brief_line(text: str, most: int = 80) -> str:
     """Return a text as one line of at most about ``most`` characters that is safe to show; what is cut off ends in an ellipsis."""
     line = printable_line(text[: most + 1])
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def brief_message(text: str) -> str:
+    """Return a message of any length and shape as one line that is safe to show, with its line ends and runs of spaces as single spaces."""
+    return brief_line(" ".join(text[:_LONGEST_MESSAGE].split()), _LONGEST_MESSAGE // 2)
 
 
 def printable_source(text: str) -> str:

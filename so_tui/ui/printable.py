@@ -10,6 +10,7 @@ from rich.segment import Segment
 from textual.app import App
 from textual.color import Color
 from textual.filter import LineFilter
+from textual.widget import Widget
 
 from so_tui.trust.printable import printable, same_cells
 from so_tui.trust.streams import console
@@ -24,6 +25,16 @@ class PrintableCharacters(LineFilter):
         if all(segment.text.isprintable() for segment in segments):
             return segments
         return [Segment(same_cells(text, get_character_cell_size), style, control) for text, style, control in segments]
+
+
+class DrawsPrintable(Widget):
+    """A widget that draws every second, and only text that is printable already: content, log lines, names from ``shorten``.
+
+    Its lines are not checked again: Textual copies each line that it filters, which would double what the dashboard costs.
+    """
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [line_filter for line_filter in super().get_line_filters() if not isinstance(line_filter, PrintableCharacters)]
 
 
 class PrintableApp(App[Result]):

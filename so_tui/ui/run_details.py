@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from rich.cells import chop_cells, set_cell_size
+
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.text import Content, plural, shorten, shorten_path
+from so_tui.ui.text import Content, brief_message, plural, shorten, shorten_path
 from so_tui.ui.widgets.run_lines import state_content
 from so_tui.units import thousands
 
@@ -21,11 +23,11 @@ def facts(row: RunRow, width: int) -> Content:
     state = row.state
     lines = [state_content(state.state)]
     if state.reason:
-        lines.append(Content.styled(state.reason, "$error" if state.state in ("failed", "lost") else "$warning"))
+        lines.append(Content.styled(brief_message(state.reason), "$error" if state.state in ("failed", "lost") else "$warning"))
     if state.suggestion:
-        lines.append(Content.assemble(("next: ", "$faint"), state.suggestion))
+        lines.append(Content.assemble(("next: ", "$faint"), brief_message(state.suggestion)))
     if state.detail and row.live:
-        lines.append(Content(state.detail))
+        lines.append(Content(brief_message(state.detail)))
     if row.spec is not None:
         lines.append(Content.assemble(("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"))
     saved = f"checkpoint of step {thousands(state.saved_step)}" if state.saved_step is not None else "no checkpoint"
@@ -59,7 +61,7 @@ class Comparison:
 
         def rows(path: str, one: str, two: str, most: int) -> list[str]:
             cells = zip_longest([shorten_path(path, label)], folded(one, column, most), folded(two, column, most), fillvalue="")
-            return [f"{name:{label}}  {left:{column}}  {right}".rstrip() for name, left, right in cells]
+            return [f"{set_cell_size(name, label)}  {set_cell_size(left, column)}  {right}".rstrip() for name, left, right in cells]
 
         lines = rows("", *self.names, 1)
         for path in differing:
@@ -72,8 +74,7 @@ class Comparison:
 
 def folded(text: str, width: int, most: int) -> list[str]:
     """Return ``text`` in at most ``most`` lines of ``width`` cells."""
-    text = shorten(text, width * most)
-    return [text[start : start + width] for start in range(0, len(text), width)]
+    return chop_cells(shorten(text, width * most), width)
 
 
 def comparison(left: RunRow, right: RunRow) -> Comparison | None:

@@ -8,7 +8,7 @@ from rich.cells import cell_len, set_cell_size
 from textual import content
 from textual.style import Style
 
-from so_tui.trust.printable import brief_line, printable, printable_line
+from so_tui.trust.printable import brief_line, brief_message, printable, printable_line
 from so_tui.units import GIB, age, count, duration, mark_duration, memory_of, plural, rate, significant
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
@@ -17,6 +17,7 @@ __all__ = [
     "GIB",
     "Content",
     "age",
+    "brief_message",
     "count",
     "disk",
     "duration",

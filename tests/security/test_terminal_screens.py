@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -17,13 +18,15 @@ from textual.strip import Strip
 from textual.widgets import Checkbox, DataTable, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from so_tui.runs import read_state, write_state
 from so_tui.trust.printable import printable_line
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.printable import PrintableApp
 from so_tui.ui.screens import PAGES
 from so_tui.ui.screens.dialogs import Notice, Question
-from so_tui.ui.text import Content, shorten, shorten_path
+from so_tui.ui.text import Content, brief_message, shorten, shorten_path
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
+from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
 
 WAYS = {
@@ -176,6 +179,27 @@ def test_texts_of_any_length_and_width_are_shortened_to_their_cells() -> None:
             assert Strip([Segment(shorten_path(text, width))]).cell_length <= width
     assert time.process_time() - began < 2
     assert (shorten("abcdef", 6), shorten("abcdef", 4), shorten_path("/abcdef", 5)) == ("abcdef", "abc…", "…cdef")
+
+
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "word\n" * 200_000, "\u200b" * 1_000_000, "\u0301" * 1_000_000])
+def test_messages_of_any_length_take_no_more_than_some_lines(text: str) -> None:
+    began = time.process_time()
+    message = brief_message(text)
+    assert len(message) <= 2000
+    assert message.isprintable()
+    assert time.process_time() - began < 0.1
+
+
+async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", steps=3, seconds_of_samples=3, state="failed")
+    reason = "why\n\u202e" * 200_000
+    write_state(run, msgspec.structs.replace(read_state(run), reason=reason, suggestion=reason, detail=reason))
+    began = time.process_time()
+    async with opened(tmp_path / "runs", open_run=run) as driver:
+        await driver.until(lambda: "why \\u202ewhy" in driver.text())
+        await driver.press("4")
+        await driver.until(lambda: "why \\u202ewhy" in driver.text())
+    assert time.process_time() - began < 10
 
 
 def test_screens_make_content_in_one_way() -> None:

@@ -10,16 +10,16 @@ from rich.style import Style
 from textual import events
 from textual.message import Message
 from textual.strip import Strip
-from textual.widget import Widget
 
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, gutter_text, plot_key, plot_rows, repaint, value_at, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Scale, fit_scale
 
 
-class Chart(Widget, can_focus=True):
+class Chart(DrawsPrintable, can_focus=True):
     """One titled plot. Data comes whole through ``show``; nothing is computed while lines are drawn."""
 
     ALLOW_MAXIMIZE = True

@@ -15,6 +15,8 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 
+from so_tui.ui.printable import DrawsPrintable
+
 MOST_LINES = 20_000
 
 
@@ -23,7 +25,7 @@ def thumb_top(rows: int, lines: int) -> int:
     return int((rows - max(1.0, rows * rows / max(1, lines))) * 8)
 
 
-class LogView(ScrollView, can_focus=True):
+class LogView(ScrollView, DrawsPrintable, can_focus=True):
     """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and are cut elsewhere."""
 
     ALLOW_MAXIMIZE = True

@@ -9,10 +9,10 @@ from typing import ClassVar
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
-from textual.widget import Widget
 
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import GpuView, NodeView
+from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis
 from so_tui.ui.text import memory, memory_of, plural, shorten
 from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows, repaint
@@ -39,7 +39,7 @@ class NodePicture:
         return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
 
 
-class NumaNodes(Widget, can_focus=True):
+class NumaNodes(DrawsPrintable, can_focus=True):
     """All nodes in a column, each with a heading, ``plot_height`` rows of history and a row of cores."""
 
     ALLOW_MAXIMIZE = True

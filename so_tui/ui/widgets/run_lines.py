@@ -7,7 +7,7 @@ import math
 from so_tui.runs.records import FINAL_STATES
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
-from so_tui.ui.text import Content, age, duration, memory_of, shorten
+from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, usage_style
 from so_tui.units import thousands
 
@@ -89,21 +89,24 @@ def news_line(snapshot: Snapshot) -> Content | None:
             ("its folder has been deleted: ", "$error"), f"{rest}the figures below were read before ({snapshot.run.path})"
         )
     if state is not None and not snapshot.live:
-        reason = state.reason or (end.reason if end else "")
-        suggestion = state.suggestion or (end.suggestion if end else "")
+        reason = brief_message(state.reason or (end.reason if end else ""))
+        suggestion = brief_message(state.suggestion or (end.suggestion if end else ""))
         if not reason and not suggestion:
             return None
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         return Content.assemble((reason or state.state, style), ("   next: " if suggestion else "", "$faint"), suggestion)
     if snapshot.read_error:
-        return Content.assemble(("cannot read the run right now: ", "$warning"), f"{snapshot.read_error}; older data is shown")
+        return Content.assemble(
+            ("cannot read the run right now: ", "$warning"), f"{brief_message(snapshot.read_error)}; older data is shown"
+        )
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
-        return Content.assemble((f"{state.state}: ", "$accent"), state.detail)
+        return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
     if snapshot.latest is None and snapshot.phase is not None:
-        return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), snapshot.phase.detail or "…")
+        return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), brief_message(snapshot.phase.detail) or "…")
     if snapshot.warnings:
         last = snapshot.warnings[-1]
-        return Content.assemble(("~ ", "$warning"), last.message, ("   " + last.suggestion if last.suggestion else "", "$faint"))
+        more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""
+        return Content.assemble(("~ ", "$warning"), brief_message(last.message), (more, "$faint"))
     return None
 
 
@@ -182,5 +185,5 @@ def waiting_text(snapshot: Snapshot) -> str:
         return "this run completed no step"
     phase = snapshot.phase
     if phase is not None:
-        return f"{phase.phase}: {phase.detail}" if phase.detail else f"{phase.phase} …"
+        return f"{phase.phase}: {brief_message(phase.detail)}" if phase.detail else f"{phase.phase} …"
     return "starting: the first step comes after loading"

@@ -8,8 +8,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 from textual.style import Style as VisualStyle
-from textual.widget import Widget
 
+from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.drawing import repaint
 
@@ -17,7 +17,7 @@ Styles = tuple[VisualStyle | str, ...]
 """Styles that lie over each other, as a span names them."""
 
 
-class StyledLines(Widget):
+class StyledLines(DrawsPrintable):
     """One row for each line of ``content``; text that does not fit is cut."""
 
     DEFAULT_CSS = """
