@@ -37,7 +37,7 @@ import msgspec
 from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
 from benchmarks.architecture_tables import Row, full_table, table
 from benchmarks.device_memory import DeviceMemory
-from so_tui.launch import environment, prepare
+from so_tui.launch import environment, prepare, rendezvous
 from so_tui.launch.attempt_files import write_launch
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.types import Plan
@@ -251,7 +251,7 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
     launch = prepare(spec, machine, force=True)
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    here = launch.resolved(run=run.path, attempt=attempt, port=_free_port())
+    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=rendezvous.make(run))
     env = environment.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")
     if fork:

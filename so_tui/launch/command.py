@@ -22,7 +22,6 @@ def argv(plan: Plan) -> tuple[str, ...]:
         *("--hostfile", "/dev/null"),
         *_devices(plan),
         *_binding(plan),
-        *("--master_addr", Placeholder.ADDRESS.value, "--master_port", Placeholder.PORT.value),
         *("--module", TRAINER_MODULE, "--run", Placeholder.RUN.value, "--attempt", Placeholder.ATTEMPT.value),
     )
 

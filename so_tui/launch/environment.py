@@ -18,6 +18,8 @@ from so_tui.spec.types import RunSpec
 
 RUN_MARKER = "SO_TUI_RUN"
 """Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
+LOOPBACK = "lo"
+"""The network interface that reaches no other host."""
 
 _INHERITED_OF_INTEREST = re.compile(
     r"^(NCCL|CUDA|OMP|MKL|KMP|GOMP|PYTORCH|TORCH|HF|HUGGING|TRANSFORMERS|DS|SLURM|LD_LIBRARY_PATH|FI|UCX|OFI)(_|$)"
@@ -38,6 +40,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     return (
         Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
         Variable(name="SO_TUI_ATTEMPT", value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
+        *_network(inherited),
         *_python(inherited),
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
@@ -114,6 +117,16 @@ def version(text: str | None) -> tuple[int, ...]:
     """Return the leading numbers of a version for comparison: ``2.13.0+cpu`` gives ``(2, 13, 0)``, and None ``()``, below all others."""
     match = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def _network(inherited: Mapping[str, str], interface: str = LOOPBACK) -> Iterator[Variable]:
+    """Yield how the ranks find each other. ``interface`` is what they listen on; several hosts would need another."""
+    yield Variable(name="SO_TUI_RENDEZVOUS", value=Placeholder.RENDEZVOUS.value, reason="a file through which the ranks find each other")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name not in inherited:
+            yield Variable(name=name, value=interface, reason="all ranks are on this host, so nothing listens beyond it")
+    if "NCCL_RAS_ENABLE" not in inherited:
+        yield Variable(name="NCCL_RAS_ENABLE", value="0", reason="NCCL's status service would answer every user of this host")
 
 
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:

@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
-from so_tui.launch import environment, locks
+from so_tui.launch import environment, locks, rendezvous
 from so_tui.launch.attempt_files import indented, read_launch
 from so_tui.launch.host_check import refuse_different_host, software_differences
-from so_tui.launch.preparation import LOCAL_ADDRESS, Launch
+from so_tui.launch.preparation import Launch
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
@@ -36,7 +34,6 @@ class Job:
         self._attempt = attempt
         self._host = host
         self.launch = read_launch(run, attempt, host)
-        self.port: int | None = None
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
 
@@ -46,7 +43,7 @@ class Job:
         return f"{environment.RUN_MARKER}={self._run.path}"
 
     def start(self) -> None:
-        """Take the GPUs and a port, fill in the placeholders, and start DeepSpeed's launcher.
+        """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
 
         The processes get the log's descriptor and the GPU locks themselves, so both outlive the supervisor for as long as they run.
 
@@ -63,9 +60,7 @@ class Job:
         self._locks = locks.take_gpus(folder, self._gpus(), holder)
         host = inspect_machine()
         refuse_different_host(self.launch, host)
-        self.port, port_lock = locks.take_port(folder, holder)
-        self._locks = (*self._locks, port_lock)
-        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, port=self.port)
+        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, rendezvous=rendezvous.make(self._run))
         self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -87,8 +82,6 @@ class Job:
 
     def take_over(self) -> None:
         """Take the locks of a supervisor that died, except those that its processes still hold. Raises LockTakenError or OSError."""
-        with contextlib.suppress(FileNotFoundError):  # it died before it started anything
-            self.port = msgspec.json.decode(self._run.command_path(self._attempt).read_bytes())["port"]
         folder = locks.lock_folder()
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
         for gpu in self._gpus():
@@ -107,7 +100,9 @@ class Job:
         return self._runner.poll() if self._runner else None
 
     def release(self) -> None:
-        """Release the locks."""
+        """Release the locks, and remove what the ranks shared. Call it when they have ended."""
+        with contextlib.suppress(OSError):  # it is in the way of nothing, and the next attempt removes it
+            rendezvous.remove(self._run)
         for lock in self._locks:
             lock.release()
         self._locks = ()
@@ -120,8 +115,6 @@ class Job:
         shown = environment.shown(launch.environment)
         record: dict[str, Any] = {
             "argv": launch.argv,
-            "address": LOCAL_ADDRESS,
-            "port": self.port,
             "host": self._host,
             "started": time.time(),
             "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],

@@ -1,12 +1,10 @@
-"""Locks on what a run owns on its host: GPUs, a rendezvous port, and being supervised once. They are flock(2), released with the holder."""
+"""Locks on what a run owns on its host: GPUs, and being supervised once. They are flock(2), released with the holder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import random
-import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,9 +15,6 @@ from msgspec import Struct, json
 
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
-
-PORTS = range(20_000, 30_000)
-"""Below the usual ephemeral ranges, so that no outgoing connection takes the port between our check and the rendezvous."""
 
 
 class Holder(Struct, frozen=True):
@@ -105,16 +100,6 @@ def gpu_lock_name(gpu: Gpu) -> str:
     return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
 
 
-def take_port(folder: Path, holder: Holder) -> tuple[int, Lock]:
-    """Return a free rendezvous port with the lock that keeps this user's other runs from it. Raises OSError if none is free."""
-    for port in random.sample(PORTS, 1000):
-        if not _is_free(port):
-            continue
-        with contextlib.suppress(LockTakenError):
-            return port, take(folder, f"port-{port}", holder)
-    raise OSError("no port between 20000 and 29999 is free for the rendezvous of the ranks")
-
-
 @contextlib.contextmanager
 def supervisor_lock(run: RunDirectory) -> Iterator[bool]:
     """Yield whether this process is now the run's only supervisor.
@@ -153,15 +138,6 @@ def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
     finally:
         pynvml.nvmlShutdown()
     return users
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 def _read_holder(descriptor: int) -> Holder | None:

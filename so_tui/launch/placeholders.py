@@ -14,15 +14,13 @@ class Placeholder(StrEnum):
 
     RUN = "{RUN}"
     ATTEMPT = "{ATTEMPT}"
-    ADDRESS = "{ADDRESS}"
-    PORT = "{PORT}"
+    RENDEZVOUS = "{RENDEZVOUS}"
 
 
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
     Placeholder.ATTEMPT: "the number of the attempt",
-    Placeholder.ADDRESS: "the address at which the ranks meet",
-    Placeholder.PORT: "a free port at that address",
+    Placeholder.RENDEZVOUS: "a file of this host through which the ranks find each other",
 }
 
 _BY_TEXT = {placeholder.value: placeholder for placeholder in Placeholder}

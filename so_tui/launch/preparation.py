@@ -26,8 +26,6 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
 
-LOCAL_ADDRESS = "127.0.0.1"
-"""Where ranks of one host meet."""
 _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 
 
@@ -55,13 +53,12 @@ class Launch(Struct, frozen=True, kw_only=True):
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, port: int, address: str = LOCAL_ADDRESS) -> Launch:
+    def resolved(self, *, run: Path, attempt: int, rendezvous: Path) -> Launch:
         """Return the launch with the host's values in place of the placeholders."""
         values = {
             Placeholder.RUN: str(run),
             Placeholder.ATTEMPT: str(attempt),
-            Placeholder.ADDRESS: address,
-            Placeholder.PORT: str(port),
+            Placeholder.RENDEZVOUS: str(rendezvous),
         }
         argv, changes = command.resolved(self.argv, values), environment.resolved(self.environment, values)
         return msgspec.structs.replace(self, argv=argv, environment=changes)

@@ -33,6 +33,13 @@ def test_marker_attempt_and_safe_path() -> None:
     assert shown["TOKENIZERS_PARALLELISM"] == "false"
 
 
+def test_ranks_meet_through_a_file_and_listen_on_loopback_unless_the_user_chose() -> None:
+    shown = changes(quad_gh200(), {"NCCL_SOCKET_IFNAME": "hsn0"})
+    assert shown["SO_TUI_RENDEZVOUS"] == Placeholder.RENDEZVOUS
+    assert (shown["GLOO_SOCKET_IFNAME"], shown["NCCL_RAS_ENABLE"]) == ("lo", "0")
+    assert "NCCL_SOCKET_IFNAME" not in shown
+
+
 def test_interpreters_tools_are_found() -> None:
     folder = str(Path(sys.executable).parent)
     assert str(changes(cpu_machine(), {"PATH": "/bin"})["PATH"]).startswith(f"{folder}:/bin")

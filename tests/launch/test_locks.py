@@ -47,13 +47,6 @@ def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
     locks.take(tmp_path, "gpu-1", ME).release()
 
 
-def test_ports_of_two_runs_differ(tmp_path: Path) -> None:
-    taken = [locks.take_port(tmp_path, ME) for _ in range(20)]
-    assert len({port for port, _ in taken}) == 20
-    for _, lock in taken:
-        lock.release()
-
-
 def test_the_folder_is_the_users_own(tmp_path: Path) -> None:
     folder = locks.lock_folder({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert folder == tmp_path / "so-tui"

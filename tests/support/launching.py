@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import environment, prepare
+from so_tui.launch import environment, prepare, rendezvous
 from so_tui.launch.attempt_files import write_launch
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
@@ -28,7 +27,7 @@ def start(run: RunDirectory, spec: RunSpec, extra: Mapping[str, str] | None = No
     launch = prepare(spec, inspect_machine())
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    here = launch.resolved(run=run.path, attempt=attempt, port=_free_port())
+    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=rendezvous.make(run))
     env = environment.apply(here.environment, os.environ) | dict(extra or {})
     with run.log_path(attempt, "here").open("wb") as log:
         return subprocess.Popen(here.argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -38,12 +37,6 @@ def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:
     """A run to its end; the launcher's exit code."""
     run = create_run(spec, folder)
     return run, start(run, spec).wait(timeout=400)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def records(run: RunDirectory) -> list[MetricRecord]:

@@ -51,13 +51,17 @@ class Ranks(NamedTuple):
 
 
 def join(use_gpu: bool) -> Ranks:
-    """Join the process group that DeepSpeed's launcher prepared in the environment."""
+    """Join the process group of the ranks that DeepSpeed's launcher started, through the file that the environment names."""
     from superoffload import join_process_group  # imports DeepSpeed
 
     local_rank = int(os.environ["LOCAL_RANK"])
     if use_gpu:
         torch.cuda.set_device(local_rank)
-    join_process_group()
+    join_process_group(
+        init_method=f"file://{os.environ['SO_TUI_RENDEZVOUS']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     group = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)

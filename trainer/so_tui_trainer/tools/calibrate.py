@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -34,6 +34,8 @@ _SECONDS = 0.4
 """Length of one measurement."""
 _LIMIT_S = 60.0
 """A measurement that takes longer has failed."""
+_ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+"""Keeps what ranks listen on off the network, unless the user chose otherwise."""
 
 
 def work(request: Answer) -> Iterator[Answer]:
@@ -155,17 +157,16 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     }
     if len(gpus) < 2:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = [
-        _start(
-            _gpu_argv(request | {"cpus": gpu["rank_cpus"], "rank": rank, "ranks": len(gpus), "counts": _up_to(len(gpus)), "port": port}),
-            environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
-        )
-        for rank, gpu in enumerate(gpus)
-    ]
-    answers = _finish_all(children)
+    with tempfile.TemporaryDirectory(prefix="so-tui-rendezvous-") as folder:
+        together_request = request | {"ranks": len(gpus), "counts": _up_to(len(gpus)), "rendezvous": str(Path(folder) / "store")}
+        children = [
+            _start(
+                _gpu_argv(together_request | {"cpus": gpu["rank_cpus"], "rank": rank}),
+                _ON_THIS_HOST | environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
+            )
+            for rank, gpu in enumerate(gpus)
+        ]
+        answers = _finish_all(children)
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
     yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
     together = answers[0]["small_layer_together"]
