@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,8 +36,10 @@ import msgspec
 from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
 from benchmarks.architecture_tables import Row, full_table, table
 from benchmarks.device_memory import DeviceMemory
-from so_tui.launch import environment, prepare, rendezvous
+from so_tui.launch import environment, prepare
 from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.locks import lock_folder
+from so_tui.launch.rendezvous import init_method, make_rendezvous
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
@@ -251,7 +252,7 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
     launch = prepare(spec, machine, force=True)
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=rendezvous.make(run))
+    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)))
     env = environment.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")
     if fork:
@@ -282,8 +283,8 @@ def _fork(run: RunDirectory, attempt: int, env: dict[str, str], log: Path, limit
     """Run the one rank as a child of a server that has imported torch, DeepSpeed and transformers: a third of the time of a short run."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["so_tui_trainer.session", "transformers.models.auto.modeling_auto"])
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    process = forks.Process(target=_rank, args=(run.path, attempt, env | single | {"MASTER_PORT": str(_free_port())}, log))
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    process = forks.Process(target=_rank, args=(run.path, attempt, env | single, log))
     process.start()
     process.join(limit_s)
     if process.is_alive():
@@ -310,12 +311,6 @@ def _records(run: RunDirectory) -> list[MetricRecord]:
 
 def _losses(run: RunDirectory) -> dict[int, float]:
     return {record.step: record.loss for record in _records(run) if isinstance(record, StepRecord)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from so_tui.commands.parser import build_parser
+from so_tui.trust.streams import guard_output
 
 if TYPE_CHECKING:
     from so_tui.spec.errors import Problem
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # without Unicode, a terminal or pipe gets question marks instead of a traceback
+    guard_output()
     arguments = build_parser().parse_args(argv)
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 

@@ -6,13 +6,12 @@ import argparse
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from so_tui.machine.types import Machine
 from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, parse_value, problems_in, with_values
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from so_tui.trust.printable import printable_line, printable_source
+from so_tui.trust.streams import beneath, console
 
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
@@ -80,10 +79,10 @@ def usable_terminal() -> bool:
 
 
 def print_json(value: bytes | dict[str, Any]) -> None:
-    """Print indented JSON."""
+    """Print indented JSON in ASCII."""
     import json
 
-    print(json.dumps(json.loads(value) if isinstance(value, bytes) else value, indent=2, ensure_ascii=False))
+    print(printable_source(json.dumps(json.loads(value) if isinstance(value, bytes) else value, indent=2)))  # DEL is ASCII
 
 
 def print_rich(*renderables: Any) -> None:
@@ -93,16 +92,18 @@ def print_rich(*renderables: Any) -> None:
         out.print(renderable)
 
 
-def console() -> Console:
-    """Return the console that commands print to.
+class ProgressLine:
+    """One line of a terminal's stderr that is written over; nothing where stderr is not a terminal."""
 
-    Markup and emoji codes are off, because printed text often comes from elsewhere, such as exceptions and paths with brackets and colons.
-    """
-    from rich.console import Console
+    def __init__(self, *, shown: bool = True) -> None:
+        self._terminal = beneath(sys.stderr) if shown and sys.stderr.isatty() else None
 
-    class OwnConsole(Console):
-        def on_broken_pipe(self) -> None:
-            """Raise instead of exiting with 1, as rich would: a reader that stops early is not a failure."""
-            raise BrokenPipeError
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._terminal is not None:
+            self._terminal.write(f"\r\x1b[K{printable_line(text)}")
+            self._terminal.flush()
 
-    return OwnConsole(highlight=False, markup=False, emoji=False)
+    def clear(self) -> None:
+        """Empty the line."""
+        self.show("")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import chosen_spec, console, print_json
+from so_tui.commands.common import ProgressLine, chosen_spec, print_json
 from so_tui.spec import InputError, Problem, spec_tree
+from so_tui.trust.printable import printable_line
+from so_tui.trust.streams import console
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
@@ -28,14 +29,12 @@ def data(arguments: argparse.Namespace) -> int:
         remedy = "Give the number of rows to show; 0 shows only the counts."
         raise InputError([Problem(code="negative", field="--rows", value=str(arguments.rows), message="is negative", remedy=remedy)])
     spec = chosen_spec(arguments)
-    shows_progress = sys.stderr.isatty() and not arguments.json
+    progress = ProgressLine(shown=not arguments.json)
     for event in preview_data(spec, arguments.rows):
         if isinstance(event, Progress):
-            if shows_progress:
-                print(f"\r\033[K{event.message} …", end="", file=sys.stderr, flush=True)
+            progress.show(f"{event.message} …")
             continue
-        if shows_progress:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        progress.clear()
         preview, answer = event
         if arguments.json:
             print_json(answer)
@@ -148,5 +147,5 @@ def _follow(tool: str, arguments: argparse.Namespace) -> int:
 
     for event in stream_tool(tool, {"spec": spec_tree(chosen_spec(arguments))}):
         if message := event.get("message"):
-            print(message, flush=True)
+            print(printable_line(str(message)), flush=True)
     return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, find_preset, load_catalog
+from so_tui.trust.printable import printable_line
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -36,8 +36,9 @@ def plan(arguments: argparse.Namespace) -> int:
             print_rich(render_plan(chosen, machine))
             if chosen.recommended:
                 # On one line, so that it can be copied.
-                others = "".join(f" --set {shlex.quote(f'{key}={value}')}" for key, value in changes.items() if key != "gpus")
-                print(f"\nto run it: {command_of(chosen, find_preset(arguments.preset).spec, arguments.preset, spec.gpus)}{others}")
+                others = {key: value for key, value in changes.items() if key != "gpus"}
+                given = find_preset(arguments.preset).spec
+                print(f"\nto run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}")
             elif fixed:
                 print("\nThis is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.")
         return 0 if chosen.fits else 3
@@ -92,7 +93,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         if isinstance(record, StepRecord):
             print(f"step {record.step}: {record.step_s:.3f} s", file=sys.stderr, flush=True)
         elif isinstance(record, PhaseRecord):
-            print(record.detail or record.phase, file=sys.stderr, flush=True)
+            print(printable_line(record.detail or record.phase), file=sys.stderr, flush=True)
 
     launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
     run = run_to_end(launch, probes_dir(), report)

@@ -8,6 +8,7 @@ from so_tui.commands.common import chosen_changes, chosen_spec, print_json, prin
 from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.wording import shown
+from so_tui.trust.printable import printable_line, printable_source, so_tui_command
 from so_tui.units import count
 
 
@@ -23,14 +24,14 @@ def presets(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(tree)
         else:
-            print(tomli_w.dumps(tree), end="")
+            print(printable_source(tomli_w.dumps(tree)), end="")
         return 0
     catalog = load_catalog()
     if arguments.json:
         listed = [
             {
                 "name": name,
-                "title": preset.spec.label,
+                "title": preset.spec.title or name,
                 "gpus": preset.spec.ranks,
                 "model": preset.spec.model.id,
                 "origin": preset.origin,
@@ -46,7 +47,8 @@ def presets(arguments: argparse.Namespace) -> int:
         for heading in ("name", "model", "GPUs", "tokens", "from"):
             table.add_column(heading, justify="right" if heading in ("GPUs", "tokens") else "left", header_style="bold")
         for name, preset in catalog.presets.items():
-            table.add_row(name, preset.spec.label, str(preset.spec.ranks), str(preset.spec.data.sequence_length), preset.origin)
+            spec = preset.spec
+            table.add_row(printable_line(name), spec.label, str(spec.ranks), str(spec.data.sequence_length), preset.origin)
         print_rich(table, *(f"problem: {problem}" for problem in catalog.problems))
     return 2 if catalog.problems else 0
 
@@ -99,10 +101,9 @@ def _add(arguments: argparse.Namespace) -> int:
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
-    print(f"saved as {path}")
+    print(printable_line(f"saved as {path}"))
     for note in described.notes:
-        print(f"note: {note}")
-    print(
-        f"next: so-tui plan {spec.name}    what it needs here\n      so-tui run {spec.name} --set data.source=FILE    train it on your data"
-    )
+        print(printable_line(f"note: {note}"))
+    print(f"next: {so_tui_command('plan', spec.name)}    what it needs here")
+    print(f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data")
     return 0

@@ -24,6 +24,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import SoTuiError
+from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.units import count, disk_size, duration, plural, rate, thousands
 
 POLL_S = 0.5
@@ -51,7 +52,7 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
     if owner:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda received, _: _ask_to_stop(run, signal.Signals(received)))
-    print(f"run {run.name} in {run.path}", flush=True)
+    print(printable_line(f"run {run.name} in {run.path}"), flush=True)
     reader = RunReader(run)
     printer = _Printer()
     stopping = False
@@ -152,16 +153,16 @@ class _Printer:
         words = f"{state.state} at step {state.step}"
         if state.saved_step is not None:
             words += f", saved step {state.saved_step}"
-        print(words + (f": {state.reason}" if state.reason else ""), flush=True)
+        print(printable_line(words + (f": {state.reason}" if state.reason else "")), flush=True)
         if state.suggestion:
-            print(f"next: {state.suggestion}", flush=True)
+            print(printable_line(f"next: {state.suggestion}"), flush=True)
         if state.state in ("failed", "lost"):
-            print(f"`so-tui logs {run.name}` shows what its processes wrote", file=sys.stderr)
+            print(f"`{so_tui_command('logs', run.name)}` shows what its processes wrote", file=sys.stderr)
         return EXIT_CODES[state.state]
 
     @staticmethod
     def _line(when: float, text: str) -> None:
-        print(f"{datetime.fromtimestamp(when):%H:%M:%S} {text}", flush=True)
+        print(f"{datetime.fromtimestamp(when):%H:%M:%S} {printable_line(text)}", flush=True)
 
 
 def _evaluated(record: EvaluationRecord) -> str:

@@ -8,10 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import console, print_json, print_rich
+from so_tui.commands.common import print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Problem
+from so_tui.trust.printable import printable_line
+from so_tui.trust.streams import console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +39,7 @@ def runs(arguments: argparse.Namespace) -> int:
         return 0
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
-    below = [] if beside else [f"\n{run.name}: {state.reason}" for run, state in listed if state.reason]
+    below = [] if beside else [f"\n{printable_line(f'{run.name}: {state.reason}')}" for run, state in listed if state.reason]
     print_rich(_table(listed, width, beside), *below)
     return 0
 
@@ -61,14 +63,14 @@ def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool
     if beside:
         table.add_column("reason", overflow="fold")
     for row, (_, state) in zip(rows, listed, strict=True):
-        table.add_row(*row[:shown], *((state.reason,) if beside else ()))
+        table.add_row(*row[:shown], *((printable_line(state.reason),) if beside else ()))
     return table
 
 
 def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
     started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
     loss = "" if state.loss is None else f"{state.loss:.4f}"
-    return run.name, state.state, f"{state.step}/{state.total_steps}", loss, started
+    return printable_line(run.name), state.state, f"{state.step}/{state.total_steps}", loss, started
 
 
 def _state(run: RunDirectory) -> RunState:
@@ -98,12 +100,12 @@ def stop(arguments: argparse.Namespace) -> int:
     run = find_run(arguments.run, arguments.runs_dir)
     state = state_with_truth(run)
     if state.state in FINAL_STATES:
-        print(f"{run.name} has already ended: {state.state}")
+        print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
-    print(f"asked {run.name} to stop; waiting for its checkpoint", flush=True)
+    print(printable_line(f"asked {run.name} to stop; waiting for its checkpoint"), flush=True)
     state = stop_run(run, grace_s=arguments.grace)
     saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
-    print(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}")
+    print(printable_line(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}"))
     return 0 if state.state in ("stopped", "finished") else 1
 
 
@@ -139,6 +141,6 @@ def export(arguments: argparse.Namespace) -> int:
     writable(Path(target), "--to")
     for event in stream_tool("export", {"run": str(run.path), "to": target}):
         if message := event.get("message"):
-            print(message, flush=True)
-    print(f"wrote {target}")
+            print(printable_line(str(message)), flush=True)
+    print(printable_line(f"wrote {target}"))
     return 0

@@ -13,7 +13,7 @@ from so_tui.launch.preparation import Launch
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
-from so_tui.spec.files import write_atomic
+from so_tui.runs.files import write_run_file
 
 SCHEMA = 1
 
@@ -35,10 +35,10 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
         OSError: The run directory cannot be written.
     """
     start = _Start(argv=launch.argv, environment=launch.environment, forced=launch.forced, changes=launch.changes)
-    write_atomic(run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
-    write_atomic(run.plan_path(attempt), indented(launch.plan))
-    write_atomic(run.ds_config_path(attempt), indented(launch.ds_config))
-    write_atomic(run.launch_path(attempt), indented(start))
+    write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
+    write_run_file(run, run.plan_path(attempt), indented(launch.plan))
+    write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
+    write_run_file(run, run.launch_path(attempt), indented(start))
 
 
 def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:

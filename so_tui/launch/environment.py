@@ -13,17 +13,15 @@ from msgspec import Struct
 from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.types import Plan
-from so_tui.runs.log import redact
 from so_tui.spec.types import RunSpec
+from so_tui.trust.secrets import without_credentials
 
 RUN_MARKER = "SO_TUI_RUN"
 """Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
-LOOPBACK = "lo"
-"""The network interface that reaches no other host."""
 
-_INHERITED_OF_INTEREST = re.compile(
-    r"^(NCCL|CUDA|OMP|MKL|KMP|GOMP|PYTORCH|TORCH|HF|HUGGING|TRANSFORMERS|DS|SLURM|LD_LIBRARY_PATH|FI|UCX|OFI)(_|$)"
-)
+RENDEZVOUS = "SO_TUI_RENDEZVOUS"
+"""Tells the ranks where they meet."""
+
 _PINNED_LIMIT_MB = 64
 
 
@@ -40,8 +38,8 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     return (
         Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
         Variable(name="SO_TUI_ATTEMPT", value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
-        *_network(inherited),
         *_python(inherited),
+        *_network(),
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
         *_hub(plan.spec),
@@ -67,14 +65,8 @@ def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[s
 
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
-    """Return the changes by name for display and for records, with everything that looks like a secret redacted."""
-    values = redact({change.name: change.value for change in changes if change.value is not None})
-    return {change.name: values.get(change.name) for change in changes}
-
-
-def inherited_of_interest(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the inherited variables that affect training, for the attempt's record, with secrets redacted."""
-    return redact({name: inherited[name] for name in sorted(inherited) if _INHERITED_OF_INTEREST.match(name)})
+    """Return the changes by name for display and for records, without credentials in their values."""
+    return {change.name: None if change.value is None else without_credentials(change.value) for change in changes}
 
 
 def rank_threads(plan: Plan) -> int:
@@ -119,22 +111,24 @@ def version(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
-def _network(inherited: Mapping[str, str], interface: str = LOOPBACK) -> Iterator[Variable]:
-    """Yield how the ranks find each other. ``interface`` is what they listen on; several hosts would need another."""
-    yield Variable(name="SO_TUI_RENDEZVOUS", value=Placeholder.RENDEZVOUS.value, reason="a file through which the ranks find each other")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if name not in inherited:
-            yield Variable(name=name, value=interface, reason="all ranks are on this host, so nothing listens beyond it")
-    if "NCCL_RAS_ENABLE" not in inherited:
-        yield Variable(name="NCCL_RAS_ENABLE", value="0", reason="NCCL's status service would answer every user of this host")
-
-
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     folder = str(Path(sys.executable).parent)
     path = inherited.get("PATH", "/usr/bin:/bin")
     if folder not in path.split(":"):
         yield Variable(name="PATH", value=f"{folder}:{path}", reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)")
     yield Variable(name="PYTHONSAFEPATH", value="1", reason="imports modules from the installation, never from the current directory")
+
+
+def _network() -> Iterator[Variable]:
+    """Let the ranks of one host meet where no other user can join them: in a file of this user, and on the loopback interface.
+
+    A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its ranks to each other over it, and
+    listens there; the data goes over NVLink or shared memory.
+    """
+    yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="a file of your own in which the ranks meet")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        yield Variable(name=name, value="lo", reason="all ranks are on this host, so nothing listens on its networks")
+    yield Variable(name="NCCL_RAS_ENABLE", value="0", reason="NCCL's status service would answer every user of this host")
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:

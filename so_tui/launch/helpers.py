@@ -37,7 +37,14 @@ def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -
     """
     try:
         done = subprocess.run(
-            _argv(name), input=json.dumps(request), capture_output=True, text=True, timeout=timeout_s, env=_environment(), check=False
+            _argv(name),
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=_environment(),
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ToolError(f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:.0f} s") from error
@@ -77,9 +84,16 @@ def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None
 
     Closing the iterator ends the process, as ``cancel`` does; a cancelled iterator just ends. Raises the errors of ``call_tool``.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            _argv(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment(), bufsize=1
+            _argv(name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            env=_environment(),
+            bufsize=1,
         )
         if cancel is not None:
             cancel.started(process)

@@ -8,17 +8,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from so_tui.launch import environment, locks, rendezvous
+from so_tui.launch import environment, locks
 from so_tui.launch.attempt_files import indented, read_launch
 from so_tui.launch.host_check import refuse_different_host, software_differences
 from so_tui.launch.preparation import Launch
+from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.files import write_run_file
 from so_tui.spec import SoTuiError
-from so_tui.spec.files import write_atomic
+from so_tui.trust.secrets import recordable
 
 
 class NoCommandError(SoTuiError):
@@ -34,6 +37,7 @@ class Job:
         self._attempt = attempt
         self._host = host
         self.launch = read_launch(run, attempt, host)
+        self._rendezvous: Path | None = None
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
 
@@ -60,9 +64,10 @@ class Job:
         self._locks = locks.take_gpus(folder, self._gpus(), holder)
         host = inspect_machine()
         refuse_different_host(self.launch, host)
-        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, rendezvous=rendezvous.make(self._run))
+        self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
+        launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous))
         self._write_command(launch)
-        log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         try:
             for difference in software_differences(self.launch.machine, host):
                 os.write(log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode())
@@ -83,6 +88,7 @@ class Job:
     def take_over(self) -> None:
         """Take the locks of a supervisor that died, except those that its processes still hold. Raises LockTakenError or OSError."""
         folder = locks.lock_folder()
+        self._rendezvous = rendezvous_path(folder, self._run.path, self._attempt)
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
         for gpu in self._gpus():
             try:
@@ -100,9 +106,9 @@ class Job:
         return self._runner.poll() if self._runner else None
 
     def release(self) -> None:
-        """Release the locks, and remove what the ranks shared. Call it when they have ended."""
-        with contextlib.suppress(OSError):  # it is in the way of nothing, and the next attempt removes it
-            rendezvous.remove(self._run)
+        """Release the locks and remove the rendezvous."""
+        if self._rendezvous is not None:
+            remove_rendezvous(self._rendezvous)
         for lock in self._locks:
             lock.release()
         self._locks = ()
@@ -118,9 +124,9 @@ class Job:
             "host": self._host,
             "started": time.time(),
             "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],
-            "inherited": environment.inherited_of_interest(os.environ),
+            "inherited": recordable(os.environ),
         }
-        write_atomic(self._run.command_path(self._attempt), indented(record))
+        write_run_file(self._run, self._run.command_path(self._attempt), indented(record))
 
 
 @contextlib.contextmanager

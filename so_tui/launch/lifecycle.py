@@ -25,6 +25,8 @@ from so_tui.runs.liveness import state_with_truth, supervised
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_state, write_spec
 from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.trust.printable import so_tui_command
+from so_tui.trust.sharing import close_to_others
 
 _READY_S = 30.0
 _POLL_S = 0.05
@@ -72,6 +74,7 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     quick_checks(launch, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
+    close_to_others(run.path)  # a run of an older version may be open to them
     attempt = new_attempt(run)
     try:
         _start_attempt(run, attempt, launch, executor or LocalExecutor())
@@ -136,7 +139,7 @@ def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: SupervisorHand
     while read_state(run).attempt != attempt:
         code = handle.exit_code()
         if code == 0 and read_state(run).attempt != attempt:  # another supervisor holds the run's lock
-            raise SoTuiError(f"another start of {run.name} came first: `so-tui watch {run.name}` shows it")
+            raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
         if code is not None and read_state(run).attempt != attempt:
             raise SoTuiError(f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}")
         if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from so_tui.launch.outcome import Outcome
 from so_tui.runs.outcome import OutcomeCode
+from so_tui.trust.printable import so_tui_command
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
@@ -124,7 +125,7 @@ def _advice(outcome: Outcome, run: RunFacts) -> str:
         case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
             return "Native code crashed. See the last lines of the log" if outcome.signal in _CRASHES else _WHO_KILLS
         case OutcomeCode.UNEXPECTED:
-            return f"See the log: `so-tui logs {run.name}`"
+            return f"See the log: `{so_tui_command('logs', run.name)}`"
     return _ADVICE.get(outcome.code, "")
 
 
@@ -142,7 +143,7 @@ def _signal_name(number: int) -> str:
 
 
 def _resuming(run: RunFacts, settings: str) -> str:
-    command = f"`so-tui resume {run.name}{settings}`"
+    command = f"`{so_tui_command('resume', run.name)}{settings}`"
     if run.saved_step is None:
         return f"Nothing had been saved: {command} starts from the beginning"
     return f"{command} continues from step {run.saved_step}"

@@ -20,7 +20,7 @@ class Placeholder(StrEnum):
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
     Placeholder.ATTEMPT: "the number of the attempt",
-    Placeholder.RENDEZVOUS: "a file of this host through which the ranks find each other",
+    Placeholder.RENDEZVOUS: "where the ranks meet: a file that only you can open",
 }
 
 _BY_TEXT = {placeholder.value: placeholder for placeholder in Placeholder}

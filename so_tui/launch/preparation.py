@@ -25,6 +25,7 @@ from so_tui.runs.liveness import state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
+from so_tui.trust.printable import so_tui_command
 
 _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 
@@ -53,12 +54,18 @@ class Launch(Struct, frozen=True, kw_only=True):
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, rendezvous: Path) -> Launch:
-        """Return the launch with the host's values in place of the placeholders."""
+    def resolved(self, *, run: Path, attempt: int, rendezvous: str) -> Launch:
+        """Return the launch with the host's values in place of the placeholders.
+
+        Args:
+            run: The run directory.
+            attempt: The attempt's number.
+            rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
+        """
         values = {
             Placeholder.RUN: str(run),
             Placeholder.ATTEMPT: str(attempt),
-            Placeholder.RENDEZVOUS: str(rendezvous),
+            Placeholder.RENDEZVOUS: rendezvous,
         }
         argv, changes = command.resolved(self.argv, values), environment.resolved(self.environment, values)
         return msgspec.structs.replace(self, argv=argv, environment=changes)
@@ -155,7 +162,8 @@ def prepare_resume(
     before = ended_state(run)
     spec = _changed(read_spec(run), values)
     if before.state == "finished" and not _lengthens(values, before.total_steps):
-        remedy = f"Train longer with `so-tui resume {run.name} --set train.steps=N`, or export the model with `so-tui export {run.name}`."
+        longer, export = so_tui_command("resume", run.name, "--set", "train.steps=N"), so_tui_command("export", run.name)
+        remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
         message = f"has finished all of its {before.total_steps} steps"
         raise InputError([Problem(code="run-has-finished", field="run", value=run.name, message=message, remedy=remedy)])
     _refuse_trained_length(values, before)
@@ -171,7 +179,7 @@ def ended_state(run: RunDirectory) -> RunState:
     """
     state = state_with_truth(run)
     if state.state not in FINAL_STATES:
-        remedy = f"Watch it with `so-tui watch {run.name}`, or stop it first with `so-tui stop {run.name}`."
+        remedy = f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with `{so_tui_command('stop', run.name)}`."
         message = f"is still running ({state.state})"
         raise InputError([Problem(code="run-is-live", field="run", value=run.name, message=message, remedy=remedy)])
     return state
@@ -217,5 +225,5 @@ def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
     given = values.get("train.steps", "")
     if before.saved_step and given.isdecimal() and 0 < int(given) <= before.saved_step:
         message = f"the run would continue from step {before.saved_step} and have nothing to train"
-        remedy = f"Give more steps, or export the model with `so-tui export {before.name}`."
+        remedy = f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
         raise InputError([Problem(code="length-already-trained", field="train.steps", value=given, message=message, remedy=remedy)])

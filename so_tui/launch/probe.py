@@ -24,6 +24,7 @@ from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader, read_state
 from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError
+from so_tui.trust.printable import so_tui_command
 
 WARMUP_STEPS = 2
 MEASURED_STEPS = 4
@@ -84,7 +85,9 @@ def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], 
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 break
             if time.monotonic() - begun > limit_s:
-                raise SoTuiError(f"{run.name} took longer than {limit_s:.0f} s; `so-tui logs {run.path}` shows what it did")
+                raise SoTuiError(
+                    f"{run.name} took longer than {limit_s:.0f} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
+                )
             ensure_supervised(run)
             time.sleep(_POLL_S)
     except BaseException:
@@ -92,7 +95,9 @@ def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], 
         raise
     state = read_state(run)
     if state.state != "finished":
-        raise SoTuiError(f"{run.name} {state.state}: {state.reason}. `so-tui logs {run.path}` shows what its processes wrote")
+        raise SoTuiError(
+            f"{run.name} {state.state}: {state.reason}. `{so_tui_command('logs', str(run.path))}` shows what its processes wrote"
+        )
     return run
 
 

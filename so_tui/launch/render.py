@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,6 +13,7 @@ from so_tui.machine import cpu_ranges
 from so_tui.plan import plan_tree
 from so_tui.plan.messages import deepspeed_text
 from so_tui.plan.types import MemoryPolicy, RankBinding
+from so_tui.trust.printable import printable_line, quoted
 from superoffload.ds_config import Override, overrides
 
 _VERDICTS = {"fits": ("✓", "bold green"), "tight": ("~", "bold yellow"), "does not fit": ("✗", "bold red")}
@@ -25,8 +24,8 @@ def render_launch(launch: Launch) -> RenderableType:
     plan = launch.plan
     sign, style = _VERDICTS[plan.verdict]
     label = f"  {plan.spec.label} on {launch.machine.label}: {plan.mode}, ratio {plan.ratio:g}"
-    notes = [Text(f"  {reason}") for reason in plan.reason_texts] + [
-        Text(f"  ~ {warning}", style="yellow") for warning in plan.warning_texts
+    notes = [Text(f"  {printable_line(reason)}") for reason in plan.reason_texts] + [
+        Text(f"  ~ {printable_line(warning)}", style="yellow") for warning in plan.warning_texts
     ]
     overridden = overrides(launch.ds_config)
     return Group(
@@ -39,7 +38,7 @@ def render_launch(launch: Launch) -> RenderableType:
         *((Text(), _overrides(overridden)) if overridden else ()),
         Text(),
         Text("the command", style="bold"),
-        Text(shlex.join(launch.argv), overflow="fold"),
+        Text(quoted(*launch.argv), overflow="fold"),
         *(Text(f"  {name}: {meaning}, known at the start", style="dim") for name, meaning in _placeholders(launch).items()),
     )
 
@@ -97,7 +96,9 @@ def _environment(changes: tuple[environment.Variable, ...]) -> Table:
         table.add_column(heading, overflow="fold")
     shown = environment.shown(changes)
     for change in changes:
-        table.add_row(change.name, Text("removed", style="dim") if change.value is None else shown[change.name], change.reason)
+        table.add_row(
+            change.name, Text("removed", style="dim") if change.value is None else printable_line(shown[change.name] or ""), change.reason
+        )
     return table
 
 

@@ -1,8 +1,6 @@
-"""Where the ranks of a run meet: a file in a folder that only this user can open.
+"""Where the ranks of one host meet: a file in a folder that only this user can open.
 
-torch's server for this, ``TCPStore``, listens on every interface, whatever address it is given, and asks nobody who they are: any other
-user of the host or its network could change what ranks tell each other. The file lies beside the locks, because file systems of networks
-may not lock it.
+A store that listens on a port could be joined by anybody who reaches it, and torch's listens on every network, whatever its address.
 """
 
 from __future__ import annotations
@@ -11,32 +9,43 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from so_tui.launch import locks
-from so_tui.runs.directory import RunDirectory
 from so_tui.trust.ownership import private_folder
 
 
-def make(run: RunDirectory) -> Path:
-    """Return the path of the file for a run's next processes. What earlier ones left would mislead them, so it is removed.
+def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
+    """Make the folder in which the ranks of an attempt meet, and remove those of the run's earlier attempts.
+
+    Args:
+        folder: A folder on this host, on a file system with working locks.
+        run: The run directory.
+        attempt: The attempt's number.
+
+    Returns:
+        The new folder.
 
     Raises:
-        OSError: The folder cannot be made, or belongs to another user.
+        NotPrivateError: Somebody else made a folder of this name.
+        OSError: It cannot be made.
     """
-    remove(run)
-    return private_folder(_folder(run)) / "store"
+    for left in folder.glob(f"{_prefix(run)}*"):
+        shutil.rmtree(left)
+    return private_folder(rendezvous_path(folder, run, attempt))
 
 
-def remove(run: RunDirectory) -> None:
-    """Remove the file, if there is one. Call it when the run's processes have ended.
-
-    Raises:
-        OSError: It cannot be removed.
-    """
-    folder = _folder(run)
-    if folder.exists():
-        shutil.rmtree(folder)
+def rendezvous_path(folder: Path, run: Path, attempt: int) -> Path:
+    """Return the folder in which the ranks of an attempt meet; arguments as for ``make_rendezvous``."""
+    return folder / f"{_prefix(run)}{attempt}"
 
 
-def _folder(run: RunDirectory) -> Path:
-    """Return the run's folder, which all its attempts use in turn, so that at most one is ever left behind."""
-    return locks.lock_folder() / f"rendezvous-{hashlib.sha256(str(run.path).encode()).hexdigest()[:16]}"
+def init_method(meeting: Path) -> str:
+    """Return the address of a rendezvous as torch's ``init_process_group`` takes it."""
+    return f"file://{meeting / 'store'}"
+
+
+def remove_rendezvous(meeting: Path) -> None:
+    """Remove a rendezvous after its ranks have ended; one that is gone already is no error."""
+    shutil.rmtree(meeting, ignore_errors=True)
+
+
+def _prefix(run: Path) -> str:
+    return f"rendezvous-{hashlib.sha256(bytes(run)).hexdigest()[:16]}-"

@@ -11,7 +11,7 @@ import msgspec
 from so_tui.launch.time_limits import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory
-from so_tui.spec.files import write_atomic
+from so_tui.runs.files import write_run_file
 
 KillAction = Literal["wait", "terminate", "kill"]
 
@@ -31,7 +31,7 @@ def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason:
     control.request(run, "stop", reason=reason)
     asked = control.details(run, "stop")
     bounded = StopRequest(by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s)
-    write_atomic(run.control_dir / "stop", msgspec.json.encode(bounded))
+    write_run_file(run, run.control_dir / "stop", msgspec.json.encode(bounded))
 
 
 def stop_request(run: RunDirectory) -> StopRequest | None:

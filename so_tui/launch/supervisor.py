@@ -37,6 +37,7 @@ from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL, read_state, write_last_state, write_state
 from so_tui.spec import RunSpec, SoTuiError
+from so_tui.trust.sharing import umask_of
 
 TICK_S = 1.0
 _START_TICK_S = 0.2
@@ -55,6 +56,7 @@ def supervise(run: RunDirectory, attempt: int) -> int:
 
     Return 0 immediately if the run has another supervisor. Raises OSError if the run directory cannot be written.
     """
+    os.umask(umask_of(run.path))
     with locks.supervisor_lock(run) as held:
         if not held:
             return 0

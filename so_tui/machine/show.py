@@ -13,6 +13,7 @@ from rich.tree import Tree as RichTree
 from so_tui.machine.cpulist import cpu_ranges
 from so_tui.machine.doctor.types import Finding, Severity
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
+from so_tui.trust.printable import printable_line
 from so_tui.units import GIB, memory_size, plural
 
 _SIGNS: dict[Severity, tuple[str, str, str]] = {
@@ -28,7 +29,7 @@ def render(machine: Machine) -> RenderableType:
     parts: list[RenderableType] = [_tree(machine), Text()]
     if machine.live:
         parts += [_software(machine.software), Text()]
-    parts += [Text.assemble(("· ", "cyan"), note) for note in machine.notes]
+    parts += [Text.assemble(("· ", "cyan"), printable_line(note)) for note in machine.notes]
     return Group(*parts)
 
 
@@ -71,7 +72,7 @@ def _title(machine: Machine) -> Text:
     if machine.page_size_bytes:
         second.append(f"{memory_size(machine.page_size_bytes)} pages")
     second.append(f"MPAM {machine.mpam.state}")
-    return Text.assemble((machine.label, "bold"), "  ", " · ".join(facts), "\n", (" · ".join(second), "dim"))
+    return Text.assemble((machine.label, "bold"), "  ", printable_line(" · ".join(facts)), "\n", (" · ".join(second), "dim"))
 
 
 def _node_line(node: NumaNode, machine: Machine) -> Text:
@@ -89,7 +90,7 @@ def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
     facts += [text for text, shown in (("NVLink-C2C", gpu.c2c), ("MIG", gpu.mig)) if shown]
     if gpu.compute_mode not in (None, "Default"):
         facts.append(str(gpu.compute_mode))
-    leaf = branch.add(Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", " · ".join(facts)))
+    leaf = branch.add(Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", printable_line(" · ".join(facts))))
     if gpu.memory_node is not None:
         leaf.add(Text.assemble((f"node {gpu.memory_node}", "bold"), f"  its own memory, {_memory(machine.node(gpu.memory_node))}"))
 
@@ -108,7 +109,7 @@ def _software(software: Software) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for name, version in _versions(software):
-        table.add_row(name, version if version is not None else Text("not installed", style="dim"))
+        table.add_row(name, printable_line(version) if version is not None else Text("not installed", style="dim"))
     return table
 
 
@@ -134,6 +135,6 @@ def _finding(finding: Finding) -> RenderableType:
     rows.add_column(style="dim", width=5)
     rows.add_column(overflow="fold")
     for name, text in (("found", finding.evidence), ("cost", finding.cost), ("do", finding.remedy)):
-        rows.add_row(name, text)
+        rows.add_row(name, printable_line(text))
     title = Text.assemble((f"{sign} {word}  ", style), (finding.title, "bold"))
     return Group(title, Padding(rows, (0, 0, 1, 2)))

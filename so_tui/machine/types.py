@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from so_tui.structs import prepare
+from so_tui.trust.printable import brief_line
 
 SCHEMA = 1
 UNKNOWN = "unknown"
@@ -122,8 +123,8 @@ class Machine(Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """Name for messages."""
-        return self.hostname if self.hostname != UNKNOWN else "this machine file"
+        """Name for messages: one line that is safe to show."""
+        return brief_line(self.hostname) if self.hostname != UNKNOWN else "this machine file"
 
     @property
     def cpu_nodes(self) -> tuple[NumaNode, ...]:

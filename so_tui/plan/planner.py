@@ -6,7 +6,7 @@ speaks against a run is a reason in its plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -30,6 +30,7 @@ from so_tui.plan.types import Mode, Plan, PlanRow
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import Preset, RunSpec
+from so_tui.trust.printable import so_tui_command
 
 
 def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:
@@ -179,14 +180,15 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
     }
 
 
-def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus) -> str:
-    """Return the command that runs a plan.
+def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str] | None = None) -> str:
+    """Return the command that runs a plan, quoted for a shell.
 
     Args:
         plan: With settings that need not be those of the preset.
         given: The preset's spec.
         preset: Its name.
         gpus: As the user named them: a mere count may be other GPUs by the time it runs.
+        changes: Other keys that the user set.
     """
     before, after = settings_of(given), settings_of(plan.spec)
     if plan.spec.train.tokens_per_step:
@@ -194,8 +196,10 @@ def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus) -> str:
     if plan.mode == "gpu":
         del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
     wanted = str(gpus) if isinstance(gpus, int) else ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
-    chosen = "" if gpus == given.gpus else f" --gpus {wanted}"
-    return f"so-tui run {preset}{chosen}" + "".join(f" --set {key}={value}" for key, value in after.items() if before[key] != value)
+    options = [] if gpus == given.gpus else ["--gpus", wanted]
+    for key, value in {**{key: value for key, value in after.items() if before[key] != value}, **(changes or {})}.items():
+        options += ["--set", f"{key}={value}"]
+    return so_tui_command("run", preset, *options)
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:

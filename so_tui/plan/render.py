@@ -17,6 +17,7 @@ from so_tui.plan.facts import MemoryPool
 from so_tui.plan.messages import deepspeed_text, message, rates_text, speed_source_text, workload_text
 from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
+from so_tui.trust.printable import printable_line
 from so_tui.units import memory_size
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
@@ -60,7 +61,7 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     for row in rows:
         facts = [] if narrow else [_parameters(row), str(row.sequence_length)]
         cells = [cell(row.cells[count], narrow=narrow, compact=compact) if count in row.cells else Text("") for count in counts]
-        table.add_row(row.preset, *facts, *cells)
+        table.add_row(printable_line(row.preset), *facts, *cells)
     return table
 
 
@@ -189,7 +190,7 @@ def _machine_line(machine: Machine) -> Text:
     each = f", {memory_size(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
     plural = "s" if len(nodes) > 1 else ""
     host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {memory_size(machine.host_memory_bytes)}{each}"
-    return Text.assemble((machine.label, "bold"), f"   {gpus} · {host}")
+    return Text.assemble((machine.label, "bold"), printable_line(f"   {gpus} · {host}"))
 
 
 def _legend(rows: Sequence[PlanRow]) -> Text:

@@ -6,7 +6,7 @@ Only rank 0 writes metrics, and only the supervisor writes state and samples and
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt
 from so_tui.runs.listing import create_run, default_runs_dir, delete_run, find_run, list_runs, probes_dir
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
-from so_tui.runs.log import LogReader, log_readers, redact
+from so_tui.runs.log import LogReader, log_readers
 from so_tui.runs.overview import Column, Overview
 from so_tui.runs.reader import LogLine, RunReader, Update
 from so_tui.runs.samples import SampleWriter
@@ -36,7 +36,6 @@ __all__ = [
     "probes_dir",
     "read_spec",
     "read_state",
-    "redact",
     "state_with_truth",
     "write_spec",
     "write_state",

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import msgspec
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.spec.files import write_atomic
+from so_tui.runs.files import write_run_file
 from so_tui.structs import prepare
 
 Action = Literal["stop", "checkpoint"]
@@ -33,7 +33,7 @@ def request(run: RunDirectory, action: Action, *, reason: str = "") -> None:
     """Ask the run to stop (with a checkpoint) or to save a checkpoint. Raises OSError if the folder cannot be written."""
     run.control_dir.mkdir(exist_ok=True)
     asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason)
-    write_atomic(run.control_dir / action, msgspec.json.encode(asked))
+    write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:

@@ -7,8 +7,11 @@ RUN/ spec.json  state.json
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from so_tui.trust.sharing import is_shared, make_run_folder
 
 _SAMPLES = "samples."
 _OUTPUT = "output."
@@ -99,10 +102,12 @@ class RunDirectory:
 def new_attempt(run: RunDirectory) -> int:
     """Create the folder of the next attempt and return its number. No other process gets the same. Raises OSError."""
     attempt = max(run.attempts(), default=0) + 1
-    run.attempts_dir.mkdir(exist_ok=True)
+    shared = is_shared(run.path)
+    with contextlib.suppress(FileExistsError):
+        make_run_folder(run.attempts_dir, shared=shared)
     while True:
         try:
-            run.attempt_dir(attempt).mkdir()
+            make_run_folder(run.attempt_dir(attempt), shared=shared)
             return attempt
         except FileExistsError:
             attempt += 1

@@ -120,7 +120,7 @@ def index_path(segment: Path) -> Path:
 
 def write_index(segment: Path) -> None:
     """Read a closed segment and write its index. Raises OSError."""
-    write_atomic(index_path(segment), _build(segment.read_bytes()))
+    write_atomic(index_path(segment), _build(segment.read_bytes()), mode=0o640)  # the umask of a run that is not shared takes the rest
 
 
 def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:

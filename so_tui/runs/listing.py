@@ -27,6 +27,8 @@ from so_tui.spec.errors import InputError, Problem, Refusal, Refused
 from so_tui.spec.files import path_fault
 from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
+from so_tui.trust.printable import so_tui_command
+from so_tui.trust.sharing import is_shared, make_run_folder, wanted
 
 LATEST = "latest"
 
@@ -55,7 +57,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     """
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # with the user's umask: others may keep their runs in the same folder
         run = _claim(folder, name) if name else _claim_new(folder, spec.name)
     except FileExistsError as error:
         message = f"a run named {name} exists already" if name else str(error)
@@ -65,7 +67,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
         raise _unusable("runs-dir-not-writable", folder, message, "Choose another folder with --runs-dir.") from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
-            part.mkdir()
+            make_run_folder(part, shared=is_shared(run.path))
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
@@ -122,7 +124,9 @@ def delete_run(run: RunDirectory) -> None:
     """
     state = state_with_truth(run)
     if state.state not in FINAL_STATES and state.host:
-        raise Refused([Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: so-tui stop {run.name}")])
+        raise Refused(
+            [Refusal("run-is-live", f"{run.name} is {state.state} on {state.host}. Stop it first: {so_tui_command('stop', run.name)}")]
+        )
     hidden = run.path.with_name(f".{run.name}.deleted")
     try:
         run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
@@ -179,7 +183,7 @@ def _claim_new(folder: Path, stem: str) -> RunDirectory:
 
 def _claim(folder: Path, name: str) -> RunDirectory:
     path = folder / name
-    path.mkdir()  # fails if another process was first
+    make_run_folder(path, shared=wanted(os.environ))  # fails if another process was first
     return RunDirectory(path)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.segments import MEBIBYTE
+from so_tui.trust.printable import printable
 
 HEAD_BYTES = MEBIBYTE
 TAIL_BYTES = 16 * MEBIBYTE
@@ -31,7 +32,6 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-~]"  # two-character sequences
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"  # other control characters but tab
 )
-_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS(?:WORD|WD|PHRASE)?(?:_|$)|CREDENTIAL|AUTH(?:_|$)|COOKIE", re.IGNORECASE)
 
 
 def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> int:
@@ -172,15 +172,13 @@ def log_readers(run: RunDirectory) -> tuple[LogReader, ...]:
 
 
 def readable(line: bytes) -> str:
-    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters."""
+    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters.
+
+    Characters that would act on a terminal or reorder the line in another way are spelled out.
+    """
     states = line.split(b"\r")
     shown = next((state for state in reversed(states) if state.strip()), b"")
-    return _ESCAPES.sub("", shown.decode("utf-8", errors="replace"))
-
-
-def redact(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the same variables with values replaced whose names look like secrets."""
-    return {key: "<redacted>" if value and _SECRET.search(key) else value for key, value in environment.items()}
+    return printable(_ESCAPES.sub("", shown.decode("utf-8", errors="replace")))
 
 
 def _dropped(fd: int, head_bytes: int) -> int:

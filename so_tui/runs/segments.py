@@ -92,7 +92,7 @@ class SegmentWriter:
         while True:
             path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"
             try:
-                self._fd = os.open(path, flags, 0o644)
+                self._fd = os.open(path, flags, 0o640)
             except FileExistsError:
                 number += 1
                 continue

@@ -15,9 +15,9 @@ from typing import TypeVar
 import msgspec
 
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.files import write_run_file
 from so_tui.runs.records import RunState
 from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.files import write_atomic
 from so_tui.spec.types import RunSpec
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def write_state(run: RunDirectory, state: RunState) -> None:
     """Replace ``state.json``. Raises OSError if the disk is full or the folder is gone."""
-    write_atomic(run.state_path, msgspec.json.encode(state))
+    write_run_file(run, run.state_path, msgspec.json.encode(state))
 
 
 def write_last_state(run: RunDirectory, state: RunState) -> None:
@@ -59,7 +59,7 @@ def read_state(run: RunDirectory) -> RunState:
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
     """Replace ``spec.json``. Raises OSError."""
-    write_atomic(run.spec_path, msgspec.json.format(msgspec.json.encode(spec), indent=1))
+    write_run_file(run, run.spec_path, msgspec.json.format(msgspec.json.encode(spec), indent=1))
 
 
 def read_spec(run: RunDirectory) -> RunSpec:

@@ -30,7 +30,7 @@ from so_tui.spec.files import path_fault
 from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.types import Preset, RunSpec
-from so_tui.spec.wording import nearest, shown
+from so_tui.spec.wording import nearest, set_option, shown
 
 BUILTIN = "builtin:"
 """Prefix of models, tokenizers and data that come with so-tui: ``builtin:tiny/rows.jsonl``."""
@@ -119,7 +119,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     """
     fault = path_fault(name_or_path)
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
-        remedy = f"To train on your own rows, name a preset as well: tiny --set data.source={name_or_path}"
+        remedy = f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}"
         message = "is a data file, not a preset"
         raise InputError([Problem(code="data-not-preset", field="preset", value=shown(name_or_path), message=message, remedy=remedy)])
     if "/" in name_or_path or name_or_path.endswith(".toml"):

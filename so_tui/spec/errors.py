@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from so_tui.trust.printable import printable, printable_line
+from so_tui.trust.secrets import without_credentials
+
 
 class Problem(Struct, frozen=True, kw_only=True):
     """One invalid input: which field, what was given, what is wrong and how to correct it."""
@@ -36,7 +39,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         where = f"{self.file}: " if self.file else ""
         given = f" = {self.value}" if self.value else ""
-        return f"{where}{self.field}{given}: {self.message}. {self.advice}"
+        return f"{printable_line(f'{where}{self.field}{given}')}: {printable(self.message)}. {printable(self.advice)}"
 
 
 class Refusal(Struct, frozen=True):
@@ -94,4 +97,4 @@ class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit stat
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a third-party error, to quote in a message; the name of its type if it has no text."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return without_credentials((str(error).strip().splitlines() or [type(error).__name__])[0])

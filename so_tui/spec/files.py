@@ -30,15 +30,22 @@ def path_fault(text: str) -> str:
     return ""
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     """Replace a file atomically: readers see the old content or the new.
+
+    Args:
+        path: The file.
+        content: All of its new content.
+        mode: Its permissions, less those that the umask takes away.
 
     Raises:
         OSError: If writing fails; the old file is unchanged and no temporary file is left.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # unique: processes on other hosts may write the same file
     try:
-        with temporary.open("wb") as file:
+        # With its mode from the beginning: one that is set later leaves a moment in which others may open it.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from so_tui.structs import prepare
+from so_tui.trust.printable import brief_line
 
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
@@ -39,8 +40,7 @@ class Tensor(Struct, frozen=True, array_like=True):
     decay: bool
     """Whether weight decay applies."""
     kind: TensorKind
-    """``linear``: multiplied with every token; ``expert``: stacked experts, of which a token uses some; ``embedding``: looked up by token;
-    ``other``: norms, biases, sinks."""
+    """``linear``: used by every token; ``expert``: stacked, a token uses some; ``embedding``: looked up; ``other``: norms, biases."""
     tied: str = ""
     """Tensor that this one shares storage with. A tied tensor has no optimizer states."""
 
@@ -336,7 +336,7 @@ class RunSpec(Spec, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        return self.title or self.name
+        return brief_line(self.title or self.name)
 
 
 prepare(RunSpec)

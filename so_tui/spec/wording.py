@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from so_tui.trust.printable import printable_line, quoted
+
 _LONGEST = 60
 
 
@@ -15,8 +17,13 @@ def nearest(word: str, known: tuple[str, ...]) -> str:
     return f"Did you mean `{found[0]}`? " if found else ""
 
 
+def set_option(key: str, value: str) -> str:
+    """Return the option that sets a key to a value, quoted for a shell."""
+    return quoted("--set", f"{key}={value}")
+
+
 def shown(value: Any) -> str:
-    """Return a value as TOML writes it, shortened to fit in a message."""
+    """Return a value as TOML writes it, on one line that is safe to show, and shortened to fit in a message."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):
@@ -25,4 +32,5 @@ def shown(value: Any) -> str:
         text = "{" + ", ".join(value) + "}"
     else:
         text = str(value)
+    text = printable_line(text[: _LONGEST + 1])
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

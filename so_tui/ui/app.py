@@ -20,6 +20,7 @@ from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
 from textual.worker import Worker, WorkerState
 
+from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs
 from so_tui.ui.screens import MODES, PAGES
@@ -312,11 +313,10 @@ class SoTuiApp(App[None]):
 
     def _quit(self) -> None:
         live = [row.run.name for row in self.runs if row.live]
-        lines = (
-            [f"{', '.join(live)} {'continues' if len(live) == 1 else 'continue'} training. `so-tui watch {live[0]}` shows it again."]
-            if live
-            else []
-        )
+        lines = []
+        if live:
+            names, goes_on = printable_line(", ".join(live)), "continues" if len(live) == 1 else "continue"
+            lines.append(f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again.")
         if self.starting:
             lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
         self.exit(message="\n".join(lines) or None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from textual.message import Message
 from textual.worker import get_current_worker
+
+from so_tui.trust.printable import quoted
 
 if TYPE_CHECKING:
     from textual.message_pump import MessagePump
@@ -59,7 +60,7 @@ class Planned(Message):
     @property
     def command(self) -> str:
         """The command that a launch starts; empty without a launch."""
-        return shlex.join(self.launch.argv) if self.launch else ""
+        return quoted(*self.launch.argv) if self.launch else ""
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Planned)

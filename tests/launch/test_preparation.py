@@ -74,10 +74,13 @@ def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:
 
 def test_without_a_working_numactl_the_launcher_is_not_told_to_bind() -> None:
     launch = launch_with(plan_of(spec_of()))
-    command = launch.resolved(run=Path("/runs/a"), attempt=2, rendezvous=Path("/tmp/mine/store")).argv
+    resolved = launch.resolved(run=Path("/runs/a"), attempt=2, rendezvous="file:///tmp/meeting/store")
+    command = resolved.argv
     assert "--bind_cores_to_rank" not in command
     assert command[-6:] == ("--module", "so_tui_trainer", "--run", "/runs/a", "--attempt", "2")
-    assert not set(Placeholder) & set(command)
+    values = {variable.name: variable.value for variable in resolved.environment}
+    assert values["SO_TUI_RENDEZVOUS"] == "file:///tmp/meeting/store"
+    assert not set(Placeholder) & {*command, *values.values()}
 
 
 def test_a_hostfile_of_the_site_is_never_read(tiny: RunSpec) -> None:

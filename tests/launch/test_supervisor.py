@@ -270,13 +270,9 @@ def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: py
 @pytest.mark.trains
 def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     (one, _), (two, _) = runs.training(), runs.training()
-    met = {
-        change["value"]
-        for run in (one, two)
-        for change in json.loads(run.command_path(1).read_bytes())["environment"]
-        if change["name"] == "SO_TUI_RENDEZVOUS"
-    }
-    assert len(met) == 2
+    commands = [json.loads(run.command_path(1).read_bytes()) for run in (one, two)]
+    meetings = {change["value"] for command in commands for change in command["environment"] if change["name"] == "SO_TUI_RENDEZVOUS"}
+    assert len(meetings) == 2
     assert problems_of_resume(one, machine) == [("run-is-live", "run")]
     stopped = stop(one, grace_s=30)
     with one.supervisor_lock_path.open("ab") as held:  # by the supervisor of a resume that came a moment before

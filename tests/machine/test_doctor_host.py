@@ -146,6 +146,8 @@ def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
     assert "rm /dev/shm/torch_4711_99_1`" in finding.remedy, "only segments that no process has open"
     mapped = {"/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1\n"}
     assert found(machine, {**SEGMENTS, **mapped}, tmp_path / "u") == ()
+    spaced = {"/dev/shm/torch_4711_99_1 a b": "x" * (40 << 20), "/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1 a b\n"}
+    assert found(machine, spaced, tmp_path / "v") == (), "a name may contain spaces"
 
 
 def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int = 1, session: int = 49) -> dict[str, str]:

@@ -129,7 +129,7 @@ def train(folder: Path, steps: int) -> None:
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     ranks = Ranks(int(os.environ["RANK"]), RANKS, torch.device("cpu"), torch.distributed.new_group(backend="gloo"))
     run = msgspec.structs.replace(support.spec("gpu", 0.0, clipping=1.0), checkpoint=CheckpointSpec(keep=1))
-    found = ranks.broadcast(checkpoint.newest(folder) if ranks.first else None)
+    found = ranks.broadcast(checkpoint.newest(folder) if ranks.first else None, checkpoint.Found | None)
     torch.manual_seed(0)
     model = support.Model()
     model.blocks = model.blocks[:1]

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import environment, prepare, rendezvous
+from so_tui.launch import environment, prepare
 from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.locks import lock_folder
+from so_tui.launch.rendezvous import init_method, make_rendezvous
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import MetricRecord
@@ -27,7 +29,7 @@ def start(run: RunDirectory, spec: RunSpec, extra: Mapping[str, str] | None = No
     launch = prepare(spec, inspect_machine())
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=rendezvous.make(run))
+    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)))
     env = environment.apply(here.environment, os.environ) | dict(extra or {})
     with run.log_path(attempt, "here").open("wb") as log:
         return subprocess.Popen(here.argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -1,83 +1,80 @@
-"""The sockets on which a process and all its descendants accept connections or datagrams, as the kernel lists them."""
+"""The sockets of processes on which others could reach them."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
 import struct
-from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-_TCP_LISTEN, _UDP_UNCONNECTED = "0A", "07"
-_TABLES = {"tcp": _TCP_LISTEN, "tcp6": _TCP_LISTEN, "udp": _UDP_UNCONNECTED, "udp6": _UDP_UNCONNECTED}
+_LISTENING = "0A"
+_TABLES = ("tcp", "tcp6", "udp", "udp6")
 
 
-@dataclass(frozen=True)
-class Listening:
-    """One socket that others can reach."""
+class OpenSocket(NamedTuple):
+    """A TCP socket that listens, or a bound UDP socket."""
 
-    protocol: str
-    address: IPv4Address | IPv6Address
+    pid: int
+    table: str
+    address: str
     port: int
-    process: str
-    """The command line of a process that has it open."""
 
     @property
-    def on_loopback(self) -> bool:
-        """Whether only processes of this host can reach it."""
-        mapped = getattr(self.address, "ipv4_mapped", None)
-        return (mapped or self.address).is_loopback
+    def reachable(self) -> bool:
+        """Whether another host could reach it, as far as its address says."""
+        address = ipaddress.ip_address(self.address)
+        mapped = getattr(address, "ipv4_mapped", None)
+        return not (mapped or address).is_loopback
 
 
-def listening(root: int) -> set[Listening]:
-    """Return what a process and its descendants listen on. Processes that end meanwhile are left out."""
-    owners = {inode: pid for pid in tree(root) for inode in _socket_inodes(pid)}
-    found = set()
-    for protocol, state in _TABLES.items():
-        table = Path("/proc/net", protocol)
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            fields = line.split()
-            if fields[3] == state and int(fields[9]) in owners:
-                address, port = fields[1].split(":")
-                found.add(Listening(protocol, _address(address), int(port, 16), _command(owners[int(fields[9])])))
-    return found
+def open_sockets(pids: Iterable[int]) -> frozenset[OpenSocket]:
+    """Return the sockets of these processes on which something could arrive unasked. Processes that end meanwhile are left out."""
+    owners = {inode: pid for pid in pids for inode in _inodes(pid)}
+    return frozenset(
+        OpenSocket(owners[inode], table, address, port) for table in _TABLES for inode, address, port in _entries(table) if inode in owners
+    )
 
 
-def tree(root: int) -> set[int]:
-    """Return the process ids of a process and its descendants."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+def tree(pid: int) -> tuple[int, ...]:
+    """Return a process and all its descendants, whichever of its threads started them."""
+    children: list[str] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            children += listed.read_text().split()
+    return (pid, *(below for child in children for below in tree(int(child))))
+
+
+def _inodes(pid: int) -> Iterator[str]:
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - thousands of names, many times a second
+    except OSError:
+        return
+    for name in names:
         try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
         except OSError:
             continue
-    found, added = {root}, {root}
-    while added := {pid for pid, parent in parents.items() if parent in added}:
-        found |= added
-    return found
+        if target.startswith("socket:["):
+            yield target[8:-1]
 
 
-def _socket_inodes(pid: int) -> set[int]:
-    found = set()
+def _entries(table: str) -> Iterator[tuple[str, str, int]]:
     try:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(descriptor.readlink())
-            if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    except OSError:
-        return found
-    return found
+        lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    except FileNotFoundError:  # a kernel without IPv6
+        return
+    for line in lines:
+        fields = line.split()
+        if table.startswith("udp") or fields[3] == _LISTENING:
+            words, port = fields[1].split(":")
+            yield fields[9], _address(words), int(port, 16)
 
 
-def _address(text: str) -> IPv4Address | IPv6Address:
-    """Return an address from the kernel's notation: words of 32 bits in the byte order of the host, in hexadecimal."""
-    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-    raw = b"".join(struct.pack("=I", word) for word in words)
-    return ip_address(socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw))
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+def _address(words: str) -> str:
+    """Decode an address of /proc/net: 32-bit words in the byte order of this machine."""
+    packed = b"".join(struct.pack("=I", int(words[start : start + 8], 16)) for start in range(0, len(words), 8))
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

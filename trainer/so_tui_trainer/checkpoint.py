@@ -84,7 +84,7 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     make_room(engine, folder, manifest.spec, ranks)
     with _all_ranks(ranks, "the checkpoint cannot be started"):
         made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
-    partial = ranks.broadcast(made)
+    partial = ranks.broadcast(made, Path)
     written = 0
     with _all_ranks(ranks, "the checkpoint could not be written", cleanup=partial):
         written = superoffload.save_state(engine, optimizer_folder(partial))
@@ -93,7 +93,7 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     with _all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
         final = checkpoint_folder.complete(partial, manifest) if ranks.first else None
     seconds = time.monotonic() - began
-    path = str(ranks.broadcast(final))
+    path = str(ranks.broadcast(final, Path))
     return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
 
 
@@ -130,7 +130,7 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
         yield
     except (OSError, RuntimeError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
         error = caught
-    problems = [problem for problem in ranks.all_gather(_explanation(error)) if problem is not None]
+    problems = [problem for problem in ranks.all_gather(_explanation(error), Explanation | None) if problem is not None]
     if not problems:
         return
     if cleanup is not None and ranks.first:

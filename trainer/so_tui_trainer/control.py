@@ -44,7 +44,7 @@ class Control:
         Raises:
             StoppedEarlyError: A stop is requested; raised on all ranks.
         """
-        if self._ranks.broadcast("stop" in control.pending(self._run)):
+        if self._ranks.broadcast("stop" in control.pending(self._run), bool):
             raise StoppedEarlyError
 
     def poll(self) -> frozenset[control.Action]:

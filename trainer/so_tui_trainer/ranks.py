@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 Value = TypeVar("Value")
+RENDEZVOUS = "SO_TUI_RENDEZVOUS"
+"""Environment variable in which the supervisor says where the ranks meet."""
 
 
 class Ranks(NamedTuple):
@@ -29,17 +33,31 @@ class Ranks(NamedTuple):
         """Wait for all ranks."""
         dist.barrier(group=self.group)
 
-    def all_gather(self, value: Value) -> list[Value]:
-        """Return every rank's value, in rank order. The values are pickled."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+    def all_gather(self, value: Value, kind: Any) -> list[Value]:
+        """Return every rank's value, in rank order.
 
-    def broadcast(self, value: Value | None) -> Value:
-        """Return rank 0's value; the values of other ranks are ignored."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        result: Value = box[0]
+        Values are exchanged as MessagePack and checked on arrival, never pickled: a pickle could run code of whoever joined the group.
+
+        Args:
+            value: This rank's value.
+            kind: Its type, as msgspec takes it (``str``, a structure, ``Path | None``).
+        """
+        mine = _encoded(value)
+        sizes = [int(row[0]) for row in self.all_gather_row([float(len(mine))])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        rows = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(rows, padded, group=self.group)
+        return [_decoded(row[:size], kind) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast(self, value: Value | None, kind: Any) -> Value:
+        """Return rank 0's value; the values of other ranks are ignored. Arguments as for ``all_gather``."""
+        mine = _encoded(value)
+        size = torch.tensor([len(mine)], dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self.group)
+        content = mine if self.first else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self.group)
+        result: Value = _decoded(content, kind)
         return result
 
     def all_gather_row(self, row: list[float]) -> list[list[float]]:
@@ -51,17 +69,30 @@ class Ranks(NamedTuple):
 
 
 def join(use_gpu: bool) -> Ranks:
-    """Join the process group of the ranks that DeepSpeed's launcher started, through the file that the environment names."""
+    """Join the process group of the run, at the rendezvous that the supervisor made for its ranks."""
     from superoffload import join_process_group  # imports DeepSpeed
 
     local_rank = int(os.environ["LOCAL_RANK"])
     if use_gpu:
         torch.cuda.set_device(local_rank)
-    join_process_group(
-        init_method=f"file://{os.environ['SO_TUI_RENDEZVOUS']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    join_process_group(init_method=os.environ[RENDEZVOUS], rank=rank, world_size=size, auto_mpi_discovery=False)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     group = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)
+
+
+def _encoded(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value, enc_hook=str)), dtype=torch.uint8)
+
+
+def _decoded(content: torch.Tensor, kind: Any) -> Any:
+    array: Any = content.numpy()
+    return msgspec.msgpack.decode(memoryview(array), type=kind, dec_hook=_path)
+
+
+def _path(kind: type, value: Any) -> Any:
+    """Make the one type that MessagePack does not have."""
+    if kind is not Path:
+        raise NotImplementedError(f"values of the type {kind} are not exchanged")
+    return Path(value)

@@ -94,9 +94,9 @@ class Session:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._phase("loading", "starting the ranks")
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
-        bindings = ranks.all_gather(self.report)
+        bindings = ranks.all_gather(self.report, RankBindingReport)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
-        found = ranks.broadcast(self._newest() if ranks.first else None)
+        found = ranks.broadcast(self._newest() if ranks.first else None, checkpoint.Found | None)
         control = Control(self.run, ranks, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
             self.loop = loop = self._load(ranks, found, control)
@@ -236,7 +236,7 @@ class Session:
         loop.resume(str(found.path), found.manifest)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
-        hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname())))
+        hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname(), str)))
         cuda = ranks.device.type == "cuda"
         device_name = torch.cuda.get_device_name(ranks.device) if cuda else ""
         peak = peak_flops(device_name) if cuda else None

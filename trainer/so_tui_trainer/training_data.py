@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
     def progress(rows: int, total: int) -> None:
         on_progress(f"tokenising the data, {rows:,} of {total:,} rows")
 
-    folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None)
+    folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path)
     documents = cache.read(folder, spec.data)
     for warning in documents.warnings:
         warn("data", warning, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ class LocalExecutor:
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
         """Start the command detached from this program; see ``Executor.start``."""
-        with log.open("ab") as output:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "ab") as output:
             process = subprocess.Popen(
                 argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", start_new_session=True
             )

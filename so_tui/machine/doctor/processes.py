@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import stat
 from collections.abc import Iterator
 
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.system_files import SystemFiles
+from so_tui.trust.printable import printable_line, quoted
 from so_tui.units import memory_size
 
 _TRAINER = "so_tui_trainer"
@@ -180,31 +182,33 @@ def check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
     paths = [f"{_SHM}/{name}" for name in sorted(found, key=lambda name: -found[name])]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     total = context.machine.shm_total_bytes or 0
+    largest = printable_line(", ".join(name.rpartition("/")[2] for name in paths[:3]))
     yield Finding(
         code="shm-left-behind",
         severity="warning" if sum(found.values()) > total // 10 else "note",
         title="Ended processes left shared memory behind",
-        evidence=f"{memory_size(sum(found.values()))} in {_SHM}: {', '.join(name.rpartition('/')[2] for name in paths[:3])}{more}",
+        evidence=f"{memory_size(sum(found.values()))} in {_SHM}: {largest}{more}",
         cost="It takes memory until it is removed or the machine restarts.",
-        remedy=f"`rm {' '.join(paths[:8])}`"
+        remedy=f"`{quoted('rm', *paths[:8])}`"
         + (", then run doctor again" if len(paths) > 8 else "")
         + ". None of your processes has them open.",
     )
 
 
 def _own_size(files: SystemFiles, path: str) -> int:
-    """Return the size of a file in bytes if it belongs to this user, otherwise 0."""
+    """Return the size of a regular file in bytes if it belongs to this user, otherwise 0. Another user's link to one is not this user's."""
     try:
-        stat = files.path(path).stat()
+        found = files.path(path).lstat()
     except OSError:
         return 0
-    return stat.st_size if stat.st_uid == os.getuid() else 0
+    return found.st_size if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode) else 0
 
 
 def _open_segments(files: SystemFiles) -> set[str]:
     """Return the names in /dev/shm that a process has mapped, as far as this user may see."""
     mapped = (files.text(f"/proc/{name}/maps") or "" for name in files.names("/proc") if name.isdigit())
-    return {name for maps in mapped for name in re.findall(rf"{_SHM}/(\S+)", maps)}
+    names = {name for maps in mapped for name in re.findall(rf"{_SHM}/(.+?)(?: \(deleted\))?$", maps, re.MULTILINE)}
+    return {name.replace("\\012", "\n") for name in names}  # as the kernel writes the end of a line
 
 
 CHECKS = (check_orphans, check_shared_memory_left, check_logout)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.memory import available_bytes
+from so_tui.trust.printable import so_tui_command
 from so_tui.units import disk_size, duration, memory_size
 
 _LITTLE_DISK_BYTES = 10_000_000_000
@@ -26,7 +27,7 @@ def check_fits(context: CheckContext) -> Iterator[Finding]:
             title="The plan does not fit this machine",
             evidence="; ".join(context.plan.cause_texts),
             cost="`so-tui run` refuses it.",
-            remedy="; or ".join(context.plan.remedy_texts) or f"`so-tui plan {context.plan.spec.name}` shows the arithmetic.",
+            remedy="; or ".join(context.plan.remedy_texts) or f"`{so_tui_command('plan', context.plan.spec.name)}` shows the arithmetic.",
         )
 
 

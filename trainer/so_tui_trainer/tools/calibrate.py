@@ -34,8 +34,6 @@ _SECONDS = 0.4
 """Length of one measurement."""
 _LIMIT_S = 60.0
 """A measurement that takes longer has failed."""
-_ON_THIS_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
-"""Keeps what ranks listen on off the network, unless the user chose otherwise."""
 
 
 def work(request: Answer) -> Iterator[Answer]:
@@ -157,12 +155,14 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     }
     if len(gpus) < 2:
         return
-    with tempfile.TemporaryDirectory(prefix="so-tui-rendezvous-") as folder:
-        together_request = request | {"ranks": len(gpus), "counts": _up_to(len(gpus)), "rendezvous": str(Path(folder) / "store")}
+    # The processes meet in a file and on the loopback interface: a store with a port would listen on every network.
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as meeting:
+        shared = {"ranks": len(gpus), "counts": _up_to(len(gpus)), "store": f"{meeting}/store"}
         children = [
             _start(
-                _gpu_argv(together_request | {"cpus": gpu["rank_cpus"], "rank": rank}),
-                _ON_THIS_HOST | environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
+                _gpu_argv(request | shared | {"cpus": gpu["rank_cpus"], "rank": rank}),
+                environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
             )
             for rank, gpu in enumerate(gpus)
         ]

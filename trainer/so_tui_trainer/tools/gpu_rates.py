@@ -1,9 +1,9 @@
 """Measure one GPU, or several together, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
 Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this process runs), ``seconds`` per
-measurement, ``scale`` (1 for real sizes). With ``rank``, ``ranks``, ``counts`` and ``rendezvous`` (a file through which the ranks find
-each other) it measures several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one
-JSON object. Without a GPU (device "cpu") the same code runs on small sizes, as a test.
+measurement, ``scale`` (1 for real sizes). With ``rank``, ``ranks``, ``counts`` and ``port`` it measures several ranks together: an
+all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON object. Without a GPU (device "cpu") the same code
+runs on small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, init_method=f"file://{request['rendezvous']}", rank=rank, world_size=ranks)
+    distributed.init_process_group(backend, init_method=f"file://{request['store']}", rank=rank, world_size=ranks)
     share = torch.zeros(max(4096, int(ALL_GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
     whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
     times = []

@@ -1,0 +1,83 @@
+"""Commands that so-tui offers for copying do in a shell what they say, whatever names other people chose."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch.outcome import Outcome
+from so_tui.launch.outcome_text import RunFacts, outcome_text
+from so_tui.plan import command_of, make_plan
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.spec import find_preset
+from so_tui.trust.printable import so_tui_command
+from tests.support.doctor import found, healthy, only
+from tests.support.hostile import IN_A_NAME
+from tests.support.make_run import quad_machine
+
+INJECTION = "x; touch owned; $(touch owned) `touch owned` 'touch owned'"
+NAMES = [INJECTION, "--to=/etc", IN_A_NAME]
+
+
+def arguments_of(command: str, folder: Path) -> list[str]:
+    """Return the arguments that a command gets when it is pasted into a shell, without its own name."""
+    name = command.split()[0]
+    shell = f"""{name}() {{ printf '%s\\0' "$@"; }}; {command}"""
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, cwd=folder, check=True)
+    assert list(folder.iterdir()) == [], "nothing but the command ran"
+    return [os.fsdecode(argument) for argument in done.stdout.split(b"\0")[:-1]]
+
+
+def offered(text: str) -> str:
+    """Return the command between backquotes that a message offers."""
+    found = re.search(r"`((?:so-tui|rm) .*)`", text)
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(name: str, tmp_path: Path) -> None:
+    left = f"/dev/shm/torch_4711_99_{name.replace('/', '|')}"
+    (tmp_path / "t/dev/shm").mkdir(parents=True)
+    with (tmp_path / "t" / left[1:]).open("wb") as file:
+        file.truncate(40 << 20)
+    finding = only(found(healthy(tmp_path / "m"), {}, tmp_path / "t"))
+    assert finding.evidence.isprintable()
+    (tmp_path / "shell").mkdir()
+    assert arguments_of(offered(finding.remedy), tmp_path / "shell") == [left]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+def test_another_users_link_in_shared_memory_is_not_reported_as_ones_own(tmp_path: Path) -> None:
+    files = {"/home/me/large": "x" * (40 << 20), "/dev/shm/sem.mp-abc": "x"}
+    machine = healthy(tmp_path / "m")
+    assert found(machine, files, tmp_path / "t") == ()
+    link = tmp_path / "t" / "dev/shm" / f"torch_4711_99_{INJECTION.replace('/', '|')}"
+    link.symlink_to(tmp_path / "t" / "home/me/large")
+    os.chown(link, 61_000, 61_000, follow_symlinks=False)
+    assert found(machine, {}, tmp_path / "t") == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_failed_run_is_quoted_in_what_to_do_next(name: str, tmp_path: Path) -> None:
+    text = outcome_text(Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), RunFacts(name=name))
+    assert text.suggestion.isprintable()
+    for verb in ("logs", "resume"):
+        command = so_tui_command(verb, name)
+        assert f"`{command}`" in text.suggestion
+        assert [word for word in arguments_of(command, tmp_path) if word != "--"] == [verb, name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_of_a_plan_is_quoted(name: str, tmp_path: Path) -> None:
+    spec = find_preset("phi-4").spec
+    command = command_of(make_plan(spec, quad_machine()), spec, name, 4, {"model.revision": name})
+    words = arguments_of(command, tmp_path)
+    assert words[0] == "run"
+    assert f"model.revision={name}" in words
+    assert [word for word in words if word == name] == [name]
+    assert not name.startswith("-") or words[-2:] == ["--", name]

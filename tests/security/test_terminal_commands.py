@@ -1,0 +1,135 @@
+"""Nothing that other people wrote controls the terminal through a command's output."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from so_tui.cli import main
+from so_tui.commands.parser import build_parser
+from so_tui.spec import find_preset
+from tests.support.hostile import HOSTILE, IN_A_NAME, SURROGATE, HostileWorld, hostile_world, unsafe
+
+COMMANDS: dict[str, list[list[str]]] = {
+    "inspect": [["inspect"], ["inspect", "--json"], ["inspect", "--sysroot", HOSTILE]],
+    "doctor": [
+        ["doctor", "--machine", "MACHINE", "hostile"],
+        ["doctor", "--machine", "MACHINE", "--json"],
+        ["doctor", "--runs-dir", HOSTILE],
+    ],
+    "calibrate": [["calibrate", HOSTILE]],
+    "plan": [
+        ["plan", "--machine", "MACHINE"],
+        ["plan", "hostile", "--machine", "MACHINE"],
+        ["plan", "hostile", "--machine", "MACHINE", "--json"],
+        ["plan", "hostile", "--set", f"model.revision={HOSTILE}"],
+        ["plan", "hostile", "--gpus", HOSTILE],
+    ],
+    "presets": [
+        ["presets"],
+        ["presets", "--json"],
+        ["presets", "hostile"],
+        ["presets", "hostile", "--json"],
+        ["presets", HOSTILE],
+        ["presets", "hostile", "--set", f"{HOSTILE}={HOSTILE}"],
+        ["presets", "hostile", "--set", HOSTILE],
+        ["presets", "add", HOSTILE],
+    ],
+    "data": [["data", "hostile"], ["data", "hostile", "--json"], ["data", "hostile", "--set", f"data.columns.text={HOSTILE}"]],
+    "fetch": [["fetch", HOSTILE]],
+    "prepare": [["prepare", HOSTILE]],
+    "run": [
+        ["run", "hostile", "--dry-run", "--machine", "MACHINE"],
+        ["run", "hostile", "--dry-run", "--machine", "MACHINE", "--json"],
+        ["run", HOSTILE, "--plain"],
+    ],
+    "watch": [["watch", "RUN", "--plain"], ["watch", HOSTILE]],
+    "runs": [["runs"], ["runs", "--json"]],
+    "stop": [["stop", "RUN"], ["stop", HOSTILE]],
+    "resume": [["resume", HOSTILE], ["resume", "RUN", "--set", f"train.steps={HOSTILE}"]],
+    "logs": [["logs", "RUN"], ["logs", HOSTILE]],
+    "export": [["export", HOSTILE]],
+    "supervise": [["supervise", HOSTILE, "--attempt", "1"], ["supervise", "RUN", "--attempt", HOSTILE]],
+}
+WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "supervise")
+OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> HostileWorld:
+    """The hostile texts, written once."""
+    folder = tmp_path_factory.mktemp("hostile")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+        return hostile_world(folder)
+
+
+@pytest.fixture(autouse=True)
+def _presets_of_the_world(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(world.runs_dir.parent / "config"))
+
+
+def called(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    names = {"MACHINE": str(world.machine_file), "RUN": str(world.run.path)}
+    where = ["--runs-dir", str(world.runs_dir)] if argv[0] in WITH_RUNS else []
+    with suppress(SystemExit):  # argparse ends so
+        main([*(names.get(word, word) for word in argv), *where])
+    printed = capsys.readouterr()
+    return printed.out, printed.err
+
+
+def test_every_command_is_tried() -> None:
+    actions = build_parser()._subparsers
+    assert actions is not None
+    known = {name for action in actions._group_actions if isinstance(action.choices, dict) for name in action.choices}
+    assert known == set(COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [pytest.param(argv, id=f"{argv[0]}-{i}") for argvs in COMMANDS.values() for i, argv in enumerate(argvs)])
+def test_commands_print_only_printable_characters(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = called(argv, world, capsys)
+    assert out or err
+    assert unsafe(out) == set()
+    assert unsafe(err) == set()
+    assert not any(line.startswith("forged line") for line in out.splitlines()) or argv[0] in ("data", "logs")
+    if "--json" in argv and out:
+        json.loads(out)
+
+
+@pytest.mark.parametrize(
+    "argv", [COMMANDS["presets"][0], COMMANDS["plan"][1], COMMANDS["run"][0], COMMANDS["runs"][0], COMMANDS["data"][0]]
+)
+def test_of_control_sequences_only_so_tuis_own_colours_reach_a_terminal(
+    argv: list[str], world: HostileWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out, _ = called(argv, world, capsys)
+    assert "\x1b[8m" not in out, "text that is not shown"
+    assert OWN_STYLING.search(out), "colours are forced"
+    assert unsafe(OWN_STYLING.sub("", out)) == set()
+
+
+def test_json_and_toml_still_say_what_was_written(world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    title = find_preset("hostile").spec.title
+    assert tomllib.loads(called(["presets", "hostile"], world, capsys)[0])["title"] == title
+    assert json.loads(called(["presets", "hostile", "--json"], world, capsys)[0])["title"] == title
+    (listed,) = json.loads(called(["runs", "--json"], world, capsys)[0])["runs"]
+    assert (listed["name"], listed["reason"]) == (IN_A_NAME, HOSTILE)
+
+
+def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely(tmp_path: Path) -> None:
+    code = "import sys; from so_tui.trust.streams import guard_output; guard_output(); print(sys.argv[1]); raise OSError(sys.argv[1])"
+    argv = [sys.executable, "-c", code, HOSTILE + SURROGATE]
+    done = subprocess.run(argv, capture_output=True, env={**os.environ, "PYTHONUTF8": "1"}, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 1
+    assert b"\\udc9b" in done.stdout
+    assert b"OSError" in done.stderr
+    assert unsafe(done.stdout.decode()) == unsafe(done.stderr.decode()) == set()

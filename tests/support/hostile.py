@@ -1,0 +1,100 @@
+"""Texts that would control the terminal, put wherever another person could put text: a preset, a run, a machine, rows of data."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import tomli_w
+
+from so_tui.machine import machine_json
+from so_tui.machine.types import Machine
+from so_tui.runs import MetricsWriter, RunDirectory, read_state, write_state
+from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
+from so_tui.spec import find_preset, spec_tree
+from so_tui.spec.catalog import user_folder
+from so_tui.trust.printable import printable
+from tests.support.make_run import quad_machine, write_run
+
+HOSTILE = (
+    "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;x\x9cg\x07\x08\rh"
+    "\u202ei\u2066j\u200bk\u2028l\ufeff\U000e0041m\tn\nforged line\x7f[red]o[/][@click=app.quit]p[/]:smile:"
+)
+"""Sequences of ESC and of C1 characters, single controls, bidirectional and invisible characters, a line of its own, markup."""
+SURROGATE = "\udc9b"
+"""What Python makes of the byte 9b in a file's name or an argument: written out raw, that byte is a CSI."""
+IN_A_NAME = (HOSTILE + SURROGATE).replace("/", "|")
+"""The same as a file's name."""
+
+
+def unsafe(text: str) -> set[str]:
+    """Return the characters of an output that are more than text: all but printable ones, tabs and ends of lines."""
+    return {character for character in set(text) if printable(character) != character}
+
+
+@dataclass(frozen=True)
+class HostileWorld:
+    """Where the texts are."""
+
+    preset: str
+    preset_file: Path
+    run: RunDirectory
+    runs_dir: Path
+    machine: Machine
+    machine_file: Path
+    rows: Path
+
+
+def hostile_world(folder: Path) -> HostileWorld:
+    """Write a preset, a broken one, a failed run, a machine file and rows of data, full of such texts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / "rows.jsonl"
+    row = {"messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}], HOSTILE: HOSTILE}
+    rows.write_text("\n".join([json.dumps(row)] * 8) + "\n")
+    machine = hostile_machine()
+    machine_file = folder / "machine.json"
+    machine_file.write_bytes(machine_json(machine))
+    presets = user_folder()
+    presets.mkdir(parents=True, exist_ok=True)
+    tree = spec_tree(find_preset("tiny").spec)
+    tree |= {"name": "hostile", "title": HOSTILE, "gpus": 1}
+    tree["data"] |= {"source": str(rows), "format": "messages"}
+    (presets / "hostile.toml").write_text(tomli_w.dumps(tree))
+    broken = tree | {"name": "broken", HOSTILE: HOSTILE, "offload": {"mode": HOSTILE}}
+    (presets / IN_A_NAME[:40]).with_suffix(".toml").write_text(tomli_w.dumps(broken))
+    run = hostile_run(folder / "runs", machine)
+    return HostileWorld("hostile", presets / "hostile.toml", run, run.path.parent, machine, machine_file, rows)
+
+
+def hostile_machine() -> Machine:
+    """Return a host whose every text is hostile."""
+    plain = quad_machine()
+    replace = msgspec.structs.replace
+    software = replace(plain.software, **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE))
+    gpus = tuple(replace(gpu, name=HOSTILE, pci_bus_id=HOSTILE, compute_mode=HOSTILE) for gpu in plain.gpus)
+    mpam = replace(plain.mpam, evidence=HOSTILE)
+    return replace(
+        plain, hostname=HOSTILE, cpu_name=HOSTILE, architecture=HOSTILE, software=software, gpus=gpus, mpam=mpam, notes=(HOSTILE,)
+    )
+
+
+def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
+    """Write a failed run with hostile records, state and log, in a folder with a hostile name."""
+    written = write_run(runs_dir, machine=quad_machine(), steps=3, seconds_of_samples=3, state="failed", name="hostile")
+    run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
+    now = time.time()
+    metrics = MetricsWriter(run, 1)
+    metrics.append(PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE))
+    metrics.append(WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE))
+    metrics.append(EndRecord(attempt=1, time=now, state="failed", step=3, reason=HOSTILE, suggestion=HOSTILE, summary={HOSTILE: 1.0}))
+    metrics.close()
+    state = read_state(run)
+    write_state(
+        run, msgspec.structs.replace(state, reason=HOSTILE, detail=HOSTILE, suggestion=HOSTILE, host=HOSTILE, started=now, ended=now)
+    )
+    for log in run.attempts_dir.glob("*/*.log"):
+        log.write_bytes(HOSTILE.encode() + b"\n\x9b31m raw byte\n" + HOSTILE.encode())
+    return run
