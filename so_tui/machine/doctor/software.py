@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.folders import kernel_folder
+from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
 DEEPSPEED = "0.19.8"
 """The one DeepSpeed version whose internals the offload engine supports."""
@@ -135,8 +136,15 @@ def _no_compiler(context: CheckContext) -> Finding:
 
 
 def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
-    """Return whether a compiled CPU Adam exists. Whether it suits this CPU is checked when it is loaded."""
-    return any(name.startswith("adam-") and name.endswith(".so") for name in files.names(str(kernel_folder(environment))))
+    """Return whether a compiled CPU Adam exists that would be loaded: nobody else can write it. A copy of a machine says not by whom.
+
+    Whether it suits this CPU is checked when it is loaded.
+    """
+    folder = kernel_folder(environment)
+    names = [name for name in files.names(str(folder)) if name.startswith("adam-") and name.endswith(".so")]
+    if not files.live:
+        return bool(names)
+    return distrust_of_folder(folder) is None and any(distrust_of_file(folder / name) is None for name in names)
 
 
 def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:

@@ -130,8 +130,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
 
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))
-    request = {
-        "library": str(kernel.library()),
+    request: dict[str, Any] = {
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
@@ -139,7 +138,9 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
     }
     script = Path(__file__).with_name("adam_rate.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
-    return _start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment)
+    with kernel.opened(kernel.library()) as library:
+        request["library"] = kernel.loadable(library)
+        return _start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library)
 
 
 def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
@@ -185,8 +186,8 @@ def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     return _finish(_start(argv, environment))
 
 
-def _start(argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def _start(argv: Sequence[str], environment: dict[str, str], *inherited: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, pass_fds=inherited)
 
 
 def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
