@@ -17,6 +17,7 @@ from so_tui.launch.host_check import refuse_different_host, software_differences
 from so_tui.launch.preparation import Launch
 from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
 from so_tui.machine import inspect_machine
+from so_tui.machine.code_folders import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
@@ -66,6 +67,8 @@ class Job:
         refuse_different_host(self.launch, host)
         self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
         launch = self.launch.resolved(run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous))
+        processes = environment.apply(launch.environment, os.environ)
+        make_code_folders(processes)
         self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         try:
@@ -74,7 +77,7 @@ class Job:
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,
-                    env=environment.apply(launch.environment, os.environ),
+                    env=processes,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.folders import kernel_folder
@@ -105,7 +106,7 @@ def check_build_tools(context: CheckContext) -> Iterator[Finding]:
             code="adam-not-compiled",
             severity="note",
             title="DeepSpeed's CPU Adam is not compiled yet",
-            evidence=f"no cpu_adam.so below {_extensions_folder(context)}",
+            evidence=f"no cpu_adam.so below {extensions_folder(context.environment)}",
             cost="The first run compiles it for one to three minutes while all ranks wait.",
             remedy="Compile it now with `so-tui doctor --fix`.",
         )
@@ -174,19 +175,10 @@ def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
     return toolkit_version == torch_cuda or (toolkit_version.startswith("12.") and torch_cuda.startswith("12."))
 
 
-def _extensions_folder(context: CheckContext) -> str:
-    """Return the folder in which torch compiles extensions."""
-    environment = context.environment
-    cache = environment.get("XDG_CACHE_HOME") or environment.get("HOME", "~") + "/.cache"
-    return environment.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
-
-
 def _is_compiled(context: CheckContext) -> bool:
-    """Return whether DeepSpeed's CPU Adam is compiled, for any version of Python and CUDA."""
+    """Return whether DeepSpeed's CPU Adam is compiled for this version of Python and torch."""
     assert context.files is not None
-    top = _extensions_folder(context)
-    folders = (top, *(f"{top}/{name}" for name in context.files.names(top)))
-    return any(context.files.exists(f"{folder}/cpu_adam/cpu_adam.so") for folder in folders)
+    return context.files.exists(f"{extensions_folder(context.environment)}/cpu_adam/cpu_adam.so")
 
 
 def check_environment(context: CheckContext) -> Iterator[Finding]:
