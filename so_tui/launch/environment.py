@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.launch.placeholders import Placeholder, resolve
+from so_tui.machine.code_folders import code_folders
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.types import Plan
 from so_tui.spec.types import RunSpec
@@ -44,6 +45,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
         Variable(name="SO_TUI_ATTEMPT", value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
         *_python(inherited),
         *_network(),
+        *_code_folders(inherited),
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
         *_hub(plan.spec),
@@ -132,6 +134,13 @@ def _network() -> Iterator[Variable]:
     yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="a file of your own in which the ranks meet")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         yield Variable(name=name, value="lo", reason="all ranks are on this host, so nothing listens on its networks")
+    yield Variable(name="NCCL_RAS_ENABLE", value="0", reason="NCCL's status service would answer every user of this host")
+
+
+def _code_folders(inherited: Mapping[str, str]) -> Iterator[Variable]:
+    for name, folder in code_folders(inherited).items():
+        given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
+        yield Variable(name=name, value=folder, reason=f"compiled code comes from a folder that only you can open{given}")
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from so_tui.machine.code_folders import code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError
 
 INSTALL_TRAINING = "Install the training extra: pip install 'so-tui[train]'"
@@ -127,8 +128,16 @@ def _argv(name: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
+    """Return the environment of a helper. Raises ToolError if others can write the folders of compiled code."""
     # Progress bars of the libraries would go to stderr and be mistaken for the error.
-    return {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    fixed = {"PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **fixed, **code_folders(os.environ)}
+    try:
+        make_code_folders(environment)
+    except OSError as error:
+        message = f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a folder of your own"
+        raise ToolError(message) from error
+    return environment
 
 
 def _decoded(name: str, text: str) -> dict[str, Any]:

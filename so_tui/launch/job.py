@@ -18,6 +18,7 @@ from so_tui.launch.marker import known_id
 from so_tui.launch.preparation import Launch
 from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
 from so_tui.machine import inspect_machine
+from so_tui.machine.code_folders import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
@@ -64,6 +65,8 @@ class Job:
         launch = self.launch.resolved(
             run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous), run_id=known_id(self._run)
         )
+        processes = environment.apply(launch.environment, os.environ)
+        make_code_folders(processes)
         self._write_command(launch)
         log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         try:
@@ -72,7 +75,7 @@ class Job:
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,
-                    env=environment.apply(launch.environment, os.environ),
+                    env=processes,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

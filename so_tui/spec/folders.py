@@ -22,6 +22,11 @@ def kernel_folder(environment: Mapping[str, str]) -> Path:
     return _home("XDG_CACHE_HOME", ".cache", environment) / "kernels"
 
 
+def compiled_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of what torch, Triton and others compile, for a process with this environment."""
+    return _home("XDG_CACHE_HOME", ".cache", environment) / "compiled"
+
+
 def _home(variable: str, default: str, environment: Mapping[str, str]) -> Path:
     """Return a folder from an XDG variable; the XDG rules say to ignore relative paths."""
     base = Path(environment.get(variable, ""))

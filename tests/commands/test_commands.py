@@ -175,9 +175,10 @@ def test_doctor_compiles_ahead_and_keeps_its_json_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # DeepSpeed's own takes a minute or more to compile: with no such folder it fails at once, which must not hide the rest.
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    # DeepSpeed's own takes a minute or more to compile: with a file in its way it fails at once, which must not hide the rest.
+    (tmp_path / "extensions").mkdir(mode=0o700)
+    (tmp_path / "extensions" / "cpu_adam").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     main(["doctor", "--fix", "--json"])
     out, err = capsys.readouterr()
     assert "findings" in json.loads(out)

@@ -34,6 +34,12 @@ def test_marker_attempt_and_safe_path() -> None:
     assert shown["TOKENIZERS_PARALLELISM"] == "false"
 
 
+def test_nothing_listens_on_a_network_whatever_a_site_names() -> None:
+    shown = changes(quad_gh200(), {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1"})
+    assert shown["SO_TUI_RENDEZVOUS"] == Placeholder.RENDEZVOUS
+    assert (shown["GLOO_SOCKET_IFNAME"], shown["NCCL_SOCKET_IFNAME"], shown["NCCL_RAS_ENABLE"]) == ("lo", "lo", "0")
+
+
 def test_interpreters_tools_are_found() -> None:
     folder = str(Path(sys.executable).parent)
     assert str(changes(cpu_machine(), {"PATH": "/bin"})["PATH"]).startswith(f"{folder}:/bin")

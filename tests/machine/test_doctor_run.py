@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from so_tui.cli import main
+from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.types import Machine
 from tests.support.doctor import GIB, Needs, found, healthy, kinds, only, with_gpu, with_software
 from tests.support.sysroots import ONE_GH200
@@ -91,7 +92,7 @@ def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
     same = with_software(healthy(tmp_path / "o"), cuda_toolkit="13.0")
     home = {"HOME": "/home/a"}
     assert only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).code == "adam-not-compiled"
-    built = {"/home/a/.cache/torch_extensions/py312_cu130/cpu_adam/cpu_adam.so": ""}
+    built = {f"{extensions_folder(home)}/cpu_adam/cpu_adam.so": ""}
     assert found(other, built, tmp_path / "u", plan=plan, environment=home) == ()
 
 

@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from so_tui.launch import prepare
+from so_tui.launch import start as start_run
+from so_tui.launch.locks import lock_folder
 from so_tui.launch.rendezvous import make_rendezvous, remove_rendezvous, rendezvous_path
-from so_tui.runs import create_run
-from so_tui.runs.records import EndRecord
-from tests.support.launching import records, start, tiny
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.records import FINAL_STATES, RunState
+from tests.support.launching import tiny
+from tests.support.python_path import python_path
+from tests.support.shared_run import SUPEROFFLOAD
 from tests.support.sockets import OpenSocket, open_sockets, tree
+
+NO_PICKLES = """
+import importlib.abc, importlib.machinery, os, sys
+
+NAME = "torch.distributed.distributed_c10d"
+
+class Refusing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def replaced(module):
+            execute(module)
+            def refuse(*_arguments, **_keywords):
+                raise RuntimeError("a pickled object was exchanged")
+            for function in ("_object_to_tensor", "_tensor_to_object"):
+                getattr(module, function)
+                setattr(module, function, refuse)
+            if "RANK" in os.environ:
+                print("pickled objects are refused here", flush=True)
+
+        spec.loader.exec_module = replaced
+        return spec
+
+sys.meta_path.insert(0, Refusing())
+"""
+"""Replaces the functions through which all of torch's object collectives go."""
 
 
 def test_listening_sockets_are_found_with_their_addresses() -> None:
@@ -27,26 +65,76 @@ def test_listening_sockets_are_found_with_their_addresses() -> None:
         assert (loopback.getsockname()[1], False) in found
 
 
-@pytest.mark.slow
-def test_no_process_of_a_run_listens_on_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a site's network named for NCCL and gloo, as modules of clusters do."""
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, _network())
-    run = create_run(tiny(gpus="2", train__steps="6"), tmp_path / "runs")
-    process = start(run, tiny(gpus="2", train__steps="6"))
-    seen: set[OpenSocket] = set()
-    most = 0
-    while process.poll() is None:
-        pids = tree(process.pid)
-        most = max(most, len(pids))
-        seen |= open_sockets(pids)
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a run under its supervisor: two ranks with Adam workers, from its start to its end."""
+
+    last: RunState
+    sockets: dict[str, set[OpenSocket]]
+    """By the state of the run."""
+    commands: str
+    """The command lines of all processes."""
+    log: str
+    rendezvous: tuple[str, ...]
+    """Names of the folders that were left behind."""
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A run with a site's network named for NCCL and gloo, as modules of clusters do, in which exchanging pickles fails."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "sitecustomize.py").write_text(NO_PICKLES)
+    spec = tiny(gpus="2", train__steps="6", checkpoint__every_steps="3", **SUPEROFFLOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            patch.setenv(name, _network())
+        patch.setenv("PYTHONPATH", python_path(folder))
+        run = start_run(prepare(spec, inspect_machine(), force=True), runs_dir=folder / "runs")
+    try:
+        yield _watch(run)
+    finally:
+        state = read_state(run)
+        for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
+            if alive(process):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def _watch(run: RunDirectory) -> Watched:
+    sockets: dict[str, set[OpenSocket]] = {}
+    commands: set[str] = set()
+    deadline = time.monotonic() + 300
+    while (state := read_state(run)).state not in FINAL_STATES and time.monotonic() < deadline:
+        assert state.supervisor is not None
+        pids = tree(state.supervisor.pid)
+        sockets.setdefault(state.state, set()).update(open_sockets(pids))
+        commands |= {_command(pid) for pid in pids}
         time.sleep(0.1)
-    end = records(run)[-1]
-    assert isinstance(end, EndRecord)
-    assert (process.returncode, end.state, end.step) == (0, "finished", 6)
-    assert most >= 4, "runner, launcher and both ranks were seen"
-    assert seen, "gloo listens on the loopback interface"
-    assert [entry for entry in seen if entry.reachable] == []
+    log = run.log_path(1, state.host).read_text(errors="replace")
+    while state.supervisor is not None and alive(state.supervisor) and time.monotonic() < deadline:
+        time.sleep(0.1)  # it removes the rendezvous last
+    prefix = rendezvous_path(lock_folder(), run.path, 1).name
+    left = tuple(path.name for path in lock_folder().iterdir() if path.name == prefix)
+    return Watched(state, sockets, "\n".join(commands), log, left)
+
+
+@pytest.mark.slow
+def test_no_process_of_a_run_listens_on_a_network(watched: Watched) -> None:
+    assert watched.last.state == "finished", watched.log[-3000:]
+    for part in ("supervise", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "so_tui_trainer", "superoffload/worker.py"):
+        assert part in watched.commands
+    assert watched.sockets["training"], "gloo listens on the loopback interface"
+    assert {entry for found in watched.sockets.values() for entry in found if entry.reachable} == set()
+
+
+@pytest.mark.slow
+def test_ranks_exchange_no_pickles(watched: Watched) -> None:
+    assert "pickled objects are refused here" in watched.log, "the functions were replaced"
+    assert (watched.last.state, watched.last.step, watched.last.saved_step) == ("finished", 6, 6), watched.log[-3000:]
+
+
+@pytest.mark.slow
+def test_the_rendezvous_of_a_run_vanishes_with_it(watched: Watched) -> None:
+    assert watched.rendezvous == ()
 
 
 def test_a_rendezvous_is_private_and_replaces_those_of_earlier_attempts(tmp_path: Path) -> None:
@@ -67,6 +155,13 @@ def test_a_rendezvous_that_another_user_prepared_is_refused(tmp_path: Path) -> N
     planted.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
         make_rendezvous(tmp_path, Path("/runs/one"), 1)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _network() -> str:

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +40,11 @@ def open_sockets(pids: Iterable[int]) -> frozenset[OpenSocket]:
 
 
 def tree(pid: int) -> tuple[int, ...]:
-    """Return a process and all its descendants."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        children = []
+    """Return a process and all its descendants, whichever of its threads started them."""
+    children: list[str] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            children += listed.read_text().split()
     return (pid, *(below for child in children for below in tree(int(child))))
 
 

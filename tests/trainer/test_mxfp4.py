@@ -1,6 +1,8 @@
 """The MXFP4 weights of gpt-oss in bf16: the same numbers as transformers gives, one file at a time, whole or not at all."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from so_tui.machine.code_folders import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.matching import match, meta_model, refuse
@@ -22,15 +25,16 @@ from tests.support.launching import tiny
 from tests.support.models import load_pretrained, saved
 from tests.support.problems import refusal
 
-KERNELS = Path(get_default_build_root())
-"""Where this user's compiled kernels are: by default in the cache folder, which the tests move."""
-
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small gpt-oss in two files, its experts in blocks and scales, some scales in the other file than their blocks."""
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "torch_extensions").symlink_to(KERNELS)
+    compiled = [Path(extensions_folder(os.environ)), *Path(get_default_build_root()).glob("*_cpu")]
+    if found := next((path for path in compiled if (path / "cpu_adam" / "cpu_adam.so").exists()), None):  # compiling takes a minute
+        shutil.copytree(found, tmp_path / "extensions")
+        (tmp_path / "extensions").chmod(0o700)
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "hub"
     saved("gpt-oss-20b", folder)

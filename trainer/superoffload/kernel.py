@@ -1,16 +1,25 @@
-"""Compiles ``adam.cpp`` for this CPU. It takes a second and happens once: the user's cache serves nodes without a compiler, too."""
+"""Compiles ``adam.cpp`` for this CPU. It takes a second and happens once: the user's cache serves nodes without a compiler, too.
+
+Only a library that nobody else can have written is loaded, from a folder that nobody else can write.
+"""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from superoffload.errors import OffloadError
+from superoffload.private_files import is_own, make_private, open_own
 
 SOURCE = Path(__file__).with_name("adam.cpp")
 # No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are vectorised.
@@ -28,7 +37,9 @@ def library() -> Path:
     if compiler is None:
         return _cached(folder)
     path = folder / f"adam-{_cpu_key()}-{_compiler_key(compiler)}.so"
-    if not path.is_file():
+    if not is_own(path):
+        if os.path.lexists(path):
+            warnings.warn(f"{path} is a link, belongs to another user or can be written by others; it is compiled anew", stacklevel=2)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / path.name
             done = subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], capture_output=True, text=True, check=False)
@@ -36,8 +47,34 @@ def library() -> Path:
                 raise OffloadError(
                     f"{compiler} could not compile the CPU Adam kernel:\n{done.stderr.strip()[-2000:]}", code="compiler-failed"
                 )
+            built.chmod(0o700)  # the umask of many sites lets the group write
             built.replace(path)  # atomic, so that ranks which compile at the same time do not disturb each other
     return path
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a compiled library to be loaded as ``loadable(descriptor)``, by this process or one that inherits the descriptor.
+
+    Raises:
+        OffloadError: Somebody else can have written it (``kernel-not-own``).
+    """
+    descriptor = open_own(path)
+    if descriptor is None:
+        raise OffloadError(
+            f"{path} is missing, a link, belongs to another user or can be written by others, so it is not loaded. Remove it, and see "
+            f"who can write {path.parent}.",
+            code="kernel-not-own",
+        )
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def loadable(descriptor: int) -> str:
+    """Return a path by which a process that has this descriptor open loads exactly that file, whatever has its name by then."""
+    return f"/proc/self/fd/{descriptor}"
 
 
 def cache_folder() -> Path:
@@ -51,7 +88,7 @@ def _compiler() -> str | None:
 
 
 def _cached(folder: Path) -> Path:
-    cached = sorted(folder.glob(f"adam-{_cpu_key()}-*.so"))
+    cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if is_own(path))
     if not cached:
         raise OffloadError(
             "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to choose one). None was found, and "
@@ -62,20 +99,28 @@ def _cached(folder: Path) -> Path:
 
 
 def _usable_cache_folder() -> Path:
-    """Return a folder that belongs to this user alone, because whoever can write there decides what the worker runs."""
-    folders = (cache_folder(), Path(tempfile.gettempdir()) / f"so-tui-kernels-{os.getuid()}")
-    for folder in folders:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
-            return folder
-    raise OffloadError(
-        f"There is no folder of your own for the compiled CPU Adam kernel: neither {folders[0]} nor {folders[1]} can be used. "
-        "Set XDG_CACHE_HOME.",
-        code="no-cache-folder",
+    """Return a folder that only this user can open: the cache, or a new one that is removed when this process ends."""
+    folder = cache_folder()
+    return folder if make_private(folder) else _folder_of_this_process(folder)
+
+
+@cache
+def _folder_of_this_process(unusable: Path) -> Path:
+    try:
+        # Not a name that others can know, and take before us.
+        made = Path(tempfile.mkdtemp(prefix="so-tui-kernels-"))
+    except OSError as error:
+        raise OffloadError(
+            f"There is no folder of your own for the compiled CPU Adam kernel: {unusable} cannot be used, and {error}. Set XDG_CACHE_HOME.",
+            code="no-cache-folder",
+        ) from error
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    warnings.warn(
+        f"{unusable} cannot be written, or others can write it, so the CPU Adam kernel is compiled for this process only. "
+        "Make it a folder of your own (mode 0700), or set XDG_CACHE_HOME.",
+        stacklevel=4,
     )
+    return made
 
 
 def _cpu_key() -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from superoffload import worker
+from superoffload import kernel, worker
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.shared_states import SharedStates
 from superoffload.transfers import Event
@@ -208,10 +208,9 @@ class WorkerClient:
 
 
 def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: int) -> subprocess.Popen[bytes]:
-    settings = {
+    settings: dict[str, object] = {
         "parent": os.getpid(),
         "cpus": list(cpus),
-        "library": str(library),
         "memory": states.descriptor,
         "channel": channel,
         "numels": states.numels,
@@ -222,12 +221,13 @@ def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: in
     environment = {name: value for name, value in os.environ.items() if not name.startswith(not_inherited)}
     environment |= {"OMP_NUM_THREADS": str(len(cpus)), "OMP_DYNAMIC": "false", "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}
     try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", worker.__file__, json.dumps(settings)],
-            env=environment,
-            pass_fds=(states.descriptor, channel),
-            stdin=subprocess.DEVNULL,
-        )
+        with kernel.opened(library) as descriptor:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", worker.__file__, json.dumps(settings | {"library": kernel.loadable(descriptor)})],
+                env=environment,
+                pass_fds=(states.descriptor, channel, descriptor),
+                stdin=subprocess.DEVNULL,
+            )
     except OSError as error:
         raise OffloadError(f"The Adam worker could not be started: {error}", code="worker-start") from error
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.folders import kernel_folder
+from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
 DEEPSPEED = "0.19.8"
 """The one DeepSpeed version whose internals the offload engine supports."""
@@ -104,7 +106,7 @@ def check_build_tools(context: CheckContext) -> Iterator[Finding]:
             code="adam-not-compiled",
             severity="note",
             title="DeepSpeed's CPU Adam is not compiled yet",
-            evidence=f"no cpu_adam.so below {_extensions_folder(context)}",
+            evidence=f"no cpu_adam.so below {extensions_folder(context.environment)}",
             cost="The first run compiles it for one to three minutes while all ranks wait.",
             remedy="Compile it now with `so-tui doctor --fix`.",
         )
@@ -135,8 +137,15 @@ def _no_compiler(context: CheckContext) -> Finding:
 
 
 def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
-    """Return whether a compiled CPU Adam exists. Whether it suits this CPU is checked when it is loaded."""
-    return any(name.startswith("adam-") and name.endswith(".so") for name in files.names(str(kernel_folder(environment))))
+    """Return whether a compiled CPU Adam exists that would be loaded: nobody else can write it. A copy of a machine says not by whom.
+
+    Whether it suits this CPU is checked when it is loaded.
+    """
+    folder = kernel_folder(environment)
+    names = [name for name in files.names(str(folder)) if name.startswith("adam-") and name.endswith(".so")]
+    if not files.live:
+        return bool(names)
+    return distrust_of_folder(folder) is None and any(distrust_of_file(folder / name) is None for name in names)
 
 
 def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
@@ -166,19 +175,10 @@ def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
     return toolkit_version == torch_cuda or (toolkit_version.startswith("12.") and torch_cuda.startswith("12."))
 
 
-def _extensions_folder(context: CheckContext) -> str:
-    """Return the folder in which torch compiles extensions."""
-    environment = context.environment
-    cache = environment.get("XDG_CACHE_HOME") or environment.get("HOME", "~") + "/.cache"
-    return environment.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
-
-
 def _is_compiled(context: CheckContext) -> bool:
-    """Return whether DeepSpeed's CPU Adam is compiled, for any version of Python and CUDA."""
+    """Return whether DeepSpeed's CPU Adam is compiled for this version of Python and torch."""
     assert context.files is not None
-    top = _extensions_folder(context)
-    folders = (top, *(f"{top}/{name}" for name in context.files.names(top)))
-    return any(context.files.exists(f"{folder}/cpu_adam/cpu_adam.so") for folder in folders)
+    return context.files.exists(f"{extensions_folder(context.environment)}/cpu_adam/cpu_adam.so")
 
 
 def check_environment(context: CheckContext) -> Iterator[Finding]:

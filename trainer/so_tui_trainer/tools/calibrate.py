@@ -130,8 +130,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
 
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))
-    request = {
-        "library": str(kernel.library()),
+    request: dict[str, Any] = {
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
@@ -139,7 +138,9 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
     }
     script = Path(__file__).with_name("adam_rate.py")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
-    return _start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment)
+    with kernel.opened(kernel.library()) as library:
+        request["library"] = kernel.loadable(library)
+        return _start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library)
 
 
 def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
@@ -156,7 +157,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     if len(gpus) < 2:
         return
     # The processes meet in a file and on the loopback interface: a store with a port would listen on every network.
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
     with tempfile.TemporaryDirectory() as meeting:
         shared = {"ranks": len(gpus), "counts": _up_to(len(gpus)), "store": f"{meeting}/store"}
         children = [
@@ -185,8 +186,8 @@ def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     return _finish(_start(argv, environment))
 
 
-def _start(argv: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def _start(argv: Sequence[str], environment: dict[str, str], *inherited: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, pass_fds=inherited)
 
 
 def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:

@@ -1,0 +1,100 @@
+"""Compiled and downloaded code comes from folders that no other user can open."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from so_tui.machine.code_folders import code_folders
+from tests.support.users import SharedMachine
+
+NAMES = (
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR",
+    "HF_MODULES_CACHE",
+)
+USE = """
+import os
+from so_tui.machine.code_folders import code_folders, make_code_folders
+environment = os.environ | code_folders(os.environ)
+make_code_folders(environment)
+for name in code_folders({}):
+    print(environment[name])
+"""
+
+
+def use(machine: SharedMachine, changes: Mapping[str, str] | None = None) -> tuple[int, list[Path], str]:
+    """Let the owner make and use the folders, as a run does with a lax umask; return the exit code, the folders and the errors."""
+    user = machine.owner
+    with user.start(user.interpreter, "-P", "-c", USE, umask=0o002, **(changes or {})) as process:
+        out, errors = process.communicate(timeout=60)
+    return process.returncode, [Path(line) for line in out.splitlines()], errors
+
+
+def test_the_folders_are_private_whatever_the_umask(machine: SharedMachine) -> None:
+    code, folders, errors = use(machine)
+    assert code == 0, errors
+    assert len(folders) == len(NAMES)
+    for folder in folders:
+        assert folder.is_relative_to(machine.owner.home)
+        assert (folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) == (machine.owner.uid, 0o700)
+
+
+@pytest.mark.parametrize("planted_as", ["folder of another user", "link to a folder of another user", "folder that all can write"])
+def test_a_folder_that_a_site_or_another_user_prepared_is_not_used(machine: SharedMachine, planted_as: str) -> None:
+    planted = machine.scratch / "shared"
+    planted.mkdir()
+    planted.chmod(0o777)
+    (machine.owner if planted_as == "folder that all can write" else machine.other).give(planted)
+    named = planted
+    if planted_as.startswith("link"):
+        named = machine.scratch / "link"
+        named.symlink_to(planted)
+    code, folders, errors = use(machine, dict.fromkeys(NAMES, str(named)))
+    assert code == 0, errors
+    assert named not in folders
+    assert all(folder.is_relative_to(machine.owner.home) for folder in folders)
+    assert list(planted.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_another_user_planted_before_the_first_run_is_refused(machine: SharedMachine, kind: str) -> None:
+    """The owner's cache is on a scratch file system that all users share."""
+    cache = machine.scratch / "cache" / "so-tui" / "compiled"
+    cache.mkdir(parents=True)
+    machine.owner.give(machine.scratch / "cache")
+    bait = machine.scratch / "bait"
+    bait.mkdir()
+    bait.chmod(0o777)
+    machine.other.give(bait)
+    if kind == "link":
+        (cache / "triton").symlink_to(bait)
+    else:
+        bait.rename(cache / "triton")
+    code, _, errors = use(machine, {"XDG_CACHE_HOME": str(machine.scratch / "cache")})
+    assert code == 1
+    assert "NotPrivateError" in errors
+    assert str(cache / "triton") in errors
+
+
+def test_a_private_folder_of_ones_own_choice_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    chosen = {"TRITON_CACHE_DIR": str(tmp_path), "HOME": "/home/a"}
+    assert "TRITON_CACHE_DIR" not in code_folders(chosen)
+    tmp_path.chmod(0o755)
+    assert code_folders(chosen)["TRITON_CACHE_DIR"] == "/home/a/.cache/so-tui/compiled/triton"
+    assert code_folders({"HOME": "/home/a"}).keys() == set(NAMES)
+
+
+def test_a_relative_folder_counts_as_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir(mode=0o700)
+    assert os.environ.get("HOME") is not None
+    assert "TRITON_CACHE_DIR" in code_folders({**os.environ, "TRITON_CACHE_DIR": "here"})
