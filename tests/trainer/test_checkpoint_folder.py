@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import superoffload
+import superoffload.checkpoint
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder
 from so_tui.runs.manifest import run_id
@@ -157,3 +158,22 @@ def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> N
     found = newest(tmp_path)
     assert found is not None
     assert (found.path, [damage.code for damage in found.damaged]) == (good, ["unreadable", "unreadable"])
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"numel": 0, "names": ["w"], "numels": [1 << 50]},
+        {"numel": 0, "names": ["w"], "numels": [-4]},
+        {"numel": -1, "names": [], "numels": []},
+        {"numel": 0, "names": ["w"], "numels": []},
+    ],
+)
+def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(hostile: dict[str, object], tmp_path: Path) -> None:
+    folder = checkpoint_folder.optimizer_folder(written(tmp_path, 3, "", tiny()))
+    path = folder / "rank_00000.json"
+    group = {"device": "cpu", "step": 1, "moments": False} | hostile
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {"sub_groups": [group]}))
+    with pytest.raises(superoffload.OffloadError, match="sizes are impossible") as caught:
+        list(superoffload.saved_master_weights(folder))
+    assert caught.value.code == "unreadable"

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
+from so_tui.model.sharding import partition_numel
 from superoffload.errors import OffloadError
 from superoffload.sub_groups import SubGroupState
 
@@ -121,14 +122,32 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
     while not found or len(found) < found[0].ranks:
         _, path = _paths(folder, len(found))
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Manifest))
+            if path.exists() and not path.is_file():  # reading a pipe would wait forever
+                raise OffloadError(f"{path} cannot be read: it is not a regular file.", code="unreadable")
+            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
         except FileNotFoundError:
             raise OffloadError(
                 f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.", code="incomplete"
             ) from None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise OffloadError(f"{path} cannot be read: {error}", code="unreadable") from error
+        ranks = found[0].ranks if found else manifest.ranks
+        if (
+            manifest.rank != len(found)
+            or manifest.ranks != ranks
+            or ranks < 1
+            or not all(_consistent(g, ranks) for g in manifest.sub_groups)
+        ):
+            raise OffloadError(f"{path} contradicts itself or the other ranks: its ranks or sizes are impossible.", code="unreadable")
+        found.append(manifest)
     return tuple(found)
+
+
+def _consistent(group: SubGroupRecord, ranks: int) -> bool:
+    """Return whether the parameters fit into the sub-group, whose size the file's must match: no tensor is larger than its file."""
+    if group.numel < 0 or len(group.names) != len(group.numels) or any(numel < 0 for numel in group.numels):
+        return False
+    return sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
 
 
 def _extents(sub_groups: Sequence[SubGroupRecord]) -> Iterator[tuple[int, int]]:
