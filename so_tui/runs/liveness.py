@@ -19,6 +19,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import FINAL_STATES, EndRecord, Process, RunState
 from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
+from so_tui.trust.reading import UnfitFileError, open_regular
 
 STALE_S = 60.0
 """Time without a heartbeat after which a run on another host counts as lost. The supervisor writes one per second; a network file system
@@ -115,9 +116,13 @@ def end_of_attempt(run: RunDirectory, attempt: int) -> EndRecord | None:
     newest = next(reversed(segments(run.metrics_dir).values()), None)
     if newest is None:
         return None
-    with newest.open("rb") as file:
+    try:
+        file = open_regular(newest)
+    except UnfitFileError:
+        return None
+    with file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        lines = file.read().split(b"\n")
+        lines = file.read(_END_BYTES).split(b"\n")
     records = (decode_metric(line) for line in reversed(lines))
     return next((record for record in records if isinstance(record, EndRecord) and record.attempt == attempt), None)
 

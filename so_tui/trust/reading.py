@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from enum import StrEnum
+from io import FileIO
 from pathlib import Path
 
 
@@ -28,6 +29,21 @@ class UnfitFileError(OSError):
         self.limit_bytes = limit_bytes
         words = "is not a regular file" if unfit is Unfit.NOT_A_FILE else f"has more than {limit_bytes} bytes"
         super().__init__(f"{path} {words}")
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading, without a buffer. Links are followed.
+
+    Raises:
+        UnfitFileError: It is not a regular file.
+        OSError: It cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnfitFileError(path, Unfit.NOT_A_FILE, 0)
+    return FileIO(descriptor, "rb")
 
 
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
