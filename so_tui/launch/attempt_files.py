@@ -14,6 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.trust.decoding import read_json
 
 SCHEMA = 1
 
@@ -50,10 +51,10 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
     """
     start = _Start()
     with contextlib.suppress(FileNotFoundError):
-        start = msgspec.json.decode(run.launch_path(attempt).read_bytes(), type=_Start)
+        start = read_json(run.launch_path(attempt), _Start)
     return Launch(
-        plan=msgspec.json.decode(run.plan_path(attempt).read_bytes(), type=Plan),
-        machine=msgspec.json.decode(run.machine_path(attempt, host).read_bytes(), type=Machine),
+        plan=read_json(run.plan_path(attempt), Plan),
+        machine=read_json(run.machine_path(attempt, host), Machine),
         ds_config=_ds_config(run, attempt),
         argv=start.argv,
         environment=start.environment,
@@ -68,4 +69,4 @@ def indented(value: object) -> bytes:
 
 
 def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    return msgspec.json.decode(run.ds_config_path(attempt).read_bytes(), type=dict[str, Any])
+    return read_json(run.ds_config_path(attempt), dict[str, Any])
