@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from so_tui import __version__
+from so_tui.commands.numbers import integer_from, number_from
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
 
 EPILOG = """\
@@ -152,7 +153,7 @@ def _add_run_commands(commands: _Commands) -> None:
     commands.add("runs", "runs:runs", "list the runs, newest first", json, runs_dir)
     stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
     grace = "kill it after this time (default %(default)g)"
-    stop.add_argument("--grace", type=float, default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
+    stop.add_argument("--grace", type=number_from(0, 86_400), default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
     resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes)
     resume.add_argument("--plain", action="store_true", help=_PLAIN)
     resume.add_argument("--force", action="store_true", help=_FORCE)
@@ -166,7 +167,7 @@ def _add_run_commands(commands: _Commands) -> None:
     text = "supervise a run's processes (started by `run`, not by hand)"
     supervise = commands.add("supervise", "run:supervise", text)
     supervise.add_argument("run", metavar="RUN")
-    supervise.add_argument("--attempt", type=int, required=True)
+    supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
 
 
 def _folder(text: str) -> Path:

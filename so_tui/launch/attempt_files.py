@@ -14,6 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import read_own
 
 SCHEMA = 1
@@ -61,10 +62,10 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
     """
     start = _Start()
     with contextlib.suppress(FileNotFoundError):
-        start = msgspec.json.decode(read_own(run.launch_path(attempt)), type=_Start)
+        start = decode_json(read_own(run.launch_path(attempt)), _Start)
     return Launch(
-        plan=msgspec.json.decode(read_own(run.plan_path(attempt)), type=Plan),
-        machine=msgspec.json.decode(read_own(run.machine_path(attempt, host)), type=Machine),
+        plan=decode_json(read_own(run.plan_path(attempt)), Plan),
+        machine=decode_json(read_own(run.machine_path(attempt, host)), Machine),
         ds_config=_ds_config(run, attempt),
         argv=start.argv,
         environment=start.environment,
@@ -81,4 +82,4 @@ def indented(value: object) -> bytes:
 
 
 def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    return msgspec.json.decode(read_own(run.ds_config_path(attempt)), type=dict[str, Any])
+    return decode_json(read_own(run.ds_config_path(attempt)), dict[str, Any])

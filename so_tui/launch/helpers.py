@@ -143,7 +143,7 @@ def _environment() -> dict[str, str]:
 def _decoded(name: str, text: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
         raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON: {text[:200]!r}") from error
     if not isinstance(answer, dict):
         raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}")

@@ -12,6 +12,7 @@ from so_tui.launch.time_limits import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.trust.decoding import read_json
 
 KillAction = Literal["wait", "terminate", "kill"]
 
@@ -37,7 +38,7 @@ def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason:
 def stop_request(run: RunDirectory) -> StopRequest | None:
     """Return the pending request, or None."""
     try:
-        return msgspec.json.decode((run.control_dir / "stop").read_bytes(), type=StopRequest)
+        return read_json(run.control_dir / "stop", StopRequest)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError):

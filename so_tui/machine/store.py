@@ -2,6 +2,8 @@
 
 Problem codes:
     unreadable: The file is missing or cannot be read.
+    not-a-file, too-large, too-deep: It is a pipe or a device, larger than 16 MiB, or nested too deeply.
+    out-of-range: It has more GPUs, NUMA nodes or CPUs, or larger numbers, than any machine.
     not-text, not-json: The file is not UTF-8 text, or not JSON.
     not-a-machine: The JSON does not describe a machine.
     unsupported-schema: The file was written by an incompatible version.
@@ -16,8 +18,13 @@ import msgspec
 
 from so_tui.machine.types import SCHEMA, Machine
 from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.decoding import NotTextError, TooDeepError, read_json
+from so_tui.trust.reading import UnfitFileError
 
 _REMEDY = "Write one on that machine with `so-tui inspect --json > FILE`."
+
+_MOST_GPUS, _MOST_NODES, _MOST_CPUS, _MOST_BYTES = 256, 4096, 1 << 16, 1 << 50
+"""Bounds of a machine, each far above any."""
 
 
 def machine_json(machine: Machine) -> bytes:
@@ -28,20 +35,41 @@ def machine_json(machine: Machine) -> bytes:
 def load_machine(path: Path | str) -> Machine:
     """Read a machine file. Raises InputError if it cannot be read or does not contain a Machine of this schema."""
     try:
-        machine = msgspec.json.decode(Path(path).read_bytes(), type=Machine)
+        machine = read_json(Path(path), Machine)
+    except UnfitFileError as error:
+        raise _problem(error.unfit.value, path, str(error).removeprefix(f"{path} ")) from error
+    except TooDeepError as error:
+        raise _problem("too-deep", path, f"is not a machine file: {error}") from error
+    except NotTextError as error:
+        raise _problem("not-text", path, "is not UTF-8 text") from error
     except OSError as error:
         raise _problem("unreadable", path, f"cannot be read ({error.strerror or error})") from error
     except msgspec.ValidationError as error:
         raise _problem("not-a-machine", path, f"is not a machine file ({error})") from error
-    except UnicodeDecodeError as error:
-        raise _problem("not-text", path, "is not UTF-8 text") from error
     except msgspec.DecodeError as error:
         raise _problem("not-json", path, f"is not JSON ({error})") from error
+    if (size := _too_large(machine)) is not None:
+        raise _problem("out-of-range", path, f"has {size}, more than any machine")
     if machine.schema != SCHEMA:
         raise _problem("unsupported-schema", path, f"has schema {machine.schema}; this version reads {SCHEMA}")
     if not machine.cpu_nodes:
         raise _problem("no-cpu-node", path, "has no NUMA node with CPUs")
     return machine
+
+
+def _too_large(machine: Machine) -> str | None:
+    """Return what exceeds the bounds of a machine; None if nothing does."""
+    sizes = [machine.host_memory_bytes, machine.shm_total_bytes, machine.memory_limit_bytes, machine.page_size_bytes]
+    sizes += [size for node in machine.numa_nodes for size in (node.memory_total_bytes, node.memory_free_bytes)]
+    sizes += [size for gpu in machine.gpus for size in (gpu.memory_total_bytes, gpu.memory_used_bytes)]
+    cpus = [*machine.online_cpus, *machine.allowed_cpus, *(cpu for node in machine.numa_nodes for cpu in node.cpus)]
+    if len(machine.gpus) > _MOST_GPUS:
+        return f"{len(machine.gpus)} GPUs"
+    if len(machine.numa_nodes) > _MOST_NODES:
+        return f"{len(machine.numa_nodes)} NUMA nodes"
+    if len(cpus) > 3 * _MOST_CPUS or any(not 0 <= cpu < _MOST_CPUS for cpu in cpus):
+        return f"a CPU beyond {_MOST_CPUS:,}"
+    return f"a size above {_MOST_BYTES:,} bytes" if any(size is not None and size > _MOST_BYTES for size in sizes) else None
 
 
 def _problem(code: str, path: Path | str, message: str) -> InputError:

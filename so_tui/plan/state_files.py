@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.spec.files import write_atomic
+from so_tui.trust.decoding import read_json
 
 T = TypeVar("T", bound=Struct)
 
@@ -34,6 +35,6 @@ def write(path: Path, value: Struct) -> Path:
 def _read(path: Path, kind: type[T], modified_ns: int, size: int) -> T | None:
     # Keyed by time and size, so that a plan costs a stat and not a decoding.
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return read_json(path, kind)
     except (OSError, msgspec.DecodeError):
         return None

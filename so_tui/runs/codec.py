@@ -12,6 +12,12 @@ from typing import Any
 import msgspec
 
 from so_tui.runs.records import MetricRecord, Rollup, Sample
+from so_tui.trust.decoding import decoded
+
+_LARGEST = 2**53
+"""The largest integer of a record: larger ones are not exact as floats, with which charts are drawn."""
+_LATEST = 1e11
+"""Unix seconds of the year 5138, before the years that Python's ``datetime`` cannot show."""
 
 _encoder = msgspec.json.Encoder()
 _metrics: msgspec.json.Decoder[MetricRecord] = msgspec.json.Decoder(MetricRecord, strict=False)
@@ -28,27 +34,48 @@ def encode_line(record: msgspec.Struct) -> bytes:
 
 
 def decode_metric(line: bytes) -> MetricRecord | None:
-    """Return the record of a line; None for an incomplete line or an unknown kind."""
+    """Return the record of a line; None for an incomplete or implausible line or an unknown kind."""
     try:
-        return _metrics.decode(line)
+        record = decoded(_metrics, line)
     except msgspec.DecodeError:
         return None
+    return record if _plausible(record) else None
 
 
 def decode_sample(line: bytes) -> Sample | None:
     """Return the sample of a line; None for an incomplete line."""
     try:
-        return _samples.decode(line)
+        sample = decoded(_samples, line)
     except msgspec.DecodeError:
         return None
+    return sample if is_time(sample.time) else None
 
 
 def decode_rollup(line: bytes) -> Rollup | None:
     """Return the roll-up of a line; None for an incomplete line."""
     try:
-        return _rollups.decode(line)
+        rollup = decoded(_rollups, line)
     except msgspec.DecodeError:
         return None
+    return rollup if is_time(rollup.mean.time) else None
+
+
+def _plausible(record: MetricRecord) -> bool:
+    """Return whether the time and all integers of a record are ones that a run can have: readers show times and compute with steps."""
+    if not is_time(record.time) or not is_count(record.attempt):
+        return False
+    values = (getattr(record, name) for name in record.__struct_fields__)
+    return all(not isinstance(value, int) or is_count(value) for value in values)
+
+
+def is_count(number: int) -> bool:
+    """Return whether a number is one that a run can have."""
+    return 0 <= number <= _LARGEST
+
+
+def is_time(time: float) -> bool:
+    """Return whether a time can be shown as a date."""
+    return 0 <= time < _LATEST
 
 
 def _spelled(value: Any) -> Any:

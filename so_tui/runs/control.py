@@ -14,6 +14,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
 from so_tui.runs.own import refuse_another_users
 from so_tui.structs import prepare
+from so_tui.trust.decoding import read_json
 
 Action = Literal["stop", "checkpoint"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -51,7 +52,7 @@ def pending(run: RunDirectory) -> frozenset[Action]:
 def details(run: RunDirectory, action: Action) -> Request | None:
     """Return who asked for an action; None if nobody did or the file cannot be read."""
     try:
-        return msgspec.json.decode((run.control_dir / action).read_bytes(), type=Request)
+        return read_json(run.control_dir / action, Request)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -15,6 +15,8 @@ import sys
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
+from io import BufferedReader
+from operator import gt
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,7 @@ from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import SUFFIX
 from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare
+from so_tui.trust.decoding import decoded
 from so_tui.trust.reading import open_regular
 
 BUCKET = 64
@@ -62,6 +65,28 @@ class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 prepare(IndexHeader)
+_headers = msgspec.json.Decoder(IndexHeader)
+_LONGEST_HEADER_BYTES = 16 << 20
+_LARGEST_BYTES = 64 << 20
+"""Limit of an index and of its segment, which a writer ends at 4 MiB."""
+
+
+def _check_header(header: IndexHeader, columns_bytes: int) -> None:
+    """Check that the columns are all there and in order. Raises msgspec.DecodeError if not: the segment itself is read instead."""
+    if header.rows < 0 or header.segment_bytes < 0 or not set(_ROW) <= set(header.columns):
+        raise msgspec.DecodeError("the header of the index is damaged")
+    if len(header.columns) * header.rows * _DOUBLE != columns_bytes:
+        raise msgspec.DecodeError("the index has another size than its header says")
+    if columns_bytes > _LARGEST_BYTES or header.segment_bytes > _LARGEST_BYTES:
+        raise msgspec.DecodeError("the index or its segment is larger than a writer makes them")
+
+
+def _check_rows(first: array[float], last: array[float], offsets: array[float], segment_bytes: int) -> None:
+    """Check that rows are in order, which searches rely on, and within the segment. Raises msgspec.DecodeError."""
+    steps = [step for row in zip(first, last, strict=True) for step in row]
+    for values, limit in ((steps, 2.0**53), (offsets.tolist(), float(segment_bytes))):
+        if not all(0 <= value <= limit for value in values) or any(map(gt, values, values[1:])):
+            raise msgspec.DecodeError("the rows of the index are damaged")
 
 
 class SegmentIndex:
@@ -70,10 +95,15 @@ class SegmentIndex:
     def __init__(self, path: Path) -> None:
         """Read the header. Raises OSError if there is no index, msgspec.DecodeError if it is damaged."""
         self._path = path
-        with os.fdopen(open_regular(path), "rb") as file:
-            line = file.readline()
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _LARGEST_BYTES + _LONGEST_HEADER_BYTES:
+                raise msgspec.DecodeError("the index is larger than a writer makes it")
+            line = BufferedReader(file).readline(_LONGEST_HEADER_BYTES)
         self._start = len(line)
-        self.header = msgspec.json.decode(line, type=IndexHeader)
+        self.header = decoded(_headers, line)
+        _check_header(self.header, size - len(line))
+        _check_rows(self.first_steps, self.last_steps, self.column("offset"), self.header.segment_bytes)
         self.events = tuple(record for raw in self.header.events if (record := decode_metric(bytes(raw))) is not None)
         latest = decode_metric(bytes(self.header.latest))
         self.latest = latest if isinstance(latest, StepRecord) else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.segments import MEBIBYTE
 from so_tui.trust.printable import printable
-from so_tui.trust.reading import UnfitFileError, open_regular
+from so_tui.trust.reading import UnfitFileError, open_descriptor
 
 HEAD_BYTES = MEBIBYTE
 TAIL_BYTES = 16 * MEBIBYTE
@@ -92,7 +92,7 @@ class LogReader:
         deadline = time.monotonic() + limit_s
         lines: list[str] = []
         try:
-            fd = open_regular(self._path)
+            fd = open_descriptor(self._path)
         except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
@@ -110,7 +110,7 @@ class LogReader:
     def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
         """Return the last lines within ``limit_bytes`` of the end; later polls continue from there."""
         try:
-            fd = open_regular(self._path)
+            fd = open_descriptor(self._path)
         except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:

@@ -11,6 +11,8 @@ from so_tui.trust.reading import UnfitFileError, open_regular
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
 _BLOCK_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 8 * MEBIBYTE
+"""Limit of a record. The binding of a thousand ranks takes less than one."""
 
 
 def segments(folder: Path, stem: str = "") -> dict[int, Path]:
@@ -22,7 +24,7 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
         return {}
     for name in names:
         number = name[len(stem) : -len(SUFFIX)]
-        if name.startswith(stem) and name.endswith(SUFFIX) and number.isascii() and number.isdigit():
+        if name.startswith(stem) and name.endswith(SUFFIX) and number.isdecimal() and number.isascii() and len(number) <= 12:
             found[int(number)] = folder / name
     return dict(sorted(found.items()))
 
@@ -31,16 +33,20 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
     """Return the complete lines from ``offset`` on, without newlines, and the offset after them.
 
     Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left for the next call. A file that does not
-    exist reads as empty.
+    exist, or is no regular file, reads as empty, and so does the rest of a file after a line that is longer than any record.
     """
     try:
-        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-            file.seek(offset)
-            block = file.read(limit_bytes)
-            while b"\n" not in block and (more := file.read(limit_bytes)):
-                block += more
-    except (FileNotFoundError, UnfitFileError):  # a pipe or a device is no segment
+        file = open_regular(path)
+    except (FileNotFoundError, UnfitFileError):
         return [], offset
+    with file:
+        file.seek(offset)
+        block = file.read(limit_bytes)
+        if b"\n" not in block:
+            parts = [block]
+            while b"\n" not in parts[-1] and sum(map(len, parts)) < LONGEST_LINE_BYTES and (more := file.read(MEBIBYTE)):
+                parts.append(more)
+            block = b"".join(parts)
     end = block.rfind(b"\n") + 1
     return block[:end].split(b"\n")[:-1], offset + end
 

@@ -14,16 +14,15 @@ from typing import TypeVar
 
 import msgspec
 
+from so_tui.runs.codec import is_count, is_time
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
 from so_tui.runs.records import RunState
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.types import RunSpec
-from so_tui.trust.reading import read_bounded
+from so_tui.trust.decoding import read_json
 
 T = TypeVar("T")
-_LARGEST_BYTES = 16 << 20
-"""Thousands of times as much as a state or a spec has: who looks at a run must not fill the memory with it."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of writing to a full disk or above a quota."""
 
@@ -57,7 +56,19 @@ def overwrite(path: Path, content: bytes) -> None:
 
 def read_state(run: RunDirectory) -> RunState:
     """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing or cannot be read."""
-    return _read(run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run.")
+    remedy = "Check that this is the folder of a run."
+    state = _read(run.state_path, RunState, "unreadable-state", remedy)
+    if not _plausible(state):
+        message = f"{run.state_path.name} holds a time or a number that no run can have"
+        raise InputError([Problem(code="unreadable-state", field="run", value=str(run.path), message=message, remedy=remedy)])
+    return state
+
+
+def _plausible(state: RunState) -> bool:
+    """Return whether times can be shown as dates, and counts are in a range to compute with."""
+    times = (state.started, state.ended, state.attempt_started, state.saved_at)
+    counts = (state.attempt, state.step, state.total_steps, state.saved_step, state.heartbeat)
+    return all(time is None or is_time(time) for time in times) and all(count is None or is_count(count) for count in counts)
 
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
@@ -73,10 +84,10 @@ def read_spec(run: RunDirectory) -> RunSpec:
 
 def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
-        return msgspec.json.decode(read_bounded(path, _LARGEST_BYTES), type=kind)
+        return read_json(path, kind)
     except (OSError, msgspec.DecodeError) as error:
         if not path.parent.exists():
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         message = f"{path.name} cannot be read: {reason}"
         raise InputError([Problem(code=code, field="run", value=str(path.parent), message=message, remedy=remedy)]) from error

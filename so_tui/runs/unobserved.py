@@ -82,7 +82,7 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
         newest = next(reversed(segments(run.metrics_dir).values()), None)
         if newest is None:
             return ()
-        with os.fdopen(open_regular(newest), "rb") as file:
+        with open_regular(newest) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
             lines = file.read(_END_BYTES).split(b"\n")
     except OSError as error:

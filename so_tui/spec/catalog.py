@@ -6,7 +6,8 @@ Problem codes:
     not-a-preset: The file or folder exists, but is not a preset.
     data-not-preset: A data file was named in place of a preset.
     invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist, cannot be read, or is not TOML.
-    circular-extends: A preset extends itself through others.
+    not-a-file, too-large, too-deep: It is a pipe or a device, larger than 1 MiB, or nested too deeply.
+    circular-extends, long-extends: A preset extends itself through others, or too many others.
     invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or a file has it.
     not-writable: The preset cannot be written.
 """
@@ -15,11 +16,9 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -27,19 +26,18 @@ from msgspec import Struct
 from so_tui.spec.check import check_tree
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
+from so_tui.spec.preset_file import Origin, Source, no_preset, read_source
 from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.types import Preset, RunSpec
-from so_tui.spec.wording import nearest, set_option, shown
+from so_tui.spec.wording import nearest, set_option, shown, some
 
+_LONGEST_CHAIN = 16
+"""Presets that a preset may extend, one through the other."""
 BUILTIN = "builtin:"
 """Prefix of models, tokenizers and data that come with so-tui: ``builtin:tiny/rows.jsonl``."""
 
-Origin = Literal["built-in", "user", "file"]
-
 _DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
-_KEYS = frozenset((*RunSpec.__struct_fields__, "extends"))
-"""Top-level keys of a preset."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -85,13 +83,13 @@ def resolve_source(text: str) -> str:
 
 def load_catalog(user_dir: Path | None = None) -> Catalog:
     """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the others."""
-    trees: dict[str, _Source] = {}
+    trees: dict[str, Source] = {}
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = ((builtin_folder(), "built-in"), (user_dir or user_folder(), "user"))
     for folder, origin in folders:
         for path in sorted(folder.glob("*.toml")):
             try:
-                source = _read(path, origin)
+                source = read_source(path, origin)
                 if source.name in trees:
                     raise InputError([_duplicate_name(source, trees[source.name])])
                 trees[source.name] = source
@@ -126,12 +124,12 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
         if fault:
             remedy = "`so-tui presets` lists the presets by name."
             raise InputError([Problem(code="invalid-path", field="preset", value=shown(name_or_path), message=fault, remedy=remedy)])
-        source = _read(Path(name_or_path).expanduser(), "file")
+        source = read_source(Path(name_or_path).expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
         return _preset(
-            source, {name: _Source(name, preset.path, preset.origin, complete_tree(preset.spec)) for name, preset in known.items()}
+            source, {name: Source(name, preset.path, preset.origin, complete_tree(preset.spec)) for name, preset in known.items()}
         )
     catalog = catalog or load_catalog()
     if name_or_path in catalog.presets:
@@ -139,8 +137,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
     if broken:
         raise InputError(broken)
-    if not fault and Path(name_or_path).exists():
-        raise InputError([_no_preset(Path(name_or_path), f"is a {'folder' if Path(name_or_path).is_dir() else 'file'}, not a preset")])
+    if not fault and os.path.exists(name_or_path):  # noqa: PTH110 - unlike Path's, it answers where permission is missing
+        raise InputError([no_preset(Path(name_or_path), f"is a {'folder' if Path(name_or_path).is_dir() else 'file'}, not a preset")])
     raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
 
 
@@ -162,7 +160,7 @@ def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | 
     older = presets.get(name)
     path = Path(older.path) if older else folder / f"{name}.toml"
     if older and base == name:
-        base = _read(path, "user").tree.get("extends")
+        base = read_source(path, "user").tree.get("extends")
     return _write(path, _toml(_preset_tree(msgspec.structs.replace(spec, name=name), base, presets)))
 
 
@@ -226,46 +224,12 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
     return {"extends": base, **changes}
 
 
-class _Source(Struct, frozen=True):
-    """A preset file as parsed, before any check."""
-
-    name: str
-    path: str
-    origin: Origin
-    tree: Tree
-
-
-def _read(path: Path, origin: Origin) -> _Source:
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _unreadable("file-not-found", path, "there is no such file", "`so-tui presets` lists the presets by name.") from None
-    except IsADirectoryError:
-        raise InputError([_no_preset(path, "is a folder, not a preset")]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        remedy = "Check the path, and that the file is UTF-8 text with read permission."
-        raise _unreadable("unreadable", path, f"cannot be read ({error})", remedy) from None
-    except tomllib.TOMLDecodeError as error:
-        if path.suffix != ".toml":
-            raise InputError([_no_preset(path, "is a file, not a preset")]) from None
-        remedy = "Correct that line: text needs quotes, and each key may appear once."
-        raise _unreadable("invalid-toml", path, f"is not TOML: {error}", remedy) from None
-    if tree and not tree.keys() & _KEYS:
-        raise InputError([_no_preset(path, f"is TOML, but not a preset: it holds {', '.join(tree)}")])
-    tree.setdefault("name", path.stem)
-    return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
-
-
-def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="preset", value="", message=message, remedy=remedy, file=str(path))])
-
-
-def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
+def _preset(source: Source, sources: Mapping[str, Source]) -> Preset:
     spec = check_tree(_extended(source, sources, (source.name,)), source.path)
     return Preset(spec=spec, origin=source.origin, path=source.path)
 
 
-def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, ...]) -> Tree:
+def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ...]) -> Tree:
     """Return the tree of a file merged over that of the preset it extends, recursively.
 
     The title is not inherited, so that a preset and its base look different in lists.
@@ -279,6 +243,10 @@ def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, 
     base = str(source.tree["extends"])
     if base not in sources:
         raise InputError([_unknown_preset("extends", base, tuple(sources), source.path)])
+    if len(seen) > _LONGEST_CHAIN:
+        message, remedy = f"goes through more than {_LONGEST_CHAIN} presets", "Extend a preset with fewer presets below it."
+        code = "long-extends"
+        raise InputError([Problem(code=code, field="extends", value=shown(base), message=message, remedy=remedy, file=source.path)])
     if base in seen:
         chain = " -> ".join((*seen, base))
         remedy = "Extend a preset that does not itself extend this one."
@@ -303,19 +271,11 @@ def _order(preset: Preset) -> tuple[object, ...]:
 
 
 def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
-    remedy = f"{nearest(name, known)}Presets: {', '.join(known)}."
+    remedy = f"{nearest(name, known)}Presets: {some(known)}."
     return Problem(code="unknown-preset", field=field, value=shown(name), message="there is no such preset", remedy=remedy, file=file)
 
 
-def _no_preset(path: Path, message: str) -> Problem:
-    """Return the problem of a file or folder that exists but is not a preset."""
-    remedy = "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` lists them by name."
-    if path.is_dir():
-        remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
-    return Problem(code="not-a-preset", field="preset", value=shown(str(path)), message=message, remedy=remedy)
-
-
-def _duplicate_name(source: _Source, other: _Source) -> Problem:
+def _duplicate_name(source: Source, other: Source) -> Problem:
     return Problem(
         code="name-taken",
         field="name",

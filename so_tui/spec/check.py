@@ -32,6 +32,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from typing import Any, get_type_hints
 
 import msgspec
@@ -63,6 +64,8 @@ _PATH_KEYS = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "
 _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 """Prefix of the keys of one source of a mixture."""
 
+_MOST_PROBLEMS = 50
+"""Problems of one tree that are reported; a file of random keys would have a hundred thousand."""
 _PYTHON_TYPES: dict[FieldType, tuple[type, ...]] = {"integer": (int,), "number": (int, float), "text": (str,), "boolean": (bool,)}
 """Types of a value that only its range can make wrong. A bool is an int in Python and is excluded separately."""
 
@@ -85,9 +88,9 @@ def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
 
 def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
     """Return everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of the key."""
-    problems = tuple(_section_problems(tree, RunSpec, ""))
+    problems = tuple(islice(_section_problems(tree, RunSpec, ""), _MOST_PROBLEMS))
     wrong = {problem.field for problem in problems}
-    return problems + tuple(problem for problem in _cross_problems(tree) if problem.field not in wrong)
+    return problems + tuple(problem for problem in islice(_cross_problems(tree), _MOST_PROBLEMS) if problem.field not in wrong)
 
 
 @cache

@@ -4,6 +4,7 @@ Problem codes:
     table-empty-block: A block has no tensors.
     table-invalid-shape: A tensor has a dimension below 1.
     table-unknown-tie: A tensor is tied to a tensor that does not exist or has no storage of its own.
+    table-too-large: It has more tensors than any model, or a tensor more elements.
     table-stale: ``[model.config]`` was changed after the table was generated.
 """
 
@@ -25,6 +26,10 @@ REGENERATE = "Generate the table again: python -m so_tui_trainer.tools.presets F
 
 _PLAIN_MODEL_TYPES = frozenset(("gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss"))
 """Model types whose tensor shapes follow from the sizes in the config alone."""
+_MOST_TENSORS = 200_000
+_MOST_ELEMENTS = 2**44
+_LONGEST_NAME = 512
+"""Bounds of a table, each far above any model."""
 _TABLE_SIZES: dict[tuple[str, ...], tuple[str, int]] = {
     ("vocab_size",): ("model.embed_tokens.weight", 0),
     ("hidden_size",): ("model.embed_tokens.weight", 1),
@@ -59,7 +64,14 @@ def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
     for number, block in enumerate(blocks, 1):
         if not block.tensors:
             yield _problem("table-empty-block", "", f"has no tensors in block {number}")
+    if sum(block.repeat * len(block.tensors) for block in blocks) > _MOST_TENSORS:
+        yield _problem("table-too-large", "", f"has more than {_MOST_TENSORS:,} tensors")
+        return
     tensors = [(block, tensor) for block in blocks for tensor in block.tensors]
+    for _, tensor in tensors:
+        if len(tensor.name) > _LONGEST_NAME or prod(map(abs, tensor.shape)) > _MOST_ELEMENTS:
+            yield _problem("table-too-large", tensor.name, "has more elements, or a longer name, than a tensor can have")
+            return
     for _, tensor in tensors:
         if any(size < 1 for size in tensor.shape):
             yield _problem("table-invalid-shape", tensor.name, f"has a dimension below 1 ({', '.join(map(str, tensor.shape))})")
@@ -77,7 +89,7 @@ def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
 
 def _stale_table_problems(config: dict[str, Any], blocks: tuple[ParameterBlock, ...]) -> Iterator[Problem]:
     """Yield the config keys that no longer match the table, for model types where this is certain."""
-    if config.get("model_type") not in _PLAIN_MODEL_TYPES:
+    if str(config.get("model_type")) not in _PLAIN_MODEL_TYPES:
         return
     sizes = {tensor.name.removeprefix("model.layers.{i}."): tensor.shape for block in blocks for tensor in block.tensors}
     layered = [block for block in blocks if any(tensor.name.startswith("model.layers.{i}.") for tensor in block.tensors)]

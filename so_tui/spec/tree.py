@@ -2,11 +2,11 @@
 
 Problem codes:
     unknown-key: ``--set`` names a key that does not exist.
+    not-text: A value of ``--set`` is not UTF-8 text.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, section_names
 from so_tui.spec.types import RunSpec
 from so_tui.spec.wording import nearest, shown
+from so_tui.trust.decoding import decode_toml
 
 Tree = dict[str, Any]
 
@@ -62,6 +63,10 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     for path, text in values.items():
         if path not in field_index() and not path.startswith(_FREE_TABLE):
             problems.append(_unknown_path(path, text))
+            continue
+        if not _is_text(text):
+            message, remedy = "is not UTF-8 text", "Write the value as UTF-8."
+            problems.append(Problem(code="not-text", field=path, value=shown(text), message=message, remedy=remedy))
             continue
         *sections, key = path.split(".")
         section = changes
@@ -134,9 +139,18 @@ def _defaults() -> Tree:
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
-    except tomllib.TOMLDecodeError:
+        return decode_toml(f"value = {text}".encode())["value"] if "\n" not in text else text
+    except ValueError:  # no TOML, nested too deeply, or a lone surrogate: taken literally
         return text
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text can be written as UTF-8; bytes of the command line that are not become lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unquoted(text: str) -> str:

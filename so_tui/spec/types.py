@@ -36,7 +36,7 @@ class Tensor(Struct, frozen=True, array_like=True):
 
     name: str
     """Name in the Hugging Face model; ``{i}`` stands for the index of the repetition."""
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Meta(max_length=8)]
     decay: bool
     """Whether weight decay applies."""
     kind: TensorKind
@@ -48,8 +48,8 @@ class Tensor(Struct, frozen=True, array_like=True):
 class ParameterBlock(Spec, frozen=True):
     """Consecutive tensors that occur ``repeat`` times in a row, such as the layers of a model."""
 
-    repeat: Annotated[int, Meta(ge=1)] = 1
-    first: Annotated[int, Meta(ge=0)] = 0
+    repeat: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    first: Annotated[int, Meta(ge=0, le=10_000)] = 0
     tensors: tuple[Tensor, ...] = ()
 
 
@@ -308,7 +308,7 @@ class BenchmarkSpec(Spec, frozen=True):
 class RunSpec(Spec, frozen=True, kw_only=True):
     """What to train and how, independent of the machine."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64, description="Short name, which names of runs start with.")]
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*\Z", max_length=64, description="Short name, which names of runs start with.")]
     title: Annotated[str, Meta(description="Display name.")] = ""
     gpus: Annotated[
         Annotated[int, Meta(ge=1, le=16)] | tuple[Annotated[int, Meta(ge=0)], ...],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from enum import StrEnum
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 
@@ -30,13 +31,18 @@ class UnfitFileError(OSError):
         super().__init__(f"{path} {words}")
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor. Links are followed.
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading, without a buffer. Links are followed.
 
     Raises:
         UnfitFileError: It is a folder, a pipe, a socket or a device.
         OSError: It cannot be opened.
     """
+    return FileIO(open_descriptor(path), "rb")
+
+
+def open_descriptor(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor; otherwise as ``open_regular``."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means nothing.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -52,12 +58,8 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         UnfitFileError: It is not a regular file, or larger.
         OSError: It cannot be read.
     """
-    descriptor = open_regular(path)
-    try:
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(limit_bytes + 1)
-    finally:
-        os.close(descriptor)
+    with BufferedReader(open_regular(path)) as file:
+        content = file.read(limit_bytes + 1)
     if len(content) > limit_bytes:
         raise UnfitFileError(path, Unfit.TOO_LARGE, limit_bytes)
     return content

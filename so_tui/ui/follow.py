@@ -213,12 +213,14 @@ class RunFollower:
         """Read plan and machine of the newest attempt, once each."""
         import msgspec
 
+        from so_tui.trust.decoding import read_json
+
         if state is None or (state.attempt == self._attempt and self._plan is not None):
             return
         self._attempt = state.attempt
         try:
             self._spec = self._spec or read_spec(self.run)
-            self._plan = msgspec.json.decode(self.run.plan_path(state.attempt).read_bytes(), type=Plan)
+            self._plan = read_json(self.run.plan_path(state.attempt), Plan)
             self._machine = load_machine(self.run.machine_path(state.attempt, state.host))
         except (OSError, InputError, msgspec.DecodeError):
             return  # not written yet, or by another version: the dashboard leaves out what only they contain

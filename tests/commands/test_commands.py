@@ -317,3 +317,11 @@ def test_a_reader_that_has_gone_is_no_failure(argv: tuple[str, ...]) -> None:
     with open(writes, "w") as gone:  # noqa: PTH123 - a descriptor
         done = command(*argv, stdout=gone)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("grace", ["nan", "inf", "-inf", "-5", "1e9", "9" * 5000, ""])
+def test_a_grace_that_is_no_time_is_refused(grace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["stop", f"--grace={grace}"])
+    assert caught.value.code == 2
+    assert "--grace" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Decode JSON and TOML that anybody may have written: whatever is wrong with it, nesting too, ends in the error of a malformed file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from so_tui.trust.reading import read_bounded
+
+T = TypeVar("T")
+
+DEEPEST = 32
+"""Levels of nesting that are read. The files of a run and the configs of models have fewer than ten."""
+LARGEST_FILE_BYTES = 16 << 20
+"""Limit of a JSON file. A plan for 72 GPUs has about 1 MiB."""
+_LARGEST_INTEGER = 2**63 - 1
+
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+# The parser needs time that is quadratic in the number of names in a key: 20,000 take ten seconds.
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""", re.ASCII)
+
+
+class TooDeepError(msgspec.DecodeError):
+    """A document nested deeper than ``DEEPEST``."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it is nested more than {DEEPEST} levels deep")
+
+
+class NotTextError(msgspec.DecodeError):
+    """A document that is not UTF-8 text."""
+
+
+def decode_json(content: bytes, kind: type[T]) -> T:
+    """Return a value of a type from JSON. Raises msgspec.DecodeError, whatever is wrong with the content."""
+    _check_depth(content)
+    return decoded(msgspec.json.Decoder(kind), content)
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Return the content of a JSON file. Raises OSError, or msgspec.DecodeError, whatever is wrong with the content."""
+    return decode_json(read_bounded(path, LARGEST_FILE_BYTES), kind)
+
+
+def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
+    """Return what a decoder makes of a line. Raises msgspec.DecodeError, whatever is wrong with the line."""
+    try:
+        return decoder.decode(content)
+    except RecursionError:
+        raise TooDeepError from None
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"it is not UTF-8 text (byte {error.start})") from None
+
+
+def decode_toml(content: bytes) -> dict[str, Any]:
+    """Return the tree of a TOML document.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8 text.
+        TooDeepError: It is nested too deeply.
+        tomllib.TOMLDecodeError: Anything else is wrong with it.
+    """
+    text = content.decode("utf-8")
+    if _LONG_KEY.search(text):
+        raise TooDeepError
+    try:
+        tree = tomllib.loads(text)
+    except RecursionError:
+        raise TooDeepError from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits, a date that does not exist
+        raise tomllib.TOMLDecodeError(_first_words(error)) from None
+    _check_values(tree)
+    return tree
+
+
+def _first_words(error: ValueError) -> str:
+    return str(error).partition(";")[0].partition(":")[0]
+
+
+def _check_depth(content: bytes) -> None:
+    if content.count(b"[") + content.count(b"{") <= DEEPEST:
+        return
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(content):
+        if match[0] in (b"[", b"{"):
+            depth += 1
+            if depth > DEEPEST:
+                raise TooDeepError
+        elif match[0] in (b"]", b"}"):
+            depth -= 1
+
+
+def _check_values(tree: dict[str, Any]) -> None:
+    """Raise for values that are nested too deeply, and for integers beyond the 64 bits of TOML."""
+    level: list[Any] = [tree]
+    for _ in range(DEEPEST):
+        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
+        if any(isinstance(value, int) and abs(value) > _LARGEST_INTEGER for value in level):
+            raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
+    if any(isinstance(value, dict | list) for value in level):
+        raise TooDeepError
+
+
+def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value

@@ -1,0 +1,144 @@
+"""Files of a run that anybody may have written: readers skip what is wrong with them, in bounded time and memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, control
+from so_tui.runs.codec import decode_metric, decode_sample
+from so_tui.runs.index import index_path
+from so_tui.runs.records import StepRecord
+from so_tui.runs.segments import segments
+from so_tui.runs.state import read_state
+from so_tui.runs.unobserved import end_of_attempt
+from so_tui.spec import InputError
+
+Step = Callable[..., StepRecord]
+
+WARNING = b'{"kind":"warning","attempt":1,"time":1.0,"message":"m"%s}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        WARNING % (b',"x":' + b"[" * 100_000 + b"]" * 100_000),
+        WARNING.replace(b'"m"', b'"\xff"') % b"",
+        WARNING.replace(b"1.0", b"1e300") % b"",
+        WARNING.replace(b"1.0", b"-1") % b"",
+        WARNING.replace(b"1.0", b'"nan"') % b"",
+        WARNING.replace(b':1,"time', b":" + b"9" * 5000 + b',"time') % b"",
+        b'{"kind":"resumed_from_step","attempt":1,"time":1,"step":-5}',
+        b'{"kind":"resumed_from_step","attempt":1,"time":1,"step":9223372036854775808}',
+        b"\0" * 100,
+    ],
+)
+def test_a_hostile_record_is_skipped(line: bytes) -> None:
+    assert decode_metric(WARNING % b"") is not None
+    assert decode_metric(line) is None
+    assert decode_sample(line) is None
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(8 << 30)
+
+
+@pytest.mark.parametrize("make", [_pipe, _device, _sparse])
+def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Path], None], run: RunDirectory, step: Step) -> None:
+    writer = MetricsWriter(run, 1)
+    for number in range(200):
+        writer.append(step(number + 1))
+    writer.close()
+    (first,) = segments(run.metrics_dir).values()
+    index_path(first).unlink()
+    make(index_path(first))
+    make(run.metrics_dir / "000002.jsonl")
+    folder = run.samples_dir("host")
+    folder.mkdir()
+    make(folder / "raw-000001.jsonl")
+    begun = time.monotonic()
+    reader = RunReader(run)
+    while reader.poll().more:
+        assert time.monotonic() - begun < 10
+    reader.poll()
+    assert reader.latest is not None
+    assert reader.latest.step == 200
+    assert end_of_attempt(run, 1) is None
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rows", 10**9), ("rows", -1), ("columns", ["first"]), ("segment_bytes", -1), ("segment_bytes", 2**40), ("events", "x")],
+)
+def test_an_index_that_lies_is_not_used(key: str, value: object, run: RunDirectory, step: Step) -> None:
+    writer = MetricsWriter(run, 1)
+    for number in range(200):
+        writer.append(step(number + 1))
+    writer.close()
+    (first,) = segments(run.metrics_dir).values()
+    header, _, columns = index_path(first).read_bytes().partition(b"\n")
+    changed = {**msgspec.json.decode(header), key: value}
+    index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + columns)
+    (run.metrics_dir / "000002.jsonl").write_bytes(b"")
+    reader = RunReader(run)
+    while reader.poll().more:
+        pass
+    assert [record.step for record in reader.recent(2)] == [199, 200]
+    assert reader.overview("loss", 10).columns[0].rows > 0
+
+
+def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, step: Step) -> None:
+    writer = MetricsWriter(run, 1)
+    for number in range(200):
+        writer.append(step(number + 1))
+    writer.close()
+    (first,) = segments(run.metrics_dir).values()
+    header, _, columns = index_path(first).read_bytes().partition(b"\n")
+    index_path(first).write_bytes(header + b"\n" + b"\xff" * len(columns))
+    (run.metrics_dir / "000002.jsonl").write_bytes(b"")
+    reader = RunReader(run)
+    while reader.poll().more:
+        pass
+    assert [record.step for record in reader.recent(2)] == [199, 200]
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{}", b"9" * 5000])
+def test_a_hostile_state_or_request_is_the_usual_error(content: bytes, run: RunDirectory) -> None:
+    run.state_path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_state(run)
+    assert [problem.code for problem in caught.value.problems] == ["unreadable-state"]
+    run.control_dir.mkdir(exist_ok=True)
+    (run.control_dir / "stop").write_bytes(content)
+    assert control.details(run, "stop") is None
+
+
+@pytest.mark.parametrize("change", [{"started": 1e300}, {"ended": -1.0}, {"step": -5}, {"total_steps": 2**63}])
+def test_a_state_with_an_impossible_number_is_the_usual_error(change: dict[str, object], run: RunDirectory) -> None:
+    state = msgspec.json.decode(run.state_path.read_bytes())
+    run.state_path.write_bytes(msgspec.json.encode({**state, **change}))
+    with pytest.raises(InputError):
+        read_state(run)
+
+
+@pytest.mark.parametrize("make", [_pipe, _device, _sparse])
+def test_a_state_that_is_no_small_regular_file_is_the_usual_error(make: Callable[[Path], None], run: RunDirectory) -> None:
+    run.state_path.unlink(missing_ok=True)
+    make(run.state_path)
+    with pytest.raises(InputError):
+        read_state(run)
