@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
     from so_tui.launch.preparation import Launch, launch_of, prepare, prepare_resume, preview
     from so_tui.launch.processes import OwnProcesses
-    from so_tui.launch.supervise import supervise
+    from so_tui.launch.supervision import supervise
 
 __all__ = [
     "Launch",
@@ -39,7 +39,7 @@ _MODULES = {
     "checks": ("missing_inputs", "preflight", "writable"),
     "preparation": ("Launch", "launch_of", "prepare", "prepare_resume", "preview"),
     "processes": ("OwnProcesses",),
-    "supervise": ("supervise",),
+    "supervision": ("supervise",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -18,7 +18,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import CheckpointRecord, EndRecord, MetricRecord, RunState
 from so_tui.runs.segments import segments
 from so_tui.spec.errors import InputError, Problem
-from so_tui.trust.reading import open_regular
+from so_tui.trust.reading import UnfitFileError, open_regular
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "stopped": 4, "lost": 1}
 """Exit code for each final state."""
@@ -85,6 +85,8 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
         with open_regular(newest) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
             lines = file.read(_END_BYTES).split(b"\n")
+    except UnfitFileError:  # a pipe or a device is no segment
+        return ()
     except OSError as error:
         message, remedy = (
             f"its records cannot be read: {error.strerror or error}",

@@ -27,7 +27,7 @@ from so_tui.runs import (
     write_state,
 )
 from so_tui.runs.liveness import identify
-from so_tui.spec.errors import InputError, Refused
+from so_tui.spec.errors import InputError
 from so_tui.spec.files import write_atomic
 from so_tui.spec.types import RunSpec
 from tests.support.problems import codes
@@ -40,7 +40,7 @@ def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
     assert read_spec(run) == spec
     state = read_state(run)
     assert (state.state, state.name) == ("created", run.name)
-    assert sorted(path.name for path in run.path.iterdir()) == ["attempts", "control", "metrics", "spec.json", "state.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["attempts", "control", "metrics", "run.json", "spec.json", "state.json"]
 
 
 def test_creators_at_the_same_time_get_runs_of_their_own(spec: RunSpec) -> None:
@@ -154,8 +154,9 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
     mine = identify(os.getpid(), "supervisor")
     write_state(living, msgspec.structs.replace(read_state(living), state="training", host=socket.gethostname(), supervisor=mine))
     delete_run(ended)
-    with pytest.raises(Refused, match="so-tui stop living"):
+    with pytest.raises(InputError) as caught:
         delete_run(living)
+    assert codes(caught) == ["run-is-live"]
     assert {run.name for run in list_runs()} == {"living", "other"}
     assert sorted(path.name for path in other.path.parent.iterdir()) == ["living", "other"]
     with pytest.raises(InputError):
