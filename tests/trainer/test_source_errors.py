@@ -36,7 +36,7 @@ NARRATOR = '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"ro
         ("rows.json", "[]", "data-source-empty"),
         ("rows.csv", "instruction,output\n", "data-source-empty"),
         ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
-        ("rows.jsonl.gz", gzip.compress(GOOD.encode(, mtime=0) * 100)[:60], "data-source-unreadable"),
+        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100, mtime=0)[:60], "data-source-unreadable"),
     ],
 )
 def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: str | bytes, code: str) -> None:
