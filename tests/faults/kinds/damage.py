@@ -162,12 +162,23 @@ def _run_files() -> tuple[Kind, ...]:
     """Files of the run that a resume needs, or does without."""
     lost = told(("lost", ""))
     state = tuple(
-        _kind(f"state-{how}", f"state.json is {how}", harmed(of_run("state.json"), harm), right=lost, refusals=("unreadable-state",))
+        _kind(
+            f"state-{how}",
+            f"state.json is {how}",
+            harmed(of_run("state.json"), harm),
+            right=lost,
+            refusals=("missing" if how == "missing" else "unreadable-state",),
+        )
         for how, harm in _HARMS.items()
         if how != "flipped"  # a flipped digit may leave a state that can be read
     )
     spec = tuple(
-        _kind(f"spec-{how}", f"spec.json is {how}", harmed(of_run("spec.json"), harm), refusals=("unreadable-spec",))
+        _kind(
+            f"spec-{how}",
+            f"spec.json is {how}",
+            harmed(of_run("spec.json"), harm),
+            refusals=("missing" if how == "missing" else "unreadable-spec",),
+        )
         for how, harm in (("torn", tear), ("empty", empty))
     )
     metrics = tuple(
