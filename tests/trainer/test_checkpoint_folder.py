@@ -16,36 +16,14 @@ from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder
 from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
 from so_tui_trainer import checkpoint_folder
-from so_tui_trainer.checkpoint_folder import Manifest, claim, newest, read_manifest, start_over, verify
+from so_tui_trainer.checkpoint_folder import claim, newest, read_manifest, start_over, verify
 from so_tui_trainer.failures import TrainingError
+from tests.support.checkpoints import written
 from tests.support.launching import tiny
 
 
 def spec_in(folder: Path, keep: int = 2) -> RunSpec:
     return tiny(checkpoint__folder=str(folder), checkpoint__keep=str(keep))
-
-
-def written(folder: Path, step: int, run: str, spec: RunSpec) -> Path:
-    """Write a checkpoint of no parameters."""
-    partial = checkpoint_folder.begin(folder, step)
-    record = superoffload.checkpoint.Manifest(
-        deepspeed="0", mode="superoffload", engine="so-tui", ratio=0.5, rank=0, ranks=1, sub_groups=()
-    )
-    (checkpoint_folder.optimizer_folder(partial) / "rank_00000.states").write_bytes(b"")
-    (checkpoint_folder.optimizer_folder(partial) / "rank_00000.json").write_bytes(msgspec.json.encode(record))
-    manifest = Manifest(
-        run=run,
-        step=step,
-        total_steps=99,
-        ranks=1,
-        consumed_sequences=step,
-        useful_tokens=0,
-        trained_tokens=0,
-        data="",
-        last_loss=None,
-        spec=spec,
-    )
-    return checkpoint_folder.complete(partial, manifest)
 
 
 def names(folder: Path) -> list[str]:

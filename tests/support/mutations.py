@@ -1,0 +1,120 @@
+"""Hypothesis strategies that harm valid documents: values of any type in the wrong place, nesting, torn and flipped bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+Tree = dict[str, Any] | list[Any]
+
+_TEXTS = [
+    "",
+    "x\n",
+    "\x1b]52;c;cm0=\x07",
+    "\x9b31m",
+    "\u202e\u2066",
+    "\ud800",
+    "../../etc/passwd",
+    "/dev/zero",
+    "a" * 100_000,
+    "nan",
+    "[red]",
+]
+_NUMBERS = [0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**64), 10**400, 1e300, -1e300, 5e-324, float("nan"), float("inf"), float("-inf")]
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+HOSTILE = st.one_of(
+    st.sampled_from([*_TEXTS, *_NUMBERS, None, True, False, [], {}, [[]], {"": {}}, {"a": None}]),
+    st.sampled_from([_nested(20), _nested(200), [0] * 10_000, {str(number): number for number in range(2_000)}]),
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20), st.lists, max_leaves=8),
+)
+
+
+@st.composite
+def harmed_trees(draw: st.DrawFn, valid: Tree) -> Tree:
+    """Return a copy of a tree with one to three values replaced, removed, wrapped or repeated."""
+    tree = copy.deepcopy(valid)
+    for _ in range(draw(st.integers(1, 3))):
+        parent, key = draw(st.sampled_from(_places(tree)))
+        match draw(st.sampled_from(("replace", "replace", "remove", "wrap", "add"))):
+            case "replace":
+                parent[key] = draw(HOSTILE)
+            case "remove":
+                del parent[key]
+            case "wrap":
+                parent[key] = [parent[key]]
+            case "add" if isinstance(parent, dict):
+                parent[draw(st.sampled_from(_TEXTS))] = draw(HOSTILE)
+            case "add":
+                parent.extend([draw(HOSTILE)] * draw(st.integers(1, 50)))
+        if not tree:
+            break
+    return tree
+
+
+@st.composite
+def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
+    """Return a document torn, flipped, spliced, repeated, or replaced altogether."""
+    at = draw(st.integers(0, max(0, len(valid) - 1)))
+    match draw(st.sampled_from(("tear", "flip", "insert", "repeat", "nest", "replace", "empty"))):
+        case "tear":
+            return valid[:at]
+        case "flip" if valid:
+            return valid[:at] + bytes([valid[at] ^ (1 << draw(st.integers(0, 7)))]) + valid[at + 1 :]
+        case "insert":
+            return valid[:at] + draw(st.binary(max_size=40)) + valid[at:]
+        case "repeat":
+            return valid * draw(st.integers(2, 5))
+        case "nest":
+            return valid[:at] + draw(st.sampled_from([b"[", b'{"a":', b"("])) * draw(st.sampled_from([100, 100_000])) + valid[at:]
+        case "replace":
+            return draw(st.binary(max_size=200))
+    return b""
+
+
+def harmed_json(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Return strategies for a JSON document: harmed as a tree, or as bytes."""
+    tree = json.loads(valid)
+    return harmed_bytes(valid) | harmed_trees(tree).map(_encoded)
+
+
+def harmed_lines(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Return a strategy for lines of JSON: a few of them harmed, or the bytes of all."""
+    lines = valid.splitlines()
+
+    @st.composite
+    def some(draw: st.DrawFn) -> bytes:
+        changed = list(lines)
+        for _ in range(draw(st.integers(1, 3))):
+            place = draw(st.integers(0, len(changed) - 1))
+            changed[place] = draw(harmed_json(lines[place]))
+        return b"\n".join(changed) + b"\n"
+
+    return harmed_bytes(valid) | some()
+
+
+def _encoded(tree: Tree) -> bytes:
+    return json.dumps(tree).encode()
+
+
+def _places(tree: Tree) -> list[tuple[Any, Any]]:
+    """Return every value of a tree as its parent and its key."""
+    found: list[tuple[Any, Any]] = []
+    waiting: list[Any] = [tree]
+    while waiting:
+        value = waiting.pop()
+        keys: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        for key in keys:
+            found.append((value, key))
+            waiting.append(value[key])
+    return found
