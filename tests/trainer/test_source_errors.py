@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import time
 from pathlib import Path
 
 import datasets
@@ -57,6 +59,38 @@ def test_a_row_that_is_not_json_is_named(tmp_path: Path, name: str, content: str
     (tmp_path / name).write_text(content)
     problem = source_refusal(tmp_path / name, tmp_path)
     assert (problem.code, problem.value) == ("data-row-not-json", f"{tmp_path / name}, row {row}")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("levels", [3_000, 50_000])
+def test_a_row_that_is_nested_too_deeply_is_named(tmp_path: Path, opening: str, levels: int) -> None:
+    closing = {"[": "]", '{"a":': "}"}[opening]
+    (tmp_path / "rows.jsonl").write_text(f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n')
+    problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
+    assert (problem.code, problem.value) == ("data-row-too-deep", f"{tmp_path / 'rows.jsonl'}, row 3")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_that_is_too_long_is_named_at_once(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.write(f"{GOOD}\n".encode())
+        file.truncate(8 << 30)  # sparse: it takes no space
+    begun = time.monotonic()
+    problem = source_refusal(tmp_path / name, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-too-long", f"{tmp_path / name}, row 2")
+    assert time.monotonic() - begun < 5
+
+
+def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    assert source_refusal(tmp_path / "rows.jsonl", tmp_path).code == "data-source-not-a-file"
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    assert source_refusal(tmp_path / "zero.jsonl", tmp_path).code == "data-source-not-a-file"
+
+
+def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n\n  \n")
+    assert source_refusal(tmp_path / "rows.jsonl", tmp_path).code == "data-source-empty"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import DataSource, InputError, Problem
+from so_tui_trainer.data.file_checks import check_file
 from so_tui_trainer.data.rows import TEXT_COLUMNS
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...
         if source.split not in saved:
             raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
         return saved[source.split], ()
-    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    for file in files:
+        check_file(file, source)
     rows = _read_mixed_columns(source, str(path), source.subset or None, cache_dir=_cache_dir(files))
     return rows, () if source.subset else _ignored_files(path)
 

@@ -182,6 +182,8 @@ def _as_list(value: object, column: str) -> list[Any]:
             known = json.loads(value) if value.strip() else None
         except json.JSONDecodeError as error:
             raise RowError(column, f"is not JSON ({error.msg})") from error
+        except RecursionError as error:
+            raise RowError(column, "is nested too deeply") from error
     else:
         known = _without_nulls(value)
     if not known:
@@ -205,8 +207,8 @@ def _with_arguments(call: Any) -> Any:
         return {**call, "function": _with_arguments(call["function"])}
     try:
         given = json.loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
-    except json.JSONDecodeError:
-        return call  # Not JSON: the model learns to write it as it is.
+    except (json.JSONDecodeError, RecursionError):
+        return call  # Not JSON that can be read: the model learns to write it as it is.
     return {**call, "arguments": given} if isinstance(given, dict) else call
 
 

@@ -61,6 +61,8 @@ def unreadable_source(source: DataSource, error: Exception) -> Problem:
 def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str]:
     """Return the code and the remedy of a source that exists but cannot be read, or does not exist."""
     names = {type(cause).__name__ for cause in _causes(error)}
+    if "RecursionError" in names:
+        return "data-row-too-deep", "Remove the rows with lists or objects that are nested hundreds of levels deep."
     if "UnicodeDecodeError" in names:
         return "data-not-utf8", NOT_UTF8_REMEDY
     if _MISSING_ZSTD.search(text):
@@ -148,6 +150,8 @@ def _check_rows(path: Path, name: str) -> None:
             except json.JSONDecodeError as error:
                 message = f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})"
                 raise bad_row("data-row-not-json", name, number, message) from error
+            except RecursionError as error:
+                raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
             if not isinstance(row, dict):
                 raise bad_row("data-row-not-object", name, number, "is not a JSON object")
 

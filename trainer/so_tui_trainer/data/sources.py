@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
+from so_tui_trainer.data.file_checks import check_file
 from so_tui_trainer.data.readers import looks_like_path, read_file, read_folder, read_verbatim
 from so_tui_trainer.data.rows import Conversation, Layout, layout_of, layout_of_row, read_row
 from so_tui_trainer.data.source_errors import (
@@ -82,7 +83,8 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     name = resolve_source(source.source)
     path = Path(name).expanduser()
     try:
-        if path.is_file():
+        if path.exists() and not path.is_dir():
+            check_file(path, source)
             if path.stat().st_size == 0:
                 raise InputError([empty_source(source)])
             return read_file(path, source), ()
@@ -91,7 +93,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         if looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
         return read_verbatim(source, name, source.subset or None), ()
-    except (OSError, ValueError, EOFError, ImportError, HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, EOFError, ImportError, RecursionError, HTTPError, datasets.exceptions.DatasetsError) as error:
         if problem := unwritable_cache(error):
             raise InputError([problem]) from error
         if not isinstance(error, OSError):
