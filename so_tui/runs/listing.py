@@ -150,11 +150,15 @@ def _record_folder(folder: Path) -> None:
 def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
     """Return the runs of a folder with their creation time (ns); empty if the folder is missing or not readable."""
     found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # also a file system that is away: what it told so far remains
         for entry in entries:
             run = RunDirectory(Path(entry.path))
-            with contextlib.suppress(OSError):  # no spec.json: not a run, or one that is being created
+            try:
                 found.append((run, run.spec_path.stat().st_mtime_ns))
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                continue  # no spec.json: not a run, one that is being created, or another user's
+            except OSError:  # a stale handle or a broken disk: it may be a run, which is listed last, as unreadable
+                found.append((run, 0))
     return found
 
 

@@ -64,9 +64,12 @@ def ask_whether_ended(app: SoTuiApp, run: RunDirectory, seen: str, proceed: Call
         seen,
         "If it still runs, two attempts may write the same checkpoints. Say yes only if you know that its host is down or restarted.",
     ]
-    app.push_screen(
-        Question(f"Has {run.name} ended?", lines, yes="It has ended", no="I do not know"), lambda yes: proceed() if yes else None
-    )
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            proceed()
+
+    app.push_screen(Question(f"Has {run.name} ended?", lines, yes="It has ended", no="I do not know"), answered)
 
 
 def may_be_live(error: SoTuiError) -> bool:
