@@ -101,6 +101,9 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         except PermissionError:
             remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
             raise _not_found("run-not-readable", run, "you may not read this folder", remedy) from None
+        except OSError as error:
+            remedy = "Check that its file system is mounted and answers, then try again."
+            raise _not_found("run-not-readable", run, f"its folder cannot be read: {error.strerror}", remedy) from error
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
         raise _not_found("not-a-run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
