@@ -14,8 +14,9 @@ FOLDER = "from so_tui.launch.locks import lock_folder; print(lock_folder())"
 def folders(user: User) -> set[Path]:
     """Return the folder of locks in a shell with XDG_RUNTIME_DIR, and in one without."""
     found = set()
-    for changes in ({}, {"XDG_RUNTIME_DIR": str(user.home)}):
-        done = user.run(user.interpreter, "-P", "-c", FOLDER, **changes)
+    shells: tuple[dict[str, str], ...] = ({}, {"XDG_RUNTIME_DIR": str(user.home)})
+    for changes in shells:
+        done = user.run(user.interpreter, "-P", "-c", FOLDER, timeout_s=60.0, umask=0o022, **changes)
         assert done.returncode == 0, done.stderr
         found.add(Path(done.stdout.strip()))
     return found
