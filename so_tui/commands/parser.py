@@ -21,6 +21,7 @@ first steps: so-tui inspect        what this machine has
 _PRESET = "PRESET|FILE"
 _PLAIN = "print progress lines instead of opening the dashboard"
 _FORCE = "start although the plan says it does not fit"
+_ASSUME_DEAD = "the run has ended: its host is down, or restarted. Needed only where its processes cannot be seen from here"
 _DETACH = "start, print the run's name and return"
 
 
@@ -154,10 +155,12 @@ def _add_run_commands(commands: _Commands) -> None:
     stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
     grace = "kill it after this time (default %(default)g)"
     stop.add_argument("--grace", type=number_from(0, 86_400), default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
+    stop.add_argument("--assume-dead", action="store_true", help=_ASSUME_DEAD)
     resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes)
     resume.add_argument("--plain", action="store_true", help=_PLAIN)
     resume.add_argument("--force", action="store_true", help=_FORCE)
     resume.add_argument("--detach", action="store_true", help=_DETACH)
+    resume.add_argument("--assume-dead", action="store_true", help=_ASSUME_DEAD)
     resume.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved; old checkpoints are renamed")
     logs = add("logs", "runs:logs", "print what a run's processes wrote")
     logs.add_argument("-n", "--lines", type=int, default=200, help="lines from the end (default 200)")

@@ -71,7 +71,12 @@ def resume(arguments: argparse.Namespace) -> int:
     target = find_run(arguments.run, arguments.runs_dir)
     _interrupt_on_termination(arguments)
     launch = prepare_resume(
-        target, inspect_machine(), values=chosen_changes(arguments), force=arguments.force, start_over=arguments.start_over
+        target,
+        inspect_machine(),
+        values=chosen_changes(arguments),
+        force=arguments.force,
+        start_over=arguments.start_over,
+        assume_dead=arguments.assume_dead,
     )
     resume_run(target, launch)
     return _show(target, arguments, owner=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from so_tui.commands.common import print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
+from so_tui.runs.ended import ended_state, evidence, record_end
+from so_tui.runs.liveness import sighting
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Problem
@@ -97,7 +99,12 @@ def _summary(state: RunState) -> dict[str, object]:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended otherwise."""
+    """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended otherwise.
+
+    Raises:
+        Refused: It is another user's run.
+        InputError: Its processes cannot be seen from here, and it did not end in time (code ``run-may-be-live``).
+    """
     from so_tui.launch import stop as stop_run
 
     run = find_run(arguments.run, arguments.runs_dir)
@@ -106,8 +113,17 @@ def stop(arguments: argparse.Namespace) -> int:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
     refuse_another_users(run)
+    if arguments.assume_dead:
+        state = record_end(run)
+        print(printable_line(f"{run.name}: {state.state} at step {state.step}. {state.reason}"))
+        return 0
+    seen = sighting(run, state)
+    if not seen.by_processes:
+        print(printable_line(f"{run.name} {evidence(state, seen)}"), flush=True)
     print(printable_line(f"asked {run.name} to stop; waiting for its checkpoint"), flush=True)
     state = stop_run(run, grace_s=arguments.grace)
+    if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
+        ended_state(run)  # refuses it, and says what was seen
     saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
     print(printable_line(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}"))
     return 0 if state.state in ("stopped", "finished") else 1

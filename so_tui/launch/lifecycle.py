@@ -27,7 +27,7 @@ from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.ended import ended_state
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.listing import create_run
-from so_tui.runs.liveness import state_with_truth, supervised
+from so_tui.runs.liveness import HeartbeatWatch, state_with_truth, supervised
 from so_tui.runs.own import not_own, refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.state import read_state, write_spec
@@ -118,7 +118,8 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
         raise InputError([problem]) from error
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
-    while (state := state_with_truth(run)).state not in FINAL_STATES and time.monotonic() < deadline:
+    watch = HeartbeatWatch()  # a run on another host may die while it is waited for
+    while (state := state_with_truth(run, watch)).state not in FINAL_STATES and time.monotonic() < deadline:
         time.sleep(4 * _POLL_S)
     return state
 

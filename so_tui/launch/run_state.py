@@ -87,7 +87,7 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
         state = replace(state, step=latest.step, loss=latest.loss)
     if phase is not None and phase.attempt == attempt:
         # A step after the last announced phase shows that loading or saving is over, even if that was not announced.
-        trains = latest is not None and latest.attempt == attempt and latest.time > phase.time
+        trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
         now: State = "training" if trains else phase.phase
         state = replace(state, state=now, detail="" if trains else phase.detail)
     if reader.checkpoints:

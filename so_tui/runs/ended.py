@@ -10,6 +10,8 @@ from __future__ import annotations
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import OLD_S, Sighting, sighting, state_with_truth
 from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.run_lock import run_lock
+from so_tui.runs.state import write_last_state
 from so_tui.runs.unobserved import concluded
 from so_tui.spec.errors import InputError, Problem
 from so_tui.trust.printable import printable_line, so_tui_command
@@ -37,6 +39,22 @@ def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
         return concluded(run, state)
     remedy = f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has ended, add --assume-dead."
     raise _refused("run-may-be-live", run, evidence(state, seen), remedy)
+
+
+def record_end(run: RunDirectory) -> RunState:
+    """Record that a run has ended, by the user's word, and return its final state. From then on it is final on every host.
+
+    Raises:
+        InputError: It is live here, or has a living supervisor elsewhere (code ``run-is-live``).
+        OSError: Its folder cannot be written.
+    """
+    with run_lock(run) as lock:
+        if lock is None:
+            remedy = f"Stop it without --assume-dead: `{so_tui_command('stop', run.name)}`."
+            raise _refused("run-is-live", run, "has a living supervisor", remedy)
+        state = ended_state(run, assume_dead=True)
+        write_last_state(run, state)
+    return state
 
 
 def evidence(state: RunState, seen: Sighting) -> str:

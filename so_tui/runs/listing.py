@@ -101,6 +101,9 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         except PermissionError:
             remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
             raise _not_found("run-not-readable", run, "you may not read this folder", remedy) from None
+        except OSError as error:
+            remedy = "Check that its file system is mounted and answers, then try again."
+            raise _not_found("run-not-readable", run, f"its folder cannot be read: {error.strerror}", remedy) from error
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
         raise _not_found("not-a-run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
@@ -150,11 +153,15 @@ def _record_folder(folder: Path) -> None:
 def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
     """Return the runs of a folder with their creation time (ns); empty if the folder is missing or not readable."""
     found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # also a file system that is away: what it told so far remains
         for entry in entries:
             run = RunDirectory(Path(entry.path))
-            with contextlib.suppress(OSError):  # no spec.json: not a run, or one that is being created
+            try:
                 found.append((run, run.spec_path.stat().st_mtime_ns))
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                continue  # no spec.json: not a run, one that is being created, or another user's
+            except OSError:  # a stale handle or a broken disk: it may be a run, which is listed last, as unreadable
+                found.append((run, 0))
     return found
 
 

@@ -85,6 +85,7 @@ class MetricsReader:
         self._tail: list[_Segment] = []
         self._events: list[MetricRecord] = []
         self._latest: StepRecord | None = None
+        self._step_is_newer = False
         self._history_rows: dict[str, StepRows] = {}
         self._tail_rows: dict[str, StepRows] = {}
         self._window = _Window((), [])
@@ -107,6 +108,11 @@ class MetricsReader:
     @property
     def phase(self) -> PhaseRecord | None:
         return self._newest(PhaseRecord)
+
+    @property
+    def step_after_phase(self) -> bool:
+        """Whether the latest step was written after the newest phase, by their order: a clock may be set back between them."""
+        return self._step_is_newer
 
     @property
     def end(self) -> EndRecord | None:
@@ -203,10 +209,14 @@ class MetricsReader:
         if isinstance(record, StepRecord):
             if self._counts(record):
                 self._latest = record
+                # An index keeps the events of its segment apart from the latest step, so there the times must do.
+                self._step_is_newer = segment is not None or self.phase is None or record.time > self.phase.time
                 if segment is not None:
                     segment.steps.append(record)
             return
         self._events.append(record)
+        if isinstance(record, PhaseRecord):
+            self._step_is_newer = False
         if len(self._events) > _MOST_EVENTS:
             self._events = _without_old_warnings(self._events)
         if isinstance(record, ResumedRecord):

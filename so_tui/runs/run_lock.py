@@ -35,8 +35,8 @@ class Owner(Struct, frozen=True, kw_only=True):
 class RunLock:
     """A lock that is held. The holder must refresh it at least once a minute."""
 
-    def __init__(self, owner_path: Path | None) -> None:
-        self._owner_path = owner_path
+    def __init__(self, owner_path: Path | None, content: bytes = b"") -> None:
+        self._owner_path, self._content = owner_path, content
 
     def refresh(self) -> None:
         """Show that the holder lives. Raises OSError."""
@@ -44,9 +44,10 @@ class RunLock:
             os.utime(self._owner_path)
 
     def release(self) -> None:
-        """Remove the file that stands for the lock. Raises OSError."""
-        if self._owner_path is not None:
-            self._owner_path.unlink(missing_ok=True)
+        """Remove the file that stands for the lock, unless another process has taken it over meanwhile. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._owner_path is not None and read_bounded(self._owner_path, _LARGEST_BYTES) == self._content:
+                self._owner_path.unlink()
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ def _own(run: RunDirectory) -> RunLock | None:
             continue
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        return RunLock(path)
+        return RunLock(path, content)
     return None
 
 

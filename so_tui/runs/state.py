@@ -86,7 +86,7 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
         return read_json(path, kind)
     except (OSError, msgspec.DecodeError) as error:
-        if not path.parent.exists():
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.exists(path.parent):  # noqa: PTH110 - Path.exists raises on a stale handle
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         message = f"{path.name} cannot be read: {reason}"

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from so_tui.launch.run_state import last_alive, observed
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import CheckpointRecord, EndRecord, RunState
+from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, RunState
 from so_tui.runs.records import MetricRecord as Record
+from tests.support.records import step_record
 
 
 def state_after(folder: Path, *records: Record) -> RunState:
@@ -50,3 +53,13 @@ def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> No
     assert last_alive(reader, 2, heartbeat_at=100.0) == 120.0
     assert last_alive(reader, 2, heartbeat_at=130.0) == 130.0
     assert last_alive(reader, 1, heartbeat_at=80.0) == 90.0
+
+
+@pytest.mark.parametrize("back_s", [0.0, 3600.0])
+def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(back_s: float, tmp_path: Path) -> None:
+    loading = PhaseRecord(attempt=1, time=10_000.0, phase="loading")
+    step = step_record(3, attempt=1, time=10_001.0 - back_s)
+    saving = PhaseRecord(attempt=1, time=10_002.0 - 2 * back_s, phase="saving")
+    assert state_after(tmp_path / "a", loading).state == "loading"
+    assert state_after(tmp_path / "b", loading, step).state == "training"
+    assert state_after(tmp_path / "c", loading, step, saving).state == "saving"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +32,36 @@ from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.files import write_atomic
 from so_tui.spec.types import RunSpec
-from tests.support.problems import codes
+from tests.support.problems import codes, refusal
+
+
+@pytest.mark.parametrize("failure", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_folder_whose_file_system_fails_does_not_hide_the_other_runs(
+    spec: RunSpec, failure: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = create_run(spec), create_run(spec)
+    plain_stat, plain_open = os.stat, os.open
+
+    def fails(path: object) -> None:
+        if str(path).startswith(str(bad.path)):
+            raise OSError(failure, os.strerror(failure), str(path))
+
+    def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        fails(path)
+        return plain_stat(path, *arguments, **options)
+
+    def open_(path: Any, *arguments: Any, **options: Any) -> int:
+        fails(path)
+        return plain_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "open", open_)
+    listed = list_runs()
+    assert listed[0] == good
+    assert (bad in listed) == (failure != errno.EACCES)
+    assert find_run(good.name) == find_run("latest") == good
+    assert refusal(lambda: read_state(bad)).code == "unreadable-state"
+    assert refusal(lambda: find_run(str(bad.path))).code == "run-not-readable"
 
 
 def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:

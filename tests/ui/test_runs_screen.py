@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.text import Text
 from textual.widgets import DataTable
 
+from so_tui.runs import read_state, write_state
+from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.screen import SIZES, opened
@@ -67,3 +72,38 @@ async def test_an_empty_dashboard_and_an_empty_list_say_how_to_begin(runs_dir: P
         await ui.until(lambda: "Press 1 and then l" in ui.text())
         await ui.press("4")
         await ui.until(lambda: "No runs yet" in ui.text())
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(runs_dir: Path, answer: str) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
+    write_state(run, replace(read_state(run), state="training", host="elsewhere", boot_id="another"))
+    before = time.time() - (STALE_S + OLD_S) / 2
+    os.utime(run.state_path, (before, before))
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: "s Stop" in ui.key_line)
+        await ui.press("s")
+        await ui.until(lambda: "Has far ended?" in ui.text())
+        assert "elsewhere" in ui.text()
+        await ui.press(answer)
+        if answer == "n":
+            await ui.until(lambda: "Has far ended?" not in ui.text())
+            assert read_state(run).state == "training"
+            return
+        await ui.until(lambda: read_state(run).state == "lost")
+
+
+async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list counted it as lost; its heartbeat has moved since."""
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far", state="lost")
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: "D Delete" in ui.key_line)
+        write_state(run, replace(read_state(run), state="training", host="elsewhere", boot_id="another"))
+        await ui.press("D", "y")
+        await ui.until(lambda: "Has far ended?" in ui.text())
+        assert run.path.exists()
+        await ui.press("y")
+        await ui.until(lambda: not run.path.exists())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
+from so_tui.runs.ended import evidence, record_end
+from so_tui.runs.liveness import Liveness, sighting
+from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.trust.printable import quoted
@@ -29,6 +33,10 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
     if state.state in FINAL_STATES:
         app.notify(f"{run.name} has already ended: {state.state}", markup=False)
         return
+    seen = sighting(run, state)
+    if seen.liveness is Liveness.UNKNOWN:
+        ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", partial(_in_thread, app, _record_end, run))
+        return
     lines = [
         f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
         "It finishes the current step and ends. Unless the preset says otherwise, it saves a checkpoint to resume from.",
@@ -39,6 +47,50 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
             _request(app, run, "stop", "Stopping after this step")
 
     app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="Keep running"), answered)
+
+
+def ask_whether_ended(app: SoTuiApp, run: RunDirectory, seen: str, proceed: Callable[[], object]) -> None:
+    """Ask whether a run has ended whose processes cannot be seen from here, and proceed if the user says so.
+
+    Args:
+        app: The application.
+        run: The run.
+        seen: What was seen of it.
+        proceed: What to do then.
+    """
+    from so_tui.ui.screens.dialogs import Question
+
+    lines = [
+        seen,
+        "If it still runs, two attempts may write the same checkpoints. Say yes only if you know that its host is down or restarted.",
+    ]
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            proceed()
+
+    app.push_screen(Question(f"Has {run.name} ended?", lines, yes="It has ended", no="I do not know"), answered)
+
+
+def may_be_live(error: SoTuiError) -> bool:
+    """Return whether something was refused only because the run's host cannot be asked."""
+    return isinstance(error, InputError) and any(problem.code == "run-may-be-live" for problem in error.problems)
+
+
+def _in_thread(app: SoTuiApp, work: Callable[[SoTuiApp, RunDirectory], None], run: RunDirectory) -> None:
+    app.run_worker(partial(work, app, run), thread=True, group="request", name="record the end of a run", exit_on_error=False)
+
+
+def _record_end(app: SoTuiApp, run: RunDirectory) -> None:
+    """Record that a run has ended. Runs in a thread."""
+    try:
+        refuse_another_users(run)
+        record_end(run)
+    except SoTuiError as error:
+        app.post_message(messages.Failed(f"{run.name} was not stopped", tuple(str(error).splitlines())))
+    except OSError as error:
+        app.post_message(messages.Failed(f"{run.name} could not be stopped", (f"{run.path}: {error.strerror}",)))
+    app.call_from_thread(app.list_runs)
 
 
 def save_checkpoint(app: SoTuiApp, run: RunDirectory) -> None:
@@ -74,44 +126,60 @@ def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
     state = _state(app, run)
     if state is None:
         return
+    seen = sighting(run, state)
+    if state.state not in FINAL_STATES and seen.liveness is Liveness.UNKNOWN:
+        ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", partial(_start_resume, app, run, assume_dead=True))
+        return
     if state.state not in FINAL_STATES:
         app.notify(f"{run.name} is live: {state.state}", markup=False)
         return
     saved = f"step {thousands(state.saved_step)}" if state.saved_step is not None else "the beginning: nothing was saved"
 
     def answered(yes: bool | None) -> None:
-        if yes and app.may_start():
-            app.starting = run.name
-            app.run_worker(partial(_resume, app, run), thread=True, group="launch", name="resume", exit_on_error=False)
+        if yes:
+            _start_resume(app, run)
 
     lines = [f"It continues from {saved}, on this machine."]
     app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 
 
-def _ask_to_start_over(app: SoTuiApp, run: RunDirectory, error: Refused) -> None:
+def _start_resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool = False, assume_dead: bool = False) -> None:
+    if app.may_start():
+        app.starting = run.name
+        work = partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead)
+        app.run_worker(work, thread=True, group="launch", name="resume", exit_on_error=False)
+
+
+def _ask_to_start_over(app: SoTuiApp, run: RunDirectory, error: Refused, *, assume_dead: bool) -> None:
     """Ask whether to train from step 0, because what the run saved is not there."""
     from so_tui.ui.screens.dialogs import Question
 
     def answered(yes: bool | None) -> None:
-        if yes and app.may_start():
-            app.starting = run.name
-            work = partial(_resume, app, run, start_over=True)
-            app.run_worker(work, thread=True, group="launch", name="resume from step 0", exit_on_error=False)
+        if yes:
+            _start_resume(app, run, start_over=True, assume_dead=assume_dead)
 
     app.starting = ""
     app.push_screen(Question(f"Train {run.name} from step 0 again?", list(error.reasons), yes="Start over"), answered)
 
 
-def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool = False) -> None:
+def _ask_to_resume_anyway(app: SoTuiApp, run: RunDirectory, error: SoTuiError, *, start_over: bool) -> None:
+    app.starting = ""
+    ask_whether_ended(app, run, str(error), partial(_start_resume, app, run, start_over=start_over, assume_dead=True))
+
+
+def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
     """Start another attempt of ``run`` on this machine. Runs in a thread."""
     from so_tui.launch import prepare_resume, resume
     from so_tui.machine import inspect_machine
 
     try:
-        resume(run, prepare_resume(run, inspect_machine(), start_over=start_over))
+        resume(run, prepare_resume(run, inspect_machine(), start_over=start_over, assume_dead=assume_dead))
     except SoTuiError as error:
+        if may_be_live(error):
+            app.call_from_thread(_ask_to_resume_anyway, app, run, error, start_over=start_over)
+            return
         if isinstance(error, Refused) and "checkpoint-missing" in error.codes:
-            app.call_from_thread(_ask_to_start_over, app, run, error)
+            app.call_from_thread(_ask_to_start_over, app, run, error, assume_dead=assume_dead)
             return
         app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
     else:

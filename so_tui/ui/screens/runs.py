@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from rich.text import Text
@@ -247,10 +248,14 @@ class RunsScreen(Page):
         self.app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
 
     @work(thread=True, group="delete", name="delete a run", exit_on_error=False)
-    def _delete(self, run: RunDirectory) -> None:
+    def _delete(self, run: RunDirectory, *, assume_dead: bool = False) -> None:
         try:
-            delete_run(run)
+            delete_run(run, assume_dead=assume_dead)
         except SoTuiError as error:
+            if run_actions.may_be_live(error):
+                anyway = partial(self._delete, run, assume_dead=True)
+                self.app.call_from_thread(run_actions.ask_whether_ended, self.app, run, str(error), anyway)
+                return
             self.app.post_message(Failed(f"{run.name} was not deleted", tuple(str(error).splitlines())))
         except OSError as error:
             self.app.post_message(Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))

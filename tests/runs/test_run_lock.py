@@ -1,0 +1,156 @@
+"""One process is responsible for a run, also where the file system's locks fail or exclude nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.runs import RunDirectory
+from so_tui.runs.host import HostIdentity, this_host
+from so_tui.runs.liveness import OLD_S, identify
+from so_tui.runs.records import Process
+from so_tui.runs.run_lock import Owner, run_lock
+from tests.faults import shim
+
+TAKE = """
+import sys, time
+from pathlib import Path
+from so_tui.runs import RunDirectory
+from so_tui.runs.run_lock import run_lock
+print("ready", flush=True)
+sys.stdin.readline()
+with run_lock(RunDirectory(Path(sys.argv[1]))) as lock:
+    print("taken" if lock else "refused", flush=True)
+    sys.stdin.readline()
+"""
+DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
+ELSEWHERE = HostIdentity("elsewhere", "another", 1)
+
+
+@pytest.fixture(params=["as they are", "fail", "lock nothing"])
+def locks(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """Return the environment of processes whose locks are as the parameter says."""
+    library = shim.build(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler")
+    faults = shim.Shim(library, tmp_path / "control-of-faults")
+    faults.lock(request.param, "supervisor.lock")
+    return faults.environment()
+
+
+class Taker:
+    """A process that takes the lock of a run when it is told so."""
+
+    def __init__(self, run: RunDirectory, environment: dict[str, str]) -> None:
+        argv = [sys.executable, "-c", TAKE, str(run.path)]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        assert self._line() == "ready"
+
+    def tell(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        return self._line()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+def owned(run: RunDirectory, host: HostIdentity, process: Process, age_s: float = 0.0) -> Path:
+    path = run.path / "supervisor.owner"
+    path.write_bytes(msgspec.json.encode(Owner(host=host, process=process)))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_of_several_that_race_one_gets_the_lock_and_its_death_frees_it(run: RunDirectory, locks: dict[str, str]) -> None:
+    takers = [Taker(run, locks) for _ in range(3)]
+    try:
+        for taker in takers:
+            taker.tell()
+        answers = [taker.answer() for taker in takers]
+        assert sorted(answers) == ["refused", "refused", "taken"]
+        takers[answers.index("taken")].end()
+        late = Taker(run, locks)
+        takers.append(late)
+        late.tell()
+        assert late.answer() == "taken"
+    finally:
+        for taker in takers:
+            taker.end()
+
+
+@pytest.mark.parametrize("rounds", [5])
+def test_of_several_that_race_for_a_dead_owners_place_one_wins(run: RunDirectory, tmp_path: Path, rounds: int) -> None:
+    library = shim.build(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler")
+    faults = shim.Shim(library, tmp_path / "control-of-faults")
+    faults.lock("lock nothing", "supervisor.lock")
+    for _ in range(rounds):
+        owned(run, this_host(), DEAD)
+        takers = [Taker(run, faults.environment()) for _ in range(3)]
+        try:
+            for taker in takers:
+                taker.tell()
+            assert sorted(taker.answer() for taker in takers) == ["refused", "refused", "taken"]
+        finally:
+            for taker in takers:
+                taker.end()
+
+
+@pytest.mark.parametrize(
+    ("host", "age_s", "free"),
+    [(this_host(), 0.0, True), (ELSEWHERE, OLD_S + 60, True), (ELSEWHERE, OLD_S - 60, False)],
+    ids=["dead here", "old elsewhere", "recent elsewhere"],
+)
+def test_the_file_of_an_owner_that_is_gone_is_taken_over(
+    host: HostIdentity, age_s: float, free: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = owned(run, host, DEAD, age_s)
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    with run_lock(run) as lock:
+        assert (lock is not None) == free
+    assert path.exists() != free
+
+
+def test_a_living_owner_keeps_the_lock_however_old_its_file_is(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    path = owned(run, this_host(), me, 10 * OLD_S)
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    with run_lock(run) as lock:
+        assert lock is None
+    assert path.exists()
+
+
+def test_half_an_owner_file_is_taken_over_only_when_it_is_old(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    path = run.path / "supervisor.owner"
+    path.write_bytes(b'{"host":')
+    with run_lock(run) as lock:
+        assert lock is None
+    os.utime(path, (1.0, 1.0))
+    with run_lock(run) as lock:
+        assert lock is not None
+
+
+def test_a_holder_that_was_replaced_leaves_the_file_of_the_new_one(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    with run_lock(run) as lock:
+        assert lock is not None
+        path = owned(run, ELSEWHERE, DEAD)
+    assert path.exists()
