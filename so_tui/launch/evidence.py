@@ -15,16 +15,17 @@ from so_tui.launch.outcome_text import RunFacts
 from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import RunSpec
+from so_tui.trust.decoding import read_json
 
 
 def failures_in(folder: Path) -> tuple[Failure, ...]:
     """Read what the ranks wrote about their failures, the earliest first."""
-    files = sorted(folder.glob("failure.rank*.json"), key=lambda path: path.stat().st_mtime_ns)
     found = []
-    for file in files:
-        with contextlib.suppress(msgspec.DecodeError):  # incomplete: the rank was killed while it wrote
-            found.append(msgspec.json.decode(file.read_bytes(), type=Failure))
-    return tuple(found)
+    for file in folder.glob("failure.rank*.json"):
+        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file, the final state must be written.
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
+    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
 
 
 def with_advice(outcome: Outcome, spec: RunSpec, facts: RunFacts) -> RunFacts:

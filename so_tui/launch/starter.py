@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.trust.decoding import decode_json
 from so_tui.trust.reading import read_bounded
 
 TOKEN_VARIABLE = "SO_TUI_STARTER_TOKEN"
@@ -46,7 +47,7 @@ def record_token(run: RunDirectory, attempt: int, token: str) -> None:
 def may_start(run: RunDirectory, attempt: int, token: str) -> bool:
     """Return whether a token was made for this attempt."""
     try:
-        recorded = msgspec.json.decode(read_bounded(run.starter_path(attempt), _LARGEST_BYTES), type=Starter)
+        recorded = decode_json(read_bounded(run.starter_path(attempt), _LARGEST_BYTES), Starter)
     except (OSError, msgspec.DecodeError):
         return False
     return hmac.compare_digest(recorded.sha256.encode(), _keyed_hash(token, attempt).encode())

@@ -15,6 +15,7 @@ import so_tui
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
 from so_tui.structs import prepare
+from so_tui.trust.decoding import decode_json
 from so_tui.trust.reading import read_bounded
 
 _LARGEST_BYTES = 1 << 16
@@ -53,6 +54,6 @@ def run_id(run: RunDirectory) -> str:
         msgspec.DecodeError: It is damaged.
     """
     try:
-        return msgspec.json.decode(read_bounded(run.manifest_path, _LARGEST_BYTES), type=RunManifest).id
+        return decode_json(read_bounded(run.manifest_path, _LARGEST_BYTES), RunManifest).id
     except FileNotFoundError:
         return ""

@@ -19,6 +19,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import HostIdentity, sees_processes_of, this_host
 from so_tui.runs.liveness import OLD_S, alive, identify, now_of
 from so_tui.runs.records import Process
+from so_tui.trust.decoding import decode_json
 from so_tui.trust.reading import read_bounded
 
 _TRIES = 5
@@ -130,7 +131,7 @@ def _remove_if_stale(run: RunDirectory, path: Path) -> bool:
 
 def _is_stale(content: bytes, age_s: float) -> bool:
     try:
-        owner = msgspec.json.decode(content, type=Owner)
+        owner = decode_json(content, Owner)
     except msgspec.DecodeError:  # being written, or by a process that was killed while it wrote
         return age_s > OLD_S
     if sees_processes_of(this_host(), owner.host):

@@ -26,6 +26,7 @@ from so_tui.runs import RunDirectory
 from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder, step_of
 from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
+from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import distrust_of_folder
 from so_tui.trust.reading import read_bounded
 from so_tui.units import disk_size
@@ -199,7 +200,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         OSError: The folder is not a complete checkpoint.
         msgspec.DecodeError: The manifest is damaged.
     """
-    return msgspec.json.decode(read_bounded(checkpoint / _MANIFEST, _SMALL_BYTES), type=Manifest)
+    return decode_json(read_bounded(checkpoint / _MANIFEST, _SMALL_BYTES), Manifest)
 
 
 def optimizer_folder(checkpoint: Path) -> Path:

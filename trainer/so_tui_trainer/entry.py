@@ -12,11 +12,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import RankBindingReport
+from so_tui.trust.decoding import read_json
 from so_tui_trainer import binding
 from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     binding.die_with_parent()
     run = RunDirectory(Path(given.run).resolve())
-    plan = msgspec.json.decode(run.plan_path(given.attempt).read_bytes(), type=Plan)
+    plan = read_json(run.plan_path(given.attempt), Plan)
     report = _bind(plan)
     _prepare_environment(plan)
 

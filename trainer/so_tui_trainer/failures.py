@@ -12,6 +12,7 @@ from msgspec import Struct
 from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
+from so_tui.trust.decoding import read_json
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
 _LOWER_RATE = (
@@ -88,7 +89,7 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     paths = [path for rank in range(ranks) if (path := _path(run, attempt, rank)).exists()]
     if not paths:
         return None
-    return msgspec.json.decode(min(paths, key=lambda path: path.stat().st_mtime_ns).read_bytes(), type=Failure)
+    return read_json(min(paths, key=lambda path: path.stat().st_mtime_ns), Failure)
 
 
 def explanation(error: BaseException, spec: RunSpec) -> Explanation:

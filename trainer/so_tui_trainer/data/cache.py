@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from so_tui.spec import DataSpec, InputError, Problem, RunSpec
 from so_tui.spec.folders import cache_home
+from so_tui.trust.decoding import read_json
 from so_tui_trainer.data.documents import Counts, Documents, SourcePart
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Writer:
 
 
 def _info(folder: Path) -> _Info:
-    return msgspec.json.decode((folder / "info.json").read_bytes(), type=_Info)
+    return read_json(folder / "info.json", _Info)
 
 
 def _checksum(path: Path) -> tuple[int, int]:
