@@ -55,7 +55,7 @@ def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
         raise _refused("not-started-by-hand", attempt, "the attempt is not running, and only its starter can start it", _BY_COMMAND)
     if not sees_processes_of(this_host(), host_of(state)):
         raise _refused("not-this-host", attempt, f"the attempt runs on {state.host or 'no host'}", "Supervise it there.")
-    if not OwnProcesses().carry(markers(run)):
+    if not OwnProcesses().carry(markers(run, attempt)):
         raise _refused("no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND)
 
 

@@ -20,6 +20,7 @@ from so_tui.trust.secrets import without_credentials
 RUN_MARKER = "SO_TUI_RUN"
 """Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
 
+ATTEMPT_MARKER = "SO_TUI_ATTEMPT"
 RUN_ID_MARKER = "SO_TUI_RUN_ID"
 """Holds the run's id there, which tells it from another run at the same path; empty for a run without one."""
 
@@ -42,7 +43,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     return (
         Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
         Variable(name=RUN_ID_MARKER, value=Placeholder.RUN_ID.value, reason="tells this run from another one at the same path"),
-        Variable(name="SO_TUI_ATTEMPT", value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
+        Variable(name=ATTEMPT_MARKER, value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
         *_python(inherited),
         *_network(),
         *_code_folders(inherited),

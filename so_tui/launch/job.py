@@ -107,9 +107,23 @@ class Job:
         return self._runner.poll() if self._runner else None
 
     def refresh_locks(self) -> None:
-        """Show that the locks are in use. Raises LockTakenError or OSError if one was lost."""
+        """Show that the locks are in use.
+
+        Raises:
+            OSError: One was lost, such as to another run after its file had been removed. The others are refreshed.
+        """
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
-        self._locks = tuple(locks.refreshed(lock, holder) for lock in self._locks)
+        kept: list[locks.Lock] = []
+        lost: list[str] = []
+        for lock in self._locks:
+            try:
+                kept.append(locks.refreshed(lock, holder))
+            except (locks.LockTakenError, OSError) as error:
+                kept.append(lock)
+                lost.append(str(error))
+        self._locks = tuple(kept)
+        if lost:
+            raise OSError("; ".join(lost))
 
     def release(self) -> None:
         """Release the locks and remove the rendezvous."""

@@ -138,7 +138,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
         state = read_state(run)
         if state.state in FINAL_STATES or not sees_processes_of(this_host(), host_of(state)) or supervised(state):
             return False
-        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run)):
+        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
             return False
         with contextlib.suppress(OSError):  # a full disk: the next call tries again
             LocalExecutor().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
+from so_tui.launch.environment import ATTEMPT_MARKER, RUN_ID_MARKER, RUN_MARKER
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.manifest import run_id
 
@@ -17,10 +17,14 @@ def known_id(run: RunDirectory) -> str:
         return ""
 
 
-def markers(run: RunDirectory) -> frozenset[bytes]:
-    """Return the entries that a process of the run has, all of them: its path, and its id if it has one.
+def markers(run: RunDirectory, attempt: int | None = None) -> frozenset[bytes]:
+    """Return the entries that a process of the run has, all of them: its path, its id if it has one, and the attempt.
 
     A run at the same path as an earlier one has another id, and a copy of a run has another path.
+
+    Args:
+        run: The run.
+        attempt: Only processes of this attempt.
     """
-    path, known = f"{RUN_MARKER}={run.path}", known_id(run)
-    return frozenset({path.encode(), f"{RUN_ID_MARKER}={known}".encode()} if known else {path.encode()})
+    values = {RUN_MARKER: str(run.path), RUN_ID_MARKER: known_id(run), ATTEMPT_MARKER: "" if attempt is None else str(attempt)}
+    return frozenset(f"{name}={value}".encode() for name, value in values.items() if value)

@@ -69,7 +69,7 @@ class Supervisor:
         self._takes_over = found.attempt == attempt
         self._recorded = found.processes if self._takes_over else ()
         self._state = self._first_state(found)
-        self._tree = ProcessTree(markers(run), os.getpid())
+        self._tree = ProcessTree(markers(run, attempt), os.getpid())
         self._first_loss = FirstLoss(self._tree)
         self._reader = MetricsReader(run)
         self._log = LogReader(run.log_path(attempt, self._host))
@@ -112,7 +112,7 @@ class Supervisor:
             while (self._tree.alive or self._job.running()) and not self._handed_over:
                 self._tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._tick()
-                if time.monotonic() >= due:
+                if time.monotonic() >= due and not self._superseded:
                     due = time.monotonic() + TICK_S
                     with self._despite_errors_of("samples"):
                         samples.append(sampler.sample())
@@ -133,10 +133,12 @@ class Supervisor:
         with self._despite_errors_of("records"):
             self._read()
         self._check_losses(before)
+        self._check_superseded()
+        if self._superseded:
+            return
         with self._despite_errors_of("control"):
             self._check_stop_request()
         self._check_directory()
-        self._check_superseded()
         self._act()
         self._refresh_locks()
         with self._despite_errors_of("log"):
@@ -205,8 +207,6 @@ class Supervisor:
                 self._job.refresh_locks()
 
     def _act(self) -> None:
-        if self._superseded:
-            return
         action = self._shutdown.next_action(time.monotonic())
         if action != "wait":
             self._signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
@@ -297,7 +297,11 @@ class Supervisor:
         """Write the state, except into a deleted run directory: that would look like a run, or prevent the deletion."""
         if not deleted(self._run) and not self._superseded:
             with self._despite_errors_of("state"):
-                write_state(self._run, self._state)
+                try:
+                    write_state(self._run, self._state)
+                except OSError:
+                    os.utime(self._run.state_path)  # on a full disk: other hosts judge by its age whether we live
+                    raise
 
     @contextlib.contextmanager
     def _despite_errors_of(self, what: str) -> Iterator[None]:

@@ -33,17 +33,17 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
     """
     refuse_another_users(run)
     try:
-        if not read_state(run).host:  # no supervisor ever started
-            _remove(run)
-            return
-        ended_state(run, assume_dead=assume_dead)
+        if read_state(run).host:
+            ended_state(run, assume_dead=assume_dead)
         with run_lock(run) as lock:
             if lock is None:
                 remedy = f"Stop it first: `{so_tui_command('stop', run.name)}`."
                 raise InputError(
                     [Problem(code="run-is-live", field="run", value=run.name, message="has a living supervisor", remedy=remedy)]
                 )
-            state = ended_state(run, assume_dead=assume_dead)
+            state = read_state(run)
+            if state.host:  # otherwise no supervisor ever started
+                state = ended_state(run, assume_dead=assume_dead)
             _remove(run)
         if sees_processes_of(this_host(), host_of(state)):
             remove_leftovers(state.processes)

@@ -107,8 +107,10 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     users, the heartbeat does; so it does after a restart of the host, because two machines may have the same name.
     """
     here, there = this_host(), host_of(state)
-    if not state.host:  # no supervisor has started yet
-        return Sighting(liveness=Liveness.ALIVE, host="", by_processes=True)
+    if not state.host:  # no supervisor has started yet, or its starter died
+        age_s = _age_s(run)
+        gone = state.state == "created" and age_s is not None and age_s > OLD_S
+        return Sighting(liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True)
     if sees_processes_of(here, there):
         if supervised(state) or living(state.processes):
             return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
@@ -140,19 +142,30 @@ def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> 
     return concluded(run, state)
 
 
-def _by_heartbeat(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None) -> tuple[Liveness, float]:
-    """Return what the heartbeat says, and the seconds since the last sign of life."""
+def _by_heartbeat(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None) -> tuple[Liveness, float | None]:
+    """Return what the heartbeat says, and the seconds since the last sign of life; None if they are unknown."""
     if watch is not None:
         unchanged_s = watch.unchanged_s(run, state)
         if unchanged_s > STALE_S:
             return Liveness.GONE, unchanged_s
         if watch.moved(run):
             return Liveness.ALIVE, unchanged_s
+    age_s = _age_s(run)
+    if age_s is None:
+        return Liveness.UNKNOWN, None
+    if age_s <= STALE_S:
+        return Liveness.ALIVE, age_s
+    # Who watches will see within a minute, so the clocks of two machines need not be compared.
+    comparable = watch is None or distrust_of_folder(run.path) is None
+    return (Liveness.GONE if age_s > OLD_S and comparable else Liveness.UNKNOWN), age_s
+
+
+def _age_s(run: RunDirectory) -> float | None:
+    """Return the seconds since the state was written; None if its file system is away."""
     try:
-        age_s = now_of(run) - run.state_path.stat().st_mtime
-    except OSError:  # the run is being replaced or its file system is away: nothing is known
-        return Liveness.UNKNOWN, 0.0
-    return (Liveness.ALIVE if age_s <= STALE_S else Liveness.GONE if age_s > OLD_S else Liveness.UNKNOWN), age_s
+        return now_of(run) - run.state_path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def now_of(run: RunDirectory) -> float:

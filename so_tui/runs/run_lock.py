@@ -40,8 +40,14 @@ class RunLock:
         self._owner_path, self._content = owner_path, content
 
     def refresh(self) -> None:
-        """Show that the holder lives. Raises OSError."""
+        """Show that the holder lives.
+
+        Raises:
+            OSError: It cannot be shown, or another process has taken the lock over.
+        """
         if self._owner_path is not None:
+            if read_bounded(self._owner_path, _LARGEST_BYTES) != self._content:
+                raise OSError(f"{self._owner_path} belongs to another process now")
             os.utime(self._owner_path)
 
     def release(self) -> None:
@@ -97,17 +103,24 @@ def _own(run: RunDirectory) -> RunLock | None:
     process = identify(os.getpid(), "supervisor")
     assert process is not None, "this process has an entry in /proc"
     content = msgspec.json.encode(Owner(host=this_host(), process=process))
-    for _ in range(_TRIES):
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            if not _remove_if_stale(run, path):
-                return None
-            continue
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        return RunLock(path, content)
+    draft = _aside(path)
+    draft.write_bytes(content)
+    try:
+        for _ in range(_TRIES):
+            try:
+                os.link(draft, path)  # fails if it exists, and shows the whole content at once
+            except FileExistsError:
+                if not _remove_if_stale(run, path):
+                    return None
+            else:
+                return RunLock(path, content)
+    finally:
+        draft.unlink(missing_ok=True)
     return None
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}")
 
 
 def _remove_if_stale(run: RunDirectory, path: Path) -> bool:
@@ -119,13 +132,15 @@ def _remove_if_stale(run: RunDirectory, path: Path) -> bool:
         return True
     if not _is_stale(found, age_s):
         return False
-    aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    aside = _aside(path)
     with contextlib.suppress(FileNotFoundError):  # another process removed it first
         path.rename(aside)
-        if read_bounded(aside, _LARGEST_BYTES) != found:  # it was replaced in between: this one is not stale
-            aside.rename(path)
-            return False
+        is_stale = read_bounded(aside, _LARGEST_BYTES) == found
+        if not is_stale:  # it was replaced in between
+            with contextlib.suppress(FileExistsError):  # and so was the way free meanwhile: its holder notices when it refreshes
+                os.link(aside, path)
         aside.unlink()
+        return is_stale
     return True
 
 

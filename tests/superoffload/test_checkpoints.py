@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.runs import RunDirectory, control
+from so_tui.runs import RunDirectory, control, write_state
+from so_tui.runs.records import RunState
 from so_tui.spec import RunSpec
 from so_tui.spec.types import CheckpointSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
-from so_tui_trainer.control import Control
+from so_tui_trainer.control import Control, SupersededError
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
@@ -179,4 +180,18 @@ def test_the_clock_requests_a_checkpoint_of_the_next_step(tmp_path: Path, one_ra
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
     control.request(run, "checkpoint")
     assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
+    watched.close()
+
+
+def test_an_attempt_ends_once_a_newer_one_has_been_started(tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.control_dir.mkdir()
+    monkeypatch.setattr("so_tui_trainer.control._NEWER_CHECK_S", 0.0)
+    watched = Control(run, one_rank, attempt=1)
+    for attempt in (0, 1):
+        write_state(run, RunState(name="r", state="training", attempt=attempt))
+        assert watched.poll() == frozenset()
+    write_state(run, RunState(name="r", state="training", attempt=2))
+    with pytest.raises(SupersededError):
+        watched.poll()
     watched.close()

@@ -7,10 +7,17 @@ import time
 import torch
 import torch.distributed as dist
 
-from so_tui.runs import RunDirectory, control
+from so_tui.runs import RunDirectory, control, read_state
+from so_tui.spec import InputError
+from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 
 _STOP, _CHECKPOINT = 1, 2
+_NEWER_CHECK_S = 10.0
+
+
+class SupersededError(TrainingError):
+    """A newer attempt of the run has been started. Nothing more may be written."""
 
 
 class StoppedEarlyError(Exception):
@@ -23,15 +30,17 @@ class Control:
     The broadcast runs while that step computes, so no rank waits for another here.
     """
 
-    def __init__(self, run: RunDirectory, ranks: Ranks, *, every_s: float = 0.0) -> None:
+    def __init__(self, run: RunDirectory, ranks: Ranks, *, attempt: int = 0, every_s: float = 0.0) -> None:
         """Watch a run's control folder.
 
         Args:
             run: The run.
             ranks: The process group.
+            attempt: This attempt; 0 if none can supersede it.
             every_s: Seconds between checkpoints by rank 0's clock; 0 for none.
         """
-        self._run, self._ranks = run, ranks
+        self._run, self._ranks, self._attempt = run, ranks, attempt
+        self._newer_checked_at = time.monotonic()
         self._every_s, self._saved_at = every_s, time.monotonic()
         self._flags = torch.zeros(1, dtype=torch.int64)
         self._broadcast: dist.Work | None = None
@@ -54,6 +63,7 @@ class Control:
         received = int(self._flags)
         self._flags = torch.zeros(1, dtype=torch.int64)
         if self._ranks.first:
+            self._refuse_if_superseded()
             requested = control.pending(self._run)
             self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * ("checkpoint" in requested)
             if self._every_s and time.monotonic() >= self._saved_at + self._every_s:
@@ -64,6 +74,18 @@ class Control:
         self._broadcast = dist.broadcast(self._flags, src=0, group=self._ranks.group, async_op=True)
         actions: dict[control.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
         return frozenset(action for action, bit in actions.items() if received & bit)
+
+    def _refuse_if_superseded(self) -> None:
+        """Raise SupersededError once the state names a newer attempt: this one counted as lost, and must not write into the run any more."""
+        if not self._attempt or time.monotonic() < self._newer_checked_at + _NEWER_CHECK_S:
+            return
+        self._newer_checked_at = time.monotonic()
+        try:
+            newest = read_state(self._run).attempt
+        except InputError:  # its file system is away for a moment, or the run was deleted, which the supervisor notices
+            return
+        if newest > self._attempt:
+            raise SupersededError("superseded", f"attempt {newest} of the run has been started, because this one counted as lost")
 
     def saved(self) -> None:
         """Restart the interval of checkpoints by the clock, after any checkpoint."""

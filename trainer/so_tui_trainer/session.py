@@ -36,7 +36,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
-from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer.control import Control, StoppedEarlyError, SupersededError
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
@@ -101,7 +101,7 @@ class Session:
         bindings = ranks.all_gather(self.report, RankBindingReport)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
         found = ranks.broadcast(self._newest() if ranks.first else None, checkpoint.Found | None)
-        control = Control(self.run, ranks, every_s=60 * self.spec.checkpoint.every_minutes)
+        control = Control(self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
             self.loop = loop = self._load(ranks, found, control)
         except StoppedEarlyError:
@@ -145,6 +145,9 @@ class Session:
 
     def fail(self, error: Exception) -> None:
         """Report a failure to the other ranks and the run. Closes nothing that would wait for a lost rank."""
+        if isinstance(error, SupersededError):
+            print(error, file=sys.stderr)
+            return
         step = self.loop.step if self.loop else 0
         failure = failures.explain(error, self.spec, self.rank, step)
         try:
