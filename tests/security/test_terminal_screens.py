@@ -21,10 +21,14 @@ from textual.widgets.option_list import Option
 from so_tui.runs import read_state, write_state
 from so_tui.trust.printable import printable_line
 from so_tui.ui.app import SoTuiApp
-from so_tui.ui.printable import PrintableApp
+from so_tui.ui.printable import DrawsPrintable, PrintableApp
 from so_tui.ui.screens import PAGES
 from so_tui.ui.screens.dialogs import Notice, Question
 from so_tui.ui.text import Content, brief_message, shorten, shorten_path
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.log import LogView
+from so_tui.ui.widgets.numa_nodes import NumaNodes
+from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
@@ -205,3 +209,29 @@ async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> 
 def test_screens_make_content_in_one_way() -> None:
     sources = Path(__file__).parents[2].glob("so_tui/ui/**/*.py")
     assert [path.name for path in sources if re.search("textual.content import|import content", path.read_text())] == ["text.py"]
+
+
+class Careless(DrawsPrintable):
+    """Draws a line as it was given, like a chart, a log or a node that forgot to clean its text."""
+
+    def render_line(self, y: int) -> Strip:
+        return Strip([Segment(HOSTILE), Segment(SURROGATE)]).adjust_cell_length(self.size.width)
+
+
+class FrequentlyDrawn(PrintableApp[None]):
+    """The widgets of the dashboard that draw every second stand behind the same check."""
+
+    def compose(self) -> ComposeResult:
+        yield Careless()
+
+
+async def test_widgets_that_draw_every_second_are_checked_too() -> None:
+    assert all(issubclass(kind, DrawsPrintable) for kind in (Chart, NumaNodes, StyledLines, LogView))
+    app = FrequentlyDrawn()
+    async with app.run_test(size=(100, 10)) as pilot:
+        await pilot.pause()
+        strips = app.screen._compositor.render_strips(app.size)
+        assert "owned" in strips[0].text
+        for strip in strips:
+            assert printable_line(strip.text) == strip.text
+            assert strip.cell_length == 100 == cell_len(strip.text)
