@@ -76,7 +76,7 @@ class Control:
         return frozenset(action for action, bit in actions.items() if received & bit)
 
     def _refuse_if_superseded(self) -> None:
-        """Raise SupersededError once the state names a newer attempt: this one counted as lost, and must not write into the run any more."""
+        """Raise SupersededError once the state names a newer attempt: this one counted as lost and must write nothing more."""
         if not self._attempt or time.monotonic() < self._newer_checked_at + _NEWER_CHECK_S:
             return
         self._newer_checked_at = time.monotonic()
