@@ -48,15 +48,15 @@ def harmed_trees(draw: st.DrawFn, valid: Tree) -> Tree:
         parent, key = draw(st.sampled_from(_places(tree)))
         match draw(st.sampled_from(("replace", "replace", "remove", "wrap", "add"))):
             case "replace":
-                parent[key] = draw(HOSTILE)
+                parent[key] = copy.deepcopy(draw(HOSTILE))
             case "remove":
                 del parent[key]
             case "wrap":
                 parent[key] = [parent[key]]
             case "add" if isinstance(parent, dict):
-                parent[draw(st.sampled_from(_TEXTS))] = draw(HOSTILE)
+                parent[draw(st.sampled_from(_TEXTS))] = copy.deepcopy(draw(HOSTILE))
             case "add":
-                parent.extend([draw(HOSTILE)] * draw(st.integers(1, 50)))
+                parent.extend([copy.deepcopy(draw(HOSTILE))] * draw(st.integers(1, 50)))
         if not tree:
             break
     return tree
