@@ -93,7 +93,7 @@ def print_rich(*renderables: Any) -> None:
 
 
 class ProgressLine:
-    """One line of a terminal's stderr that is written over; nothing where stderr is not a terminal."""
+    """A line on stderr that each update replaces. Does nothing if stderr is not a terminal."""
 
     def __init__(self, *, shown: bool = True) -> None:
         self._terminal = beneath(sys.stderr) if shown and sys.stderr.isatty() else None

@@ -1,4 +1,4 @@
-"""Numbers of the command line: finite and within a range."""
+"""Types for numbers on the command line, which must be finite and within a range."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def number_from(lowest: float, highest: float) -> Callable[[str], float]:
-    """Return a type for argparse: a number of a range, bounds included."""
+    """Return a type for argparse: a number within a range, bounds included."""
 
     def parse(text: str) -> float:
         try:
@@ -23,7 +23,7 @@ def number_from(lowest: float, highest: float) -> Callable[[str], float]:
 
 
 def integer_from(lowest: int, highest: int) -> Callable[[str], int]:
-    """Return a type for argparse: an integer of a range, bounds included."""
+    """Return a type for argparse: an integer within a range, bounds included."""
 
     def parse(text: str) -> int:
         try:

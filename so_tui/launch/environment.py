@@ -22,7 +22,7 @@ RUN_MARKER = "SO_TUI_RUN"
 
 ATTEMPT_MARKER = "SO_TUI_ATTEMPT"
 RUN_ID_MARKER = "SO_TUI_RUN_ID"
-"""Holds the run's id there, which tells it from another run at the same path; empty for a run without one."""
+"""Holds the run's id, which distinguishes it from another run at the same path; empty for a run without one."""
 
 RENDEZVOUS = "SO_TUI_RENDEZVOUS"
 """Tells the ranks where they meet."""
@@ -42,7 +42,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     """Return the changes for a plan on a machine, given the inherited environment; values may be placeholders."""
     return (
         Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
-        Variable(name=RUN_ID_MARKER, value=Placeholder.RUN_ID.value, reason="tells this run from another one at the same path"),
+        Variable(name=RUN_ID_MARKER, value=Placeholder.RUN_ID.value, reason="distinguishes this run from another one at the same path"),
         Variable(name=ATTEMPT_MARKER, value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
         *_python(inherited),
         *_network(),
@@ -127,7 +127,7 @@ def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
 
 
 def _network() -> Iterator[Variable]:
-    """Let the ranks of one host meet where no other user can join them: in a file of this user, and on the loopback interface.
+    """Let the ranks of one host meet in a file of this user and on the loopback interface, where no other user can join them.
 
     A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its ranks to each other over it, and
     listens there; the data goes over NVLink or shared memory.

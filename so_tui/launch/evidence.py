@@ -1,4 +1,4 @@
-"""What the end of an attempt is judged by, beside what its supervisor saw: failures that ranks wrote, and the plan's advice."""
+"""Evidence from outside the supervisor about how an attempt ended: failures that ranks wrote, and the plan's advice."""
 
 from __future__ import annotations
 

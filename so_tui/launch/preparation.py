@@ -53,7 +53,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     start_over: bool = False
     """For a resume: train from step 0, whatever was saved."""
     assume_dead: bool = False
-    """For a resume: the user says that the attempt before has ended, although its host cannot be asked."""
+    """For a resume: the user says that the previous attempt has ended, although its host cannot be asked."""
 
     @property
     def spec(self) -> RunSpec:
@@ -162,7 +162,7 @@ def prepare_resume(
         values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are resharded as they require.
         force: Accept a plan that does not fit. A run that was forced once stays forced.
         start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not deleted.
-        assume_dead: Take the user's word that the attempt before has ended, although its host cannot be asked.
+        assume_dead: Accept the user's statement that the previous attempt has ended, although its host cannot be asked.
         inherited: The environment to start from; by default this process's.
 
     Raises:

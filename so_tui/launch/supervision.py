@@ -1,4 +1,4 @@
-"""The body of the supervisor's process: whether it may act for an attempt, and under which lock."""
+"""The main function of the supervisor's process: check that it may act for an attempt, take the lock, and supervise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
 
 
 def _concluded(run: RunDirectory, attempt: int, before: RunState) -> RunState:
-    """Return the state that the attempt before left, concluded now if it ended without a supervisor. Raises InputError if it still runs."""
+    """Return the final state of the previous attempt, computed now if it ended without a supervisor. Raises InputError if it still runs."""
     if before.state in FINAL_STATES or not before.host:
         return before
     state = ended_state(run, assume_dead=read_launch(run, attempt, socket.gethostname()).assume_dead)

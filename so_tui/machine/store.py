@@ -24,7 +24,7 @@ from so_tui.trust.reading import UnfitFileError
 _REMEDY = "Write one on that machine with `so-tui inspect --json > FILE`."
 
 _MOST_GPUS, _MOST_NODES, _MOST_CPUS, _MOST_BYTES = 256, 4096, 1 << 16, 1 << 50
-"""Bounds of a machine, each far above any."""
+"""Bounds far above any real machine."""
 
 
 def machine_json(machine: Machine) -> bytes:

@@ -1,4 +1,4 @@
-"""A console of rich's that sends its own styling to the terminal, and nothing of a text but printable characters."""
+"""A console of rich's that sends only its own styling and printable characters to the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PrintableConsole(Console):
 
 
 def printable_text(text: Text) -> Text:
-    """Return styled text with the characters spelled out that ``printable`` spells out, each in its own style."""
+    """Return styled text with unsafe characters spelled out as ``printable`` does, each in its own style."""
     if printable(text.plain) == text.plain:
         return text
     starts = [0, *accumulate(len(printable(character)) for character in text.plain)]

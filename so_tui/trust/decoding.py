@@ -1,4 +1,4 @@
-"""Decode JSON and TOML that anybody may have written: whatever is wrong with it, nesting too, ends in the error of a malformed file."""
+"""Decode JSON and TOML that anybody may have written. Every fault, deep nesting included, raises the error of a malformed file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
-    """Return what a decoder makes of a line. Raises msgspec.DecodeError, whatever is wrong with the line."""
+    """Return the value of a line. Raises msgspec.DecodeError, whatever is wrong with the line."""
     try:
         return decoder.decode(content)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Whose a file or folder is. What belongs to another user, or can be changed by one, is data and never instructions.
+"""Check who owns a file or folder and who can write it. What another user owns or can change is data, never instructions.
 
 Links are not followed: a link in a folder that others can write could lead anywhere.
 """
@@ -57,7 +57,7 @@ def distrust_of_folder(path: Path) -> Distrust | None:
 def read_own(path: Path) -> bytes:
     """Return the content of a regular file of this user that others cannot write. Links are not followed.
 
-    What is checked is the open file, so it cannot be exchanged between check and reading.
+    The open file is checked, so nobody can replace it between the check and the reading.
 
     Raises:
         NotOwnFileError: It is not this user's own, or no regular file.
@@ -79,7 +79,7 @@ def read_own(path: Path) -> bytes:
 def private_folder(path: Path) -> Path:
     """Make a folder that only this user can open, or check that an existing one belongs to this user, and return it.
 
-    Rights that others have to read an existing folder of one's own are taken away. Missing parents are made as private.
+    Others lose their rights to read an existing folder of this user. Missing parents are made private, too.
 
     Raises:
         NotPrivateError: Something else has the name: a link, another user's folder, or one that others can write.

@@ -40,17 +40,17 @@ def brief_line(text: str, most: int = 80) -> str:
 
 
 def brief_message(text: str) -> str:
-    """Return a message of any length and shape as one line that is safe to show, with its line ends and runs of spaces as single spaces."""
+    """Return a message of any length and shape as one line that is safe to show, with single spaces for line ends and runs of spaces."""
     return brief_line(" ".join(text[:_LONGEST_MESSAGE].split()), _LONGEST_MESSAGE // 2)
 
 
 def printable_source(text: str) -> str:
-    """Return JSON or TOML with what ``printable`` spells out written as their own escapes, so that programs read the same values."""
+    """Return JSON or TOML with unsafe characters escaped in that format, so that programs read the same values."""
     return text if text.isprintable() else _UNSAFE.sub(_escaped, text)
 
 
 def same_cells(text: str, width: Callable[[str], int]) -> str:
-    """Return text of one line with unsafe characters replaced by as many cells as they have been given: for a line that is laid out.
+    """Return a line that is already laid out, with each unsafe character replaced by as many cells as it takes.
 
     Args:
         width: Returns the cells of a character.
@@ -64,7 +64,7 @@ def quoted(*arguments: str) -> str:
 
 
 def so_tui_command(verb: str, argument: str, *options: str) -> str:
-    """Return a command of so-tui for copying. An argument that begins with a dash is kept from being read as an option."""
+    """Return a command of so-tui for copying. An argument that begins with a dash is not read as an option."""
     return quoted("so-tui", verb, *options, "--", argument) if argument.startswith("-") else quoted("so-tui", verb, argument, *options)
 
 

@@ -1,6 +1,6 @@
-"""Who may read what a run writes: its owner alone, or the owner's group with ``SO_TUI_SHARE=group``. Nobody else may ever write it.
+"""Who may read what a run writes: its owner alone, or the owner's group with ``SO_TUI_SHARE=group``. Only the owner may write.
 
-The run folder's own mode keeps the choice, so that later attempts and other processes find it.
+The mode of the run folder records the choice for later attempts and other processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_run_folder(folder: Path, *, shared: bool) -> None:
 
 
 def close_to_others(folder: Path) -> None:
-    """Take from others what they may do in a run folder of an older version. A shared folder stays shared with its group.
+    """Remove the rights of others on a run folder of an older version. A shared folder stays shared with its group.
 
     Raises:
         OSError: The folder belongs to somebody else, or is gone.

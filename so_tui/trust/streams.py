@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PrintableStream:
-    """A text stream that spells out control, bidirectional and invisible characters; in all else it is the stream beneath it."""
+    """A text stream that spells out control, bidirectional and invisible characters; it otherwise behaves like the stream beneath it."""
 
     def __init__(self, beneath: TextIO) -> None:
         self.beneath = beneath
@@ -40,7 +40,7 @@ def guard_output() -> None:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """Return the unguarded stream, for a writer that makes control sequences of its own and guards text itself."""
+    """Return the unguarded stream, for a writer that sends control sequences and makes text printable itself."""
     return stream.beneath if isinstance(stream, PrintableStream) else stream
 
 

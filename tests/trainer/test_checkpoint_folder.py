@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -155,3 +156,55 @@ def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(host
     with pytest.raises(superoffload.OffloadError, match="sizes are impossible") as caught:
         list(superoffload.saved_master_weights(folder))
     assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("name", ["optimizer", "optimizer/rank_00000.states", "optimizer/rank_00000.json", "checkpoint.json"])
+def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    path = written(folder, 3, "", spec_in(tmp_path)) / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises((superoffload.OffloadError, OSError)):
+        verify(folder / "step-000003")
+    with pytest.raises(superoffload.OffloadError) if name.startswith("optimizer") else nullcontext():
+        superoffload.verify_state(folder / "step-000003" / "optimizer")
+    with pytest.raises(TrainingError) as caught:
+        newest(folder)
+    assert caught.value.code == "checkpoints-unreadable"
+
+
+@pytest.mark.parametrize("name", ["rank_00000.states", "rank_00000.json"])
+def test_a_pipe_as_a_state_does_not_block(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
+    (states / name).unlink()
+    os.mkfifo(states / name)
+    with pytest.raises(superoffload.OffloadError) as caught:
+        superoffload.verify_state(states)
+    assert caught.value.code == "unreadable"
+
+
+def test_a_states_description_of_more_than_its_limit_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
+    os.truncate(states / "rank_00000.json", 65 << 20)
+    with pytest.raises(superoffload.OffloadError) as caught:
+        superoffload.verify_state(states)
+    assert caught.value.code == "unreadable"
+    assert "more than" in str(caught.value)
+
+
+def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(tmp_path: Path) -> None:
+    folder, target = tmp_path / "checkpoints", tmp_path / "target"
+    folder.mkdir()
+    target.mkdir()
+    (target / "precious").write_bytes(b"x")
+    (folder / "step-000001.partial").symlink_to(target)
+    (folder / "step-000002.partial").write_bytes(b"x")
+    (folder / "step-000003.partial").symlink_to(tmp_path / "nothing")
+    checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
+    assert names(folder) == []
+    assert names(target) == ["precious"]

@@ -11,9 +11,11 @@ A folder belongs to one run. Checkpoints of another identity are neither read no
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
+import stat
 import zlib
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -182,11 +184,16 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     for name, size in manifest.files.items():
         _refuse_outside(name)
-        if (found := (checkpoint / name).lstat().st_size) != size:
+        status = (checkpoint / name).lstat()
+        if not stat.S_ISREG(status.st_mode) or not _is_inside(checkpoint, name):
+            raise superoffload.OffloadError(f"{checkpoint / name} is a link or not a regular file.", code="unreadable")
+        if (found := status.st_size) != size:
             message = f"{checkpoint / name} has {found} bytes, but the checkpoint says {size}: it is incomplete."
             raise superoffload.OffloadError(message, code="torn")
     for name, checksum in manifest.checksums.items():
         _refuse_outside(name)
+        if not _is_inside(checkpoint, name):
+            raise superoffload.OffloadError(f"{checkpoint / name} is a link.", code="unreadable")
         if zlib.crc32(read_bounded(checkpoint / name, _SMALL_BYTES)) != checksum:
             raise superoffload.OffloadError(f"{checkpoint / name} is not what was written (its checksum differs).", code="checksum")
     superoffload.verify_state(optimizer_folder(checkpoint))
@@ -200,6 +207,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         OSError: The folder is not a complete checkpoint.
         msgspec.DecodeError: The manifest is damaged.
     """
+    if (checkpoint / _MANIFEST).is_symlink():
+        raise OSError(errno.ELOOP, f"{_MANIFEST} is a link", str(checkpoint / _MANIFEST))
     return decode_json(read_bounded(checkpoint / _MANIFEST, _SMALL_BYTES), Manifest)
 
 
@@ -249,7 +258,10 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
     """
     folder.mkdir(exist_ok=True)
     for left in folder.glob(f"*{_PARTIAL}"):
-        shutil.rmtree(left)
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:  # A link: what it points to is none of ours.
+            left.unlink()
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise TrainingError(
@@ -314,6 +326,11 @@ def _refuse_outside(name: str) -> None:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise superoffload.OffloadError(f"the manifest names {name!r}, which is not inside the checkpoint", code="unreadable")
+
+
+def _is_inside(checkpoint: Path, name: str) -> bool:
+    """Return whether no part of a file's path below its checkpoint is a link."""
+    return (checkpoint / name).resolve() == checkpoint.resolve() / name
 
 
 def _sync(folder: Path) -> None:

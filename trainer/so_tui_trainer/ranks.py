@@ -92,7 +92,7 @@ def _decoded(content: torch.Tensor, kind: Any) -> Any:
 
 
 def _path(kind: type, value: Any) -> Any:
-    """Make the one type that MessagePack does not have."""
+    """Return a path from its text, because MessagePack has no such type."""
     if kind is not Path:
         raise NotImplementedError(f"values of the type {kind} are not exchanged")
     return Path(value)

@@ -10,12 +10,14 @@ casts them from the master weights.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import torch
@@ -25,6 +27,7 @@ from superoffload.errors import OffloadError
 from superoffload.sub_groups import SubGroupState
 
 SCHEMA = 2
+_LARGEST_MANIFEST_BYTES = 64 << 20
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
 """``verify`` reads only a thousandth of a file, so that checking hundreds of GB takes seconds. It detects a file that was cut short, never
@@ -118,13 +121,17 @@ def verify(folder: Path) -> None:
 
 def manifests(folder: Path) -> tuple[Manifest, ...]:
     """Return the manifests of all ranks that saved, in order. Raises OffloadError if one is missing or cannot be read."""
+    if folder.is_symlink():
+        raise OffloadError(f"{folder} is a link, and what it points to is no part of the checkpoint.", code="unreadable")
     found: list[Manifest] = []
     while not found or len(found) < found[0].ranks:
         _, path = _paths(folder, len(found))
         try:
-            if path.exists() and not path.is_file():  # reading a pipe would wait forever
-                raise OffloadError(f"{path} cannot be read: it is not a regular file.", code="unreadable")
-            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+            with _open_regular(path) as file:
+                content = os.pread(file.fileno(), _LARGEST_MANIFEST_BYTES + 1, 0)
+            if len(content) > _LARGEST_MANIFEST_BYTES:
+                raise OffloadError(f"{path} has more than {_LARGEST_MANIFEST_BYTES} bytes.", code="unreadable")
+            manifest = msgspec.json.decode(content, type=Manifest)
         except FileNotFoundError:
             raise OffloadError(
                 f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.", code="incomplete"
@@ -169,11 +176,19 @@ def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"rank_{rank:05d}.states", folder / f"rank_{rank:05d}.json"
 
 
-def open_states(folder: Path, manifest: Manifest) -> BinaryIO:
+def _open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading. Raises OffloadError for a link, a pipe, a folder or a device, and OSError."""
+    # A link leads out of the checkpoint, and a pipe would wait for a writer.
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OffloadError(f"{path} cannot be read: it is not a regular file.", code="unreadable")
+    return FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+
+
+def open_states(folder: Path, manifest: Manifest) -> FileIO:
     """Open a rank's file for reading. Raises OffloadError if that fails or the size is wrong."""
     path, _ = _paths(folder, manifest.rank)
     try:
-        file = path.open("rb", buffering=0)
+        file = _open_regular(path)
     except OSError as error:
         raise OffloadError(f"{path} cannot be read: {error.strerror}.", code="unreadable") from error
     if (size := os.fstat(file.fileno()).st_size) != manifest.bytes:
@@ -200,7 +215,7 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def read_into(file: BinaryIO, begin: int, target: torch.Tensor) -> None:
+def read_into(file: FileIO, begin: int, target: torch.Tensor) -> None:
     """Fill a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError if the file ends before."""
     view = _bytes_of(target)
     while view:

@@ -73,7 +73,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def loadable(descriptor: int) -> str:
-    """Return a path by which a process that has this descriptor open loads exactly that file, whatever has its name by then."""
+    """Return a path by which a process that has this descriptor open loads exactly that file, even if another file has its name by then."""
     return f"/proc/self/fd/{descriptor}"
 
 
@@ -107,7 +107,7 @@ def _usable_cache_folder() -> Path:
 @cache
 def _folder_of_this_process(unusable: Path) -> Path:
     try:
-        # Not a name that others can know, and take before us.
+        # A name that others cannot predict and take first.
         made = Path(tempfile.mkdtemp(prefix="so-tui-kernels-"))
     except OSError as error:
         raise OffloadError(

@@ -29,7 +29,7 @@ def make_private(folder: Path) -> bool:
 def open_own(path: Path) -> int | None:
     """Open a file for reading if it is this user's own: a regular file, no link, and nobody else can write it.
 
-    What is checked is what was opened, so nobody can exchange it between the check and its use through the descriptor.
+    The open file is checked, so nobody can replace it between the check and its use through the descriptor.
 
     Returns:
         The descriptor, or None for any other file.

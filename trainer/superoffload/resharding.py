@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -149,7 +150,7 @@ def _locations(manifest: Manifest) -> dict[str, _Location]:
     return found
 
 
-def _read_shard(files: Sequence[BinaryIO], location: _Location, kind: int, numel: int, rank: int, ranks: int, shard: torch.Tensor) -> None:
+def _read_shard(files: Sequence[FileIO], location: _Location, kind: int, numel: int, rank: int, ranks: int, shard: torch.Tensor) -> None:
     """Fill ``shard``, one rank's shard of a parameter with its padding, from all files that hold a part of it."""
     filled = 0
     for overlap in overlaps(numel, len(files), rank, ranks):

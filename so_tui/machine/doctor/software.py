@@ -137,7 +137,7 @@ def _no_compiler(context: CheckContext) -> Finding:
 
 
 def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
-    """Return whether a compiled CPU Adam exists that would be loaded: nobody else can write it. A copy of a machine says not by whom.
+    """Return whether a compiled CPU Adam exists that would be loaded, which nobody else can write. In a copied machine owners are unknown.
 
     Whether it suits this CPU is checked when it is loaded.
     """

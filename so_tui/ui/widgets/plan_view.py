@@ -73,7 +73,7 @@ def launch_facts(plan: Plan) -> list[Content]:
 
 
 def remote_code_lines(plan: Plan) -> list[Content]:
-    """Return whose Python code the run executes; nothing where it executes none but so-tui's and its libraries'."""
+    """Return a warning if the run executes Python code that comes with the model."""
     from so_tui.plan.facts import RemoteCode
     from so_tui.plan.messages import message
 

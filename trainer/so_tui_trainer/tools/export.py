@@ -65,7 +65,7 @@ def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
     from so_tui.trust.ownership import distrust_of_file
 
     if spec.model.trust_remote_code and (distrust := distrust_of_file(run.spec_path)) is not None:
-        message = f"asks for the model's own code to be run, and {run.spec_path} is not a file that only you can write ({distrust})"
+        message = f"asks to run the model's code, but {run.spec_path} is not a file that only you can write ({distrust})"
         remedy = "Copy the run, read its spec.json, and export the copy."
         raise InputError([Problem(code="not-your-spec", field="model.trust_remote_code", value="true", message=message, remedy=remedy)])
 
