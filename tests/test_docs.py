@@ -53,3 +53,14 @@ def test_every_exit_code_is_in_the_reference() -> None:
     in_table = {int(code) for code in re.findall(r"^\| (\d+) \|", reference, re.MULTILINE)}
     assert in_help
     assert in_help == in_table
+
+
+def test_each_guarantee_of_the_security_page_names_a_test_that_exists() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|") and "tests/" in line]
+    assert len(rows) > 20
+    for row in rows:
+        for name in re.findall(r"`(tests/[\w/.]+(?:::\w+)?)`", row):
+            path, _, function = name.partition("::")
+            text = (ROOT / path).read_text()
+            assert f"def {function}(" in text if function else "def test_" in text, name
