@@ -122,17 +122,6 @@ class Widgets(PrintableApp[None]):
         table.add_row(RichText(HOSTILE + SURROGATE), label=RichText(HOSTILE))
 
 
-async def test_no_widget_passes_the_last_check_by() -> None:
-    app = Widgets()
-    async with app.run_test(size=(100, 60)) as pilot:
-        await pilot.pause()
-        strips = app.screen._compositor.render_strips(app.size)
-        assert sum("owned" in strip.text for strip in strips) >= 6
-        for strip in strips:
-            assert printable_line(strip.text) == strip.text
-            assert strip.cell_length == 100 == cell_len(strip.text)
-
-
 async def test_what_is_copied_is_text(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(world.runs_dir, machine=world.machine) as driver:
         written: list[str] = []
