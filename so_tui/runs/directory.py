@@ -66,7 +66,7 @@ class RunDirectory:
         return self.path / "attempts"
 
     def samples_dir(self, host: str) -> Path:
-        return self.path / f"{_SAMPLES}{host}"
+        return self.path / f"{_SAMPLES}{_in_name(host)}"
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.attempts_dir / f"{attempt:03d}"
@@ -88,10 +88,10 @@ class RunDirectory:
         return self.attempt_dir(attempt) / "command.json"
 
     def machine_path(self, attempt: int, host: str) -> Path:
-        return self.attempt_dir(attempt) / f"machine.{host}.json"
+        return self.attempt_dir(attempt) / f"machine.{_in_name(host)}.json"
 
     def log_path(self, attempt: int, host: str) -> Path:
-        return self.attempt_dir(attempt) / f"{_OUTPUT}{host}{_LOG}"
+        return self.attempt_dir(attempt) / f"{_OUTPUT}{_in_name(host)}{_LOG}"
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
@@ -137,3 +137,8 @@ def _names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _in_name(host: str) -> str:
+    """Return a host's name as part of a file's name. A state that somebody else wrote may contain a path instead."""
+    return host.replace("/", "_").replace("\0", "_")

@@ -24,6 +24,7 @@ import torch
 import superoffload
 from so_tui.model.sharding import partition_numel
 from so_tui.runs.records import CheckpointRecord
+from so_tui.runs.state import FULL
 from so_tui.spec import RunSpec
 from so_tui.trust.reading import read_bounded
 from so_tui_trainer import checkpoint_folder
@@ -149,6 +150,9 @@ def _explanation(error: Exception | None) -> Explanation | None:
         return None
     if isinstance(error, TrainingError):
         return Explanation(error.code, error.reason, error.suggestion)
+    if isinstance(error, OSError) and error.errno in FULL:
+        suggestion = "Free some space there, then resume. Earlier checkpoints are unchanged."
+        return Explanation("disk-full", str(error), suggestion)
     suggestion = "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged."
     return Explanation("checkpoint-failed", str(error), suggestion)
 

@@ -53,7 +53,8 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
 
     Raises:
         OSError: A file cannot be read or written.
-        InputError: The folder holds something else, the disk is full, or tokenizer or configuration cannot be loaded.
+        InputError: The checkpoint is of another model (``model-differs``), the folder holds something else, the disk is full, or tokenizer
+            or configuration cannot be loaded.
         ValueError: The checkpoint does not fit the model.
     """
     folder = folder.resolve()
@@ -80,7 +81,8 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
 def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
     for field in ("id", "revision"):
         if (found := getattr(saved, field)) != (wanted := getattr(own, field)):
-            raise ValueError(f"the checkpoint is of model.{field} {found!r}, and the run's spec says {wanted!r}")
+            message, remedy = f"is not the model of the checkpoint, which is {found}", "Restore the run's spec.json."
+            raise InputError([Problem(code="model-differs", field=f"model.{field}", value=wanted, message=message, remedy=remedy)])
 
 
 def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
