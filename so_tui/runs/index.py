@@ -25,7 +25,7 @@ from so_tui.runs.codec import decode_metric, encode_line
 from so_tui.runs.overview import StoredRows
 from so_tui.runs.pyramid import NO_EXTREMES, extremes
 from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
-from so_tui.runs.segments import SUFFIX
+from so_tui.runs.segments import INDEX_SUFFIX, SUFFIX
 from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare
 from so_tui.trust.decoding import decoded
@@ -147,7 +147,7 @@ class SegmentIndex:
 
 def index_path(segment: Path) -> Path:
     """Return the path of the index of a segment."""
-    return segment.with_suffix(".index")
+    return segment.with_suffix(INDEX_SUFFIX)
 
 
 def write_index(segment: Path) -> None:

@@ -10,12 +10,13 @@ from so_tui.trust.reading import UnfitFileError, open_regular
 
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
+INDEX_SUFFIX = ".index"
 _BLOCK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 8 * MEBIBYTE
 """Limit of a record. The binding of a thousand ranks takes less than one."""
 
 
-def segments(folder: Path, stem: str = "") -> dict[int, Path]:
+def segments(folder: Path, stem: str = "", suffix: str = SUFFIX) -> dict[int, Path]:
     """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the folder is missing."""
     found = {}
     try:
@@ -23,8 +24,8 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     for name in names:
-        number = name[len(stem) : -len(SUFFIX)]
-        if name.startswith(stem) and name.endswith(SUFFIX) and number.isdecimal() and number.isascii() and len(number) <= 12:
+        number = name[len(stem) : -len(suffix)]
+        if name.startswith(stem) and name.endswith(suffix) and number.isdecimal() and number.isascii() and len(number) <= 12:
             found[int(number)] = folder / name
     return dict(sorted(found.items()))
 
@@ -116,7 +117,9 @@ class SegmentWriter:
             self._on_closed(closed)
 
     def _open_next(self) -> None:
-        number = max(segments(self._folder, self._stem), default=0) + 1
+        # A segment that was lost may have left its index, which would pass for one of a new segment of the same number.
+        used = (*segments(self._folder, self._stem), *segments(self._folder, self._stem, INDEX_SUFFIX))
+        number = max(used, default=0) + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         while True:
             path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"

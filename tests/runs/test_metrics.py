@@ -351,3 +351,17 @@ def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(run: RunD
     while reader.poll(limit_records=10_000, limit_s=1.0).more:
         pass
     assert [record.step for record in reader.recent(300)] == list(range(1, 201))
+
+
+def test_the_index_of_a_lost_segment_does_not_pass_for_that_of_a_new_one(run: RunDirectory, step: Callable[..., StepRecord]) -> None:
+    first = MetricsWriter(run, 1)
+    first.append(step(1))
+    first.close()
+    (segment,) = segments(run.metrics_dir).values()
+    segment.unlink()
+    second = MetricsWriter(run, 2)
+    second.append(step(7, attempt=2))
+    reader = MetricsReader(run)
+    while reader.poll(limit_records=10_000, limit_s=1.0).more:
+        pass
+    assert [record.step for record in reader.recent(10)] == [7]
