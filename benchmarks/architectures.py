@@ -43,6 +43,7 @@ from so_tui.launch.rendezvous import init_method, make_rendezvous
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs.manifest import run_id
 from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, StepRecord
 from so_tui.spec import RunSpec, find_preset, with_values
 
@@ -140,6 +141,7 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
         again = create_run(spec, Path(folder) / "again")
         saved = f"step-{SAVED_STEP:06d}"
         shutil.copytree(straight.checkpoints_dir / saved, again.checkpoints_dir / saved)
+        shutil.copyfile(straight.manifest_path, again.manifest_path)  # the checkpoints of another run would be refused
         _attempt(again, spec, machine, limit_s, fork=arguments.fork)
         losses, resumed = _losses(straight), _losses(again)
         with _ONE_MODEL:
@@ -175,7 +177,7 @@ def _export_is_equal(run: RunDirectory) -> bool:
     model, info = factory.from_pretrained(run.path / "export", dtype=torch.bfloat16, output_loading_info=True)
     if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return False
-    found = newest(run.checkpoints_dir)
+    found = newest(run.checkpoints_dir, run_id(run))
     if found is None:
         raise RuntimeError(f"{run.path} has no checkpoint")
     other = factory.from_config(model.config, dtype=torch.bfloat16).eval()

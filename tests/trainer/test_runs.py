@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from so_tui.runs import RunDirectory, control, create_run
+from so_tui.runs.manifest import run_id
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -81,7 +82,7 @@ def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory)
 def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
     saved = [record.step for record in records(finished_run) if isinstance(record, CheckpointRecord)]
     assert saved == [5, 10, 12]
-    assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == ["step-000010", "step-000012"]
+    assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == ["run.json", "step-000010", "step-000012"]
 
 
 def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: RunDirectory) -> None:
@@ -95,7 +96,7 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: Ru
     assert not info["unexpected_keys"]
     tokenizer = AutoTokenizer.from_pretrained(finished_run.path / "export")
     ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")["input_ids"]
-    found = checkpoint.newest(finished_run.checkpoints_dir)
+    found = checkpoint.newest(finished_run.checkpoints_dir, run_id(finished_run))
     assert found is not None
     other = causal_model(model.config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
@@ -172,6 +173,7 @@ def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finis
     spec = tiny(**TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload")
     run = create_run(spec, tmp_path)
     shutil.copytree(finished_run.checkpoints_dir, run.checkpoints_dir)
+    shutil.copyfile(finished_run.manifest_path, run.manifest_path)  # the checkpoints of another run would be refused
     states = run.checkpoints_dir / "step-000012" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     assert start(run, spec).wait(timeout=300) == 0, log(run)
@@ -185,7 +187,7 @@ def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finis
     for record in steps_of(found):
         assert record.useful_tokens == expected[record.step].useful_tokens
         assert record.loss == pytest.approx(expected[record.step].loss, rel=1e-2)
-    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == ["step-000010", "step-000012", "step-000012.damaged"]
+    assert sorted(path.name for path in run.checkpoints_dir.glob("step-*")) == ["step-000010", "step-000012", "step-000012.damaged"]
 
 
 def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(
     end = end_of(found)
     assert (end.state, end.code, end.step, end.saved) == ("stopped", "stopped-while-loading", 0, "")
     assert not any(isinstance(record, StepRecord | CheckpointRecord) for record in found)
-    assert not run.checkpoints_dir.is_dir() or not any(run.checkpoints_dir.iterdir())
+    assert not any(run.checkpoints_dir.glob("step-*"))
 
 
 def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished_run: RunDirectory, tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_weights_that_are_not_finite_end_the_run_and_nothing_is_saved(tmp_path: 
     end = end_of(records(run))
     assert (end.state, end.code, end.saved) == ("failed", "not-finite", "")
     assert "learning_rate" in end.suggestion
-    assert not run.checkpoints_dir.is_dir() or not any(run.checkpoints_dir.iterdir())
+    assert not any(run.checkpoints_dir.glob("step-*"))
 
 
 def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:
