@@ -200,7 +200,7 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, p
         case _:
             target.chmod(target.stat().st_mode | 0o020)
     viewer = scene.viewer
-    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known) as member:
+    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1") as member:
         try:
             listed = viewer.so_tui("runs", "--runs-dir", str(folder))
             assert (listed.returncode, listed.stderr) == (0, "")
@@ -221,7 +221,7 @@ def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_proce
     run = write_hostile_run(folder, scene.proof, state="training", processes=(scene.known,), supervisor=gone())
     viewer.give(folder)
     known = run_id(run)
-    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known) as member:
+    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1") as member:
         try:
             assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
             assert member.wait(timeout=30) == -signal.SIGTERM, "the request to stop is overdue"

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def run_ranks(ranks: int, *arguments: str) -> list[str]:
         "LOCAL_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "SO_TUI_RENDEZVOUS": f"file://{tempfile.mkdtemp()}/store",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": checkout_path(Path(__file__).parent),
     }

@@ -58,6 +58,7 @@ def train(run: RunDirectory, attempt: int) -> int:
 
 def leave(writer: MetricsWriter | None, run: RunDirectory, attempt: int, step: int, state: str) -> int:
     if writer:
+        (run.checkpoints_dir / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
         writer.append(CheckpointRecord(attempt=attempt, time=time.time(), step=step, path=str(run.checkpoints_dir), bytes=1, seconds=0.0))
         writer.append(EndRecord(attempt=attempt, time=time.time(), state=state, step=step, saved=str(run.checkpoints_dir)))  # type: ignore[arg-type]
         writer.close()
