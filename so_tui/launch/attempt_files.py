@@ -56,7 +56,7 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
     """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
 
     Raises:
-        NotOwnFileError: A file is not this user's own. What it says would be executed.
+        NotOwnError: A file is not this user's own. What it says would be executed.
         OSError: A file is missing or cannot be read.
         msgspec.DecodeError: A file is damaged.
     """

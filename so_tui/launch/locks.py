@@ -14,7 +14,7 @@ from msgspec import Struct, json
 
 from so_tui.machine.types import Gpu
 from so_tui.spec.folders import state_home
-from so_tui.trust.ownership import NotPrivateError, private_folder
+from so_tui.trust.ownership import NotOwnError, private_folder
 
 
 class Holder(Struct, frozen=True):
@@ -53,12 +53,12 @@ def lock_folder() -> Path:
     It is the same in every shell: XDG_RUNTIME_DIR is not set in all of them, and vanishes with the last login session.
 
     Raises:
-        NotPrivateError: Another user has taken both names.
+        NotOwnError: Another user has taken both names.
         OSError: It cannot be made.
     """
     try:
         return private_folder(Path(f"/tmp/so-tui-{os.getuid()}"))
-    except NotPrivateError:  # another user made it, to block or deceive us
+    except NotOwnError:  # another user made it, to block or deceive us
         return private_folder(state_home() / f"locks.{socket.gethostname()}")
 
 

@@ -11,11 +11,12 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from so_tui.machine.memory import pss_bytes
+from so_tui.runs.liveness import alive
+from so_tui.runs.process_stat import Stat, read_stat
 from so_tui.runs.records import Process
 
 Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
@@ -29,43 +30,9 @@ _WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py
 """The second is the path in earlier versions: a run that they started may live through an upgrade."""
 
 
-@dataclass(frozen=True)
-class Stat:
-    """The fields of /proc/PID/stat that are used here."""
-
-    state: str
-    parent: int
-    cpu_ticks: int
-    start_time: int
-    wait_status: int
-    """Of a zombie, as wait(2) encodes it; 0 if the kernel does not show it to us."""
-
-    @property
-    def alive(self) -> bool:
-        return self.state not in "ZX"
-
-
-def read_stat(pid: int) -> Stat | None:
-    """Return the stat of a process, or None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The command name is in parentheses and may contain anything, so the numbers begin after the last parenthesis.
-    fields = text[text.rindex(b")") + 2 :].split()
-    return Stat(
-        state=fields[0].decode(),
-        parent=int(fields[1]),
-        cpu_ticks=int(fields[11]) + int(fields[12]),
-        start_time=int(fields[19]),
-        wait_status=int(fields[49]),
-    )
-
-
 def send(process: Process, signum: signal.Signals) -> None:
     """Send a signal to the process if it is still the recorded one and this user's. Raises PermissionError if the kernel refuses."""
-    stat = read_stat(process.pid)
-    if stat is not None and stat.start_time == process.start_time and stat.alive and _is_own(process.pid):
+    if alive(process) and _is_own(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signum)
 

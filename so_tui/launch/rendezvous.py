@@ -24,7 +24,7 @@ def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
         The new folder.
 
     Raises:
-        NotPrivateError: Somebody else made a folder of this name.
+        NotOwnError: Somebody else made a folder of this name.
         OSError: It cannot be made.
     """
     for left in folder.glob(f"{_prefix(run)}*"):

@@ -43,7 +43,7 @@ def make_code_folders(environment: Mapping[str, str]) -> None:
     """Make the folders that an environment names, or check that existing ones are private. Call it right before they are used.
 
     Raises:
-        NotPrivateError: Something else has the name of one: a link, another user's folder, or one that others can write.
+        NotOwnError: Something else has the name of one: a link, another user's folder, or one that others can write.
         OSError: One cannot be made.
     """
     for name in _NAMES:

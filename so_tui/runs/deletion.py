@@ -8,14 +8,13 @@ Problem and refusal codes:
 from __future__ import annotations
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.ended import ended_state
+from so_tui.runs.ended import ended_state, has_supervisor
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state
 from so_tui.spec.errors import InputError, Problem
-from so_tui.trust.printable import so_tui_command
 
 
 def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
@@ -37,10 +36,7 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
             ended_state(run, assume_dead=assume_dead)
         with run_lock(run) as lock:
             if lock is None:
-                remedy = f"Stop it first: `{so_tui_command('stop', run.name)}`."
-                raise InputError(
-                    [Problem(code="run-is-live", field="run", value=run.name, message="has a living supervisor", remedy=remedy)]
-                )
+                raise has_supervisor(run)
             state = read_state(run)
             if state.host:  # otherwise no supervisor ever started
                 state = ended_state(run, assume_dead=assume_dead)

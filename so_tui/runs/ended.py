@@ -50,11 +50,15 @@ def record_end(run: RunDirectory) -> RunState:
     """
     with run_lock(run) as lock:
         if lock is None:
-            remedy = f"Stop it without --assume-dead: `{so_tui_command('stop', run.name)}`."
-            raise _refused("run-is-live", run, "has a living supervisor", remedy)
+            raise has_supervisor(run)
         state = ended_state(run, assume_dead=True)
         write_last_state(run, state)
     return state
+
+
+def has_supervisor(run: RunDirectory) -> InputError:
+    """Return the refusal of a run whose lock a supervisor holds."""
+    return _refused("run-is-live", run, "has a living supervisor", f"Stop it first: `{so_tui_command('stop', run.name)}`.")
 
 
 def evidence(state: RunState, seen: Sighting) -> str:

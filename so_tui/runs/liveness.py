@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import host_of, same_boot, sees_processes_of, this_host
+from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.runs.state import read_state
 from so_tui.runs.unobserved import concluded
@@ -27,21 +28,19 @@ writes one per second; a network file system may delay writes of other hosts by 
 OLD_S = 300.0
 """The same by the age of the file alone: clocks of hosts may differ by minutes."""
 
-_STATE, _START_TIME = 0, 19  # indices of the fields after the command name in /proc/PID/stat
-
 
 def identify(
     pid: int, role: Literal["supervisor", "runner", "launcher", "rank", "adam", "other"] = "other", rank: int | None = None
 ) -> Process | None:
     """Return the identity of a live process of this host; None if it has ended (a zombie has)."""
-    fields = _stat(pid)
-    return Process(pid=pid, start_time=int(fields[_START_TIME]), role=role, rank=rank) if fields else None
+    stat = read_stat(pid)
+    return Process(pid=pid, start_time=stat.start_time, role=role, rank=rank) if stat is not None and stat.alive else None
 
 
 def alive(process: Process) -> bool:
     """Return whether this process still runs on this host."""
-    fields = _stat(process.pid)
-    return fields is not None and int(fields[_START_TIME]) == process.start_time
+    stat = read_stat(process.pid)
+    return stat is not None and stat.alive and stat.start_time == process.start_time
 
 
 def living(processes: Iterable[Process]) -> tuple[Process, ...]:
@@ -191,13 +190,3 @@ def _hidden_from_us(run: RunDirectory) -> bool:
     except OSError:
         own = False
     return not own and not os.access("/proc/1/stat", os.R_OK)
-
-
-def _stat(pid: int) -> list[bytes] | None:
-    """Return the fields after the command name; None for a zombie or no process."""
-    try:
-        content = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it has ended, or the kernel hides it
-        return None
-    fields = content.rpartition(b")")[2].split()  # the name may contain spaces and parentheses
-    return None if fields[_STATE] in (b"Z", b"X") else fields

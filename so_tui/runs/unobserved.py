@@ -31,18 +31,13 @@ _CODES: dict[str, OutcomeCode] = {
 }
 
 
-def end_of_attempt(run: RunDirectory, attempt: int) -> EndRecord | None:
-    """Return the trainer's end record of an attempt; None if there is none. Only the end of the newest segment is read."""
-    return _end(_last_records(run, attempt))
-
-
 def concluded(run: RunDirectory, state: RunState) -> RunState:
     """Return the final state of an attempt whose processes are gone: as its end record says, without one ``lost``. Raises InputError."""
     records = _last_records(run, state.attempt)
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
-    if (end := _end(records)) is not None:
+    if (end := next((record for record in records if isinstance(record, EndRecord)), None)) is not None:
         return replace(
             state,
             state=end.state,
@@ -70,10 +65,6 @@ def _last_alive(run: RunDirectory, records: Sequence[MetricRecord]) -> float | N
     with contextlib.suppress(OSError):
         times.append(run.state_path.stat().st_mtime)
     return max(times, default=None)
-
-
-def _end(records: Sequence[MetricRecord]) -> EndRecord | None:
-    return next((record for record in records if isinstance(record, EndRecord)), None)
 
 
 def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:

@@ -26,22 +26,13 @@ class Distrust(StrEnum):
     """A link, a device or a pipe; a file where a folder is expected, or the reverse."""
 
 
-class NotOwnFileError(OSError):
-    """A file that is not read, because it is not this user's own."""
+class NotOwnError(OSError):
+    """A file or folder that must belong to this user alone does not."""
 
     def __init__(self, path: Path, distrust: Distrust) -> None:
         self.path = path
         self.distrust = distrust
-        super().__init__(f"{path} is not a file of your own ({distrust})")
-
-
-class NotPrivateError(OSError):
-    """A folder that must belong to this user alone does not."""
-
-    def __init__(self, path: Path, distrust: Distrust) -> None:
-        self.path = path
-        self.distrust = distrust
-        super().__init__(f"{path} is not a folder of your own ({distrust})")
+        super().__init__(f"{path} does not belong to you alone ({distrust})")
 
 
 def distrust_of_file(path: Path) -> Distrust | None:
@@ -60,19 +51,19 @@ def read_own(path: Path) -> bytes:
     The open file is checked, so nobody can replace it between the check and the reading.
 
     Raises:
-        NotOwnFileError: It is not this user's own, or no regular file.
+        NotOwnError: It is not this user's own, or no regular file.
         OSError: It cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOwnFileError(path, Distrust.WRONG_KIND) from error
+            raise NotOwnError(path, Distrust.WRONG_KIND) from error
         raise
     with os.fdopen(descriptor, "rb") as file:
         distrust = _distrust_of(os.fstat(descriptor), stat.S_IFREG)
         if distrust is not None:
-            raise NotOwnFileError(path, distrust)
+            raise NotOwnError(path, distrust)
         return file.read()
 
 
@@ -82,7 +73,7 @@ def private_folder(path: Path) -> Path:
     Others lose their rights to read an existing folder of this user. Missing parents are made private, too.
 
     Raises:
-        NotPrivateError: Something else has the name: a link, another user's folder, or one that others can write.
+        NotOwnError: Something else has the name: a link, another user's folder, or one that others can write.
         OSError: It cannot be made.
     """
     if not path.parent.exists():
@@ -91,7 +82,7 @@ def private_folder(path: Path) -> Path:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if (distrust := distrust_of_folder(path)) is not None:
-            raise NotPrivateError(path, distrust) from None
+            raise NotOwnError(path, distrust) from None
         if stat.S_IMODE(path.lstat().st_mode) & 0o077:
             path.chmod(0o700)
     return path

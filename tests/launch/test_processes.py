@@ -16,9 +16,10 @@ import pytest
 from so_tui.launch import processes
 from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.marker import markers
-from so_tui.launch.processes import OwnProcesses, ProcessTree, read_stat, role_of, send
+from so_tui.launch.processes import OwnProcesses, ProcessTree, role_of, send
 from so_tui.runs import RunDirectory
 from so_tui.runs.manifest import new_manifest, write_manifest
+from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import Process
 
 

@@ -17,7 +17,7 @@ from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Refused, RunSpec
-from so_tui.trust.ownership import Distrust, NotOwnFileError
+from so_tui.trust.ownership import Distrust, NotOwnError
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_files_are_checked_again_when_they_are_opened(run: RunDirectory, machine
     from so_tui.launch.attempt_files import read_launch
 
     run.plan_path(1).chmod(0o666)
-    with pytest.raises(NotOwnFileError) as caught:
+    with pytest.raises(NotOwnError) as caught:
         read_launch(run, 1, machine.hostname)
     assert caught.value.distrust == Distrust.OTHERS_CAN_WRITE
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,13 @@ import pytest
 from so_tui.runs import MetricsWriter, RunDirectory, RunReader, control
 from so_tui.runs.codec import decode_metric, decode_sample
 from so_tui.runs.index import index_path
-from so_tui.runs.records import StepRecord
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import RunState, StepRecord
 from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
-from so_tui.runs.unobserved import end_of_attempt
+from so_tui.runs.unobserved import concluded
 from so_tui.spec import InputError
+from tests.support.hostile_files import link_device, make_pipe, make_sparse
 
 Step = Callable[..., StepRecord]
 
@@ -44,26 +45,28 @@ def test_a_hostile_record_is_skipped(line: bytes) -> None:
     assert decode_sample(line) is None
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(8 << 30)
-
-
-@pytest.mark.parametrize("make", [_pipe, _device, _sparse])
-def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Path], None], run: RunDirectory, step: Step) -> None:
+def _segment(run: RunDirectory, step: Step) -> Path:
+    """Write 200 steps, and return the segment that has them. It has an index."""
     writer = MetricsWriter(run, 1)
     for number in range(200):
         writer.append(step(number + 1))
     writer.close()
-    (first,) = segments(run.metrics_dir).values()
+    (segment,) = segments(run.metrics_dir).values()
+    return segment
+
+
+def _read_all(run: RunDirectory) -> RunReader:
+    """Read a run after a second segment was begun, so that the index of the first one is used."""
+    (run.metrics_dir / "000002.jsonl").write_bytes(b"")
+    reader = RunReader(run)
+    while reader.poll().more:
+        pass
+    return reader
+
+
+@pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
+def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Path], None], run: RunDirectory, step: Step) -> None:
+    first = _segment(run, step)
     index_path(first).unlink()
     make(index_path(first))
     make(run.metrics_dir / "000002.jsonl")
@@ -77,7 +80,7 @@ def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Pa
     reader.poll()
     assert reader.latest is not None
     assert reader.latest.step == 200
-    assert end_of_attempt(run, 1) is None
+    assert concluded(run, RunState(name=run.name, state="training", attempt=1)).code is OutcomeCode.UNOBSERVED
     assert time.monotonic() - begun < 10
 
 
@@ -86,34 +89,20 @@ def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Pa
     [("rows", 10**9), ("rows", -1), ("columns", ["first"]), ("segment_bytes", -1), ("segment_bytes", 2**40), ("events", "x")],
 )
 def test_an_index_that_lies_is_not_used(key: str, value: object, run: RunDirectory, step: Step) -> None:
-    writer = MetricsWriter(run, 1)
-    for number in range(200):
-        writer.append(step(number + 1))
-    writer.close()
-    (first,) = segments(run.metrics_dir).values()
+    first = _segment(run, step)
     header, _, columns = index_path(first).read_bytes().partition(b"\n")
     changed = {**msgspec.json.decode(header), key: value}
     index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + columns)
-    (run.metrics_dir / "000002.jsonl").write_bytes(b"")
-    reader = RunReader(run)
-    while reader.poll().more:
-        pass
+    reader = _read_all(run)
     assert [record.step for record in reader.recent(2)] == [199, 200]
     assert reader.overview("loss", 10).columns[0].rows > 0
 
 
 def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, step: Step) -> None:
-    writer = MetricsWriter(run, 1)
-    for number in range(200):
-        writer.append(step(number + 1))
-    writer.close()
-    (first,) = segments(run.metrics_dir).values()
+    first = _segment(run, step)
     header, _, columns = index_path(first).read_bytes().partition(b"\n")
     index_path(first).write_bytes(header + b"\n" + b"\xff" * len(columns))
-    (run.metrics_dir / "000002.jsonl").write_bytes(b"")
-    reader = RunReader(run)
-    while reader.poll().more:
-        pass
+    reader = _read_all(run)
     assert [record.step for record in reader.recent(2)] == [199, 200]
 
 
@@ -136,7 +125,7 @@ def test_a_state_with_an_impossible_number_is_the_usual_error(change: dict[str, 
         read_state(run)
 
 
-@pytest.mark.parametrize("make", [_pipe, _device, _sparse])
+@pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
 def test_a_state_that_is_no_small_regular_file_is_the_usual_error(make: Callable[[Path], None], run: RunDirectory) -> None:
     run.state_path.unlink(missing_ok=True)
     make(run.state_path)

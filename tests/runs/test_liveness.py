@@ -13,8 +13,9 @@ import pytest
 
 from so_tui.runs import HeartbeatWatch, MetricsWriter, RunDirectory, alive, control, state_with_truth, write_state
 from so_tui.runs.liveness import STALE_S, identify, living, supervised
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import EndRecord, Process, RunState, StepRecord
-from so_tui.runs.unobserved import end_of_attempt
+from so_tui.runs.unobserved import concluded
 
 Sleeper = subprocess.Popen[bytes]
 
@@ -97,7 +98,7 @@ def test_the_trainers_end_record_counts_if_the_supervisor_could_not_write_the_st
     writer.close()
     truth = state_with_truth(run)
     assert (truth.state, truth.exit_code, truth.step, truth.reason, truth.ended) == (ended, code, 8, "because", 5.0)
-    assert end_of_attempt(run, 2) is None
+    assert concluded(run, recorded(run, attempt=2)).code is OutcomeCode.UNOBSERVED
 
 
 def test_a_final_state_is_not_corrected(run: RunDirectory) -> None:

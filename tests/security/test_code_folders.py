@@ -80,7 +80,7 @@ def test_what_another_user_planted_before_the_first_run_is_refused(machine: Shar
         bait.rename(cache / "triton")
     code, _, errors = use(machine, {"XDG_CACHE_HOME": str(machine.scratch / "cache")})
     assert code == 1
-    assert "NotPrivateError" in errors
+    assert "NotOwnError" in errors
     assert str(cache / "triton") in errors
 
 

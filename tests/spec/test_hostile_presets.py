@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.spec import InputError, find_preset, load_catalog, with_values
+from tests.support.hostile_files import link_device, make_pipe, make_sparse
 
 TABLE = """
 extends = "tiny"
@@ -58,26 +58,19 @@ def test_a_hostile_text_is_one_message_and_the_other_presets_work(name: str, tmp
             find_preset(str(tmp_path / "hostile.toml"), catalog)
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(8 << 30)
-
-
 def _loop(path: Path) -> None:
     path.symlink_to(path)
 
 
 @pytest.mark.parametrize(
     ("make", "code"),
-    [(_pipe, "not-a-file"), (_device, "not-a-file"), (_sparse, "too-large"), (Path.mkdir, "not-a-preset"), (_loop, "unreadable")],
+    [
+        (make_pipe, "not-a-file"),
+        (link_device, "not-a-file"),
+        (make_sparse, "too-large"),
+        (Path.mkdir, "not-a-preset"),
+        (_loop, "unreadable"),
+    ],
 )
 def test_only_regular_files_of_bounded_size_are_read(make: Callable[[Path], None], code: str, tmp_path: Path) -> None:
     make(tmp_path / "hostile.toml")

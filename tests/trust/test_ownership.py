@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.trust.ownership import Distrust, NotPrivateError, distrust_of_file, distrust_of_folder, private_folder
+from so_tui.trust.ownership import Distrust, NotOwnError, distrust_of_file, distrust_of_folder, private_folder
 
 
 def test_a_file_of_ones_own_is_trusted_until_others_can_write_it(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_a_private_folder_is_made_and_an_open_one_closed(tmp_path: Path) -> None
 def test_a_folder_that_others_can_write_or_a_link_does_not_become_private(tmp_path: Path) -> None:
     tmp_path.joinpath("open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(NotPrivateError) as error:
+    with pytest.raises(NotOwnError) as error:
         private_folder(tmp_path / "open")
     assert error.value.distrust is Distrust.OTHERS_CAN_WRITE
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(NotPrivateError) as error:
+    with pytest.raises(NotOwnError) as error:
         private_folder(tmp_path / "link")
     assert error.value.distrust is Distrust.WRONG_KIND
