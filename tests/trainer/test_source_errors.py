@@ -81,6 +81,48 @@ def test_a_row_that_is_too_long_is_named_at_once(tmp_path: Path, name: str) -> N
     assert time.monotonic() - begun < 5
 
 
+DEEP = f'{{"messages": {"[" * 5_000}1{"]" * 5_000}}}'
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]"), ("rows.json.gz", f"[\n{DEEP}]")])
+def test_a_list_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    problem = source_refusal(tmp_path / name, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-too-deep", str(tmp_path / name))
+
+
+def test_rows_of_a_compressed_file_in_a_folder_are_checked(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(f"{GOOD}\n{DEEP}\n".encode()))
+    problem = source_refusal(folder, tmp_path)
+    assert (problem.code, problem.value) == ("data-row-too-deep", f"{folder / 'b.jsonl.gz'}, row 2")
+
+
+def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(40):
+            file.write(bytes(1 << 20))
+    assert source_refusal(tmp_path / "rows.jsonl.gz", tmp_path).code == "data-row-too-long"
+
+
+NINES = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (f'{{"messages": {NINES}}}', "data-row-unreadable"),
+        (json.dumps({"messages": f"[{NINES}]"}), "data-row-unreadable"),
+        (f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"', "data-number-too-long"),
+    ],
+)
+def test_a_row_with_a_number_of_thousands_of_digits_is_named(tmp_path: Path, content: str, code: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{content}\n")
+    problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
+    assert (problem.code, problem.value) == (code, f"{tmp_path / 'rows.jsonl'}, row 1")
+
+
 def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     assert source_refusal(tmp_path / "rows.jsonl", tmp_path).code == "data-source-not-a-file"

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import DataSource, InputError, Problem
-from so_tui_trainer.data.file_checks import check_file
+from so_tui_trainer.data.file_checks import COMPRESSED, check_file, ending
 from so_tui_trainer.data.rows import TEXT_COLUMNS
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json")
 _MAX_NAMED_FILES = 3
 
@@ -72,7 +71,7 @@ def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...
         return saved[source.split], ()
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     for file in files:
-        check_file(file, source)
+        check_file(file, source, str(Path(source.source) / file.relative_to(path)))
     rows = _read_mixed_columns(source, str(path), source.subset or None, cache_dir=_cache_dir(files))
     return rows, () if source.subset else _ignored_files(path)
 
@@ -101,7 +100,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def looks_like_path(name: str) -> bool:
     """Return whether a source can only be a path, not a hub id."""
-    return name.startswith(("/", ".", "~")) or Path(name).suffix in (*_READERS, *_COMPRESSED) or name.count("/") > 1
+    return name.startswith(("/", ".", "~")) or Path(name).suffix in (*_READERS, *COMPRESSED) or name.count("/") > 1
 
 
 def files_read(folder: Path, subset: str = "") -> set[Path]:
@@ -120,7 +119,7 @@ def _separator(path: Path) -> str:
     """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal signs."""
     import fsspec
 
-    if _ending(path) == ".tsv":
+    if ending(path) == ".tsv":
         return "\t"
     with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
         header = text.readline()
@@ -147,7 +146,7 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
     present = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.resolve() not in used)
     hidden = re.compile(r"(^|/)\.")
     ignored = [
-        str(path) for path in present if _ending(path) in _READERS and path.name not in _METADATA_FILES and not hidden.search(str(path))
+        str(path) for path in present if ending(path) in _READERS and path.name not in _METADATA_FILES and not hidden.search(str(path))
     ]
     if not ignored:
         return ()
@@ -220,7 +219,7 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
 
 
 def _reader(path: Path, source: DataSource) -> str:
-    reader = _READERS.get(_ending(path))
+    reader = _READERS.get(ending(path))
     if reader is None:
         raise InputError(
             [
@@ -234,9 +233,3 @@ def _reader(path: Path, source: DataSource) -> str:
             ]
         )
     return reader
-
-
-def _ending(path: Path) -> str:
-    """Return a file's ending without that of a compression, in lower case."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
-    return suffixes[-1] if suffixes else ""

@@ -184,6 +184,8 @@ def _as_list(value: object, column: str) -> list[Any]:
             raise RowError(column, f"is not JSON ({error.msg})") from error
         except RecursionError as error:
             raise RowError(column, "is nested too deeply") from error
+        except ValueError as error:  # Python converts integers of up to 4,300 digits
+            raise RowError(column, "has a number of thousands of digits") from error
     else:
         known = _without_nulls(value)
     if not known:
@@ -207,7 +209,7 @@ def _with_arguments(call: Any) -> Any:
         return {**call, "function": _with_arguments(call["function"])}
     try:
         given = json.loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return call  # Not JSON that can be read: the model learns to write it as it is.
     return {**call, "arguments": given} if isinstance(given, dict) else call
 

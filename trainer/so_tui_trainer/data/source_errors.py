@@ -71,9 +71,15 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
     if looks_like_path(source.source) or exists:
         code = "data-source-unreadable" if exists else "data-source-missing"
         return code, "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one layout."
-    if "GatedRepoError" in names or "401" in text or "403" in text or "gated" in text:
+    if "GatedRepoError" in names or _is_denied(error):
         return "hub-access-denied", "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
     return "data-source-unreadable", "Check the name on the hub and the network, or download it first with `so-tui fetch`."
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Return whether the hub refused a request because of who asked."""
+    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    return any(getattr(response, "status_code", None) in (401, 403) for response in responses)
 
 
 def unwritable_cache(error: BaseException) -> Problem | None:
@@ -152,6 +158,8 @@ def _check_rows(path: Path, name: str) -> None:
                 raise bad_row("data-row-not-json", name, number, message) from error
             except RecursionError as error:
                 raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
+            except ValueError as error:  # Python converts integers of up to 4,300 digits
+                raise bad_row("data-number-too-long", name, number, "has a number of thousands of digits") from error
             if not isinstance(row, dict):
                 raise bad_row("data-row-not-object", name, number, "is not a JSON object")
 
