@@ -105,6 +105,19 @@ def test_folders_of_others_beside_it_are_not_taken_for_leftovers(suffix: str, tm
     assert contents(tmp_path) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make folders of other users")
+@pytest.mark.parametrize("suffix", ["", ".partial", ".old"])
+def test_another_users_export_is_not_replaced(suffix: str, tmp_path: Path) -> None:
+    theirs = tmp_path / f"model{suffix}"
+    write(theirs, "theirs")
+    os.chown(theirs, 61_000, 61_000)
+    before = contents(tmp_path)
+    with pytest.raises(InputError) as caught, replacing(tmp_path / "model", MARK):
+        pytest.fail("began to write")
+    assert caught.value.problems[0].code == "not-your-folder"
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
 def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from msgspec import Struct
 import so_tui
 import superoffload
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
+from so_tui.trust.ownership import Distrust, distrust_of_folder
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
@@ -53,9 +55,8 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
 
     Raises:
         OSError: A file cannot be read or written.
-        InputError: The checkpoint is of another model (``model-differs``), the folder holds something else, the disk is full, or tokenizer
-            or configuration cannot be loaded.
-        ValueError: The checkpoint does not fit the model.
+        InputError: The checkpoint is of another model (``model-differs``, ``checkpoint-differs``), the folder holds something else or is
+            another user's, the disk is full, or tokenizer or configuration cannot be loaded.
     """
     folder = folder.resolve()
     refuse_foreign(folder)
@@ -67,7 +68,7 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
     refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
     state = weights(checkpoint, shapes)
     if missing := shapes.keys() - state.keys():
-        raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:5])}")
+        raise _does_not_fit(checkpoint, f"lacks {', '.join(sorted(missing)[:5])}")
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)
@@ -96,15 +97,20 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, tor
         The weights by their name in the model.
 
     Raises:
-        ValueError: The checkpoint does not fit the model.
+        InputError: The checkpoint does not fit the model (``checkpoint-differs``).
     """
     found = {}
     for full_name, master in superoffload.saved_master_weights(optimizer_folder(checkpoint)):
         name = full_name.removeprefix(PREFIX)
         if name not in shapes or shapes[name].numel() != len(master):
-            raise ValueError(f"{name} of the checkpoint, {len(master)} elements, does not fit the model")
+            raise _does_not_fit(checkpoint, f"has {len(master)} elements for {name}, which are not the model's")
         found[name] = master.to(torch.bfloat16).view(shapes[name])
     return found
+
+
+def _does_not_fit(checkpoint: Path, message: str) -> InputError:
+    remedy = "Export another checkpoint, or restore the run's spec.json and the model's configuration."
+    return InputError([Problem(code="checkpoint-differs", field="run", value=str(checkpoint), message=message, remedy=remedy)])
 
 
 def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -132,12 +138,17 @@ def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: Pre
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse to overwrite a folder that is neither an export nor empty.
+    """Refuse to overwrite a folder that is neither an export nor empty, or that is another user's.
 
     Raises:
-        InputError: Something else is there.
+        InputError: Something else is there (``export-would-overwrite``), or it is another user's (``not-your-folder``).
     """
-    if not folder.exists() or (folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir()))):
+    if not os.path.lexists(folder):
+        return
+    if distrust_of_folder(folder) is Distrust.OTHER_OWNER:
+        message, remedy = "is another user's folder", "Name another folder with --to."
+        raise InputError([Problem(code="not-your-folder", field="--to", value=str(folder), message=message, remedy=remedy)])
+    if folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir())):
         return
     message = f"has files that are not an export of so-tui (no {_MARKER_NAME})" if folder.is_dir() else "is not a folder"
     remedy = "Name a new or an empty folder with --to."
@@ -161,8 +172,9 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
 def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
     """Yield a marked folder to write into. It replaces ``folder`` at the end, and is removed after an error."""
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
+    for path in (folder, partial, old):
+        refuse_foreign(path)
     for left in (partial, old):  # Left behind by an export that was killed.
-        refuse_foreign(left)
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
