@@ -104,17 +104,20 @@ def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(tm
     assert (folder / "step-000099.superseded").read_text() == "a plain file"
 
 
-def test_starting_over_renames_every_checkpoint_and_deletes_none(tmp_path: Path) -> None:
+def test_starting_over_renames_every_checkpoint_of_the_run_and_deletes_none(tmp_path: Path) -> None:
     spec = tiny()
     run = create_run(spec, tmp_path / "runs")
     folder, own = claim(run, spec), run_id(run)
     for step in (3, 6):
         written(folder, step, own, spec)
-    start_over(folder)
+    copied = written(folder, 9, "of another run", spec)
+    start_over(folder, own)
+    assert copied.exists()
+    shutil.rmtree(copied)
     assert newest(folder, own) is None
     assert names(folder) == ["run.json", "step-000003.superseded", "step-000006.superseded"]
     written(folder, 3, own, spec)
-    start_over(folder)
+    start_over(folder, own)
     assert "step-000003.superseded.2" in names(folder)
 
 

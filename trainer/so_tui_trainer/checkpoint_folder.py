@@ -183,19 +183,14 @@ def verify(checkpoint: Path) -> Manifest:
     """
     manifest = read_manifest(checkpoint)
     for name, size in manifest.files.items():
-        _refuse_outside(name)
-        status = (checkpoint / name).lstat()
-        if not stat.S_ISREG(status.st_mode) or not _is_inside(checkpoint, name):
-            raise superoffload.OffloadError(f"{checkpoint / name} is a link or not a regular file.", code="unreadable")
-        if (found := status.st_size) != size:
-            message = f"{checkpoint / name} has {found} bytes, but the checkpoint says {size}: it is incomplete."
+        path = _file_of(checkpoint, name)
+        if (found := path.stat().st_size) != size:
+            message = f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete."
             raise superoffload.OffloadError(message, code="torn")
     for name, checksum in manifest.checksums.items():
-        _refuse_outside(name)
-        if not _is_inside(checkpoint, name):
-            raise superoffload.OffloadError(f"{checkpoint / name} is a link.", code="unreadable")
-        if zlib.crc32(read_bounded(checkpoint / name, _SMALL_BYTES)) != checksum:
-            raise superoffload.OffloadError(f"{checkpoint / name} is not what was written (its checksum differs).", code="checksum")
+        path = _file_of(checkpoint, name)
+        if zlib.crc32(read_bounded(path, _SMALL_BYTES)) != checksum:
+            raise superoffload.OffloadError(f"{path} is not what was written (its checksum differs).", code="checksum")
     superoffload.verify_state(optimizer_folder(checkpoint))
     return manifest
 
@@ -235,14 +230,27 @@ def set_aside(checkpoint: Path, suffix: str = _DAMAGED) -> Path:
     return checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not path.exists()))
 
 
-def start_over(folder: Path) -> None:
-    """Set all checkpoints of a run aside, so that its training starts over. None is deleted.
+def start_over(folder: Path, run: str) -> None:
+    """Set the checkpoints of a run aside, so that its training starts over. None is deleted, and other runs' stay as they are.
+
+    Args:
+        folder: The folder of its checkpoints.
+        run: Its identity; empty for a run of an older version.
 
     Raises:
         OSError: One cannot be renamed.
     """
     for checkpoint in checkpoint_folders(folder):
-        set_aside(checkpoint, SUPERSEDED)
+        if _owner(checkpoint) in (run, None):
+            set_aside(checkpoint, SUPERSEDED)
+
+
+def _owner(checkpoint: Path) -> str | None:
+    """Return the identity of the run that wrote a checkpoint; None if its manifest cannot be read."""
+    try:
+        return read_manifest(checkpoint).run
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None
 
 
 def make_room(folder: Path, needed_bytes: int, field: str) -> None:
@@ -321,16 +329,15 @@ def _says(path: Path, run: str) -> bool:
         return False  # damaged: resuming reports it
 
 
-def _refuse_outside(name: str) -> None:
-    """Refuse a file of a manifest that is not inside its checkpoint."""
+def _file_of(checkpoint: Path, name: str) -> Path:
+    """Return the path of a file that a manifest names. Refuse one outside its checkpoint, below a link, or that is no regular file."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise superoffload.OffloadError(f"the manifest names {name!r}, which is not inside the checkpoint", code="unreadable")
-
-
-def _is_inside(checkpoint: Path, name: str) -> bool:
-    """Return whether no part of a file's path below its checkpoint is a link."""
-    return (checkpoint / name).resolve() == checkpoint.resolve() / name
+    path = checkpoint / name
+    if not stat.S_ISREG(path.lstat().st_mode) or path.resolve() != checkpoint.resolve() / name:
+        raise superoffload.OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
+    return path
 
 
 def _sync(folder: Path) -> None:

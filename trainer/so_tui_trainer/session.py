@@ -196,7 +196,7 @@ class Session:
         if self.spec.checkpoint.saves or folder.exists():
             checkpoint.claim(self.run, self.spec)
         if self.start_over:
-            checkpoint.start_over(folder)
+            checkpoint.start_over(folder, run_id(self.run))
             return None
         found = checkpoint.newest(folder, run_id(self.run))
         saved = read_state(self.run)
