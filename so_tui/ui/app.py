@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -24,6 +25,7 @@ from so_tui.ui import messages
 from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs
 from so_tui.ui.printable import PrintableApp
 from so_tui.ui.screens import MODES, PAGES
+from so_tui.ui.terminal import terminal_lost
 from so_tui.ui.text import Content, plural
 from so_tui.ui.theme import DARK, THEMES, fallback_variables
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from so_tui.ui.screens.dialogs import Question
 
 RUNS_POLL_S = 2.0
+TERMINAL_POLL_S = 5.0
 StartRun = Callable[..., "RunDirectory"]
 
 
@@ -108,6 +111,12 @@ class SoTuiApp(PrintableApp[None]):
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._after_first_paint)
+        self.set_interval(TERMINAL_POLL_S, self._leave_a_lost_terminal)
+
+    def _leave_a_lost_terminal(self) -> None:
+        """End if the terminal is gone and no SIGHUP said so (``nohup``, some shells): reading it would spin for ever."""
+        if not self.is_headless and terminal_lost(sys.__stdin__):
+            self.exit()
 
     def _after_first_paint(self) -> None:
         self.load()
