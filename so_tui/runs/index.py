@@ -123,7 +123,7 @@ class SegmentIndex:
         offsets = self.column("offset")
         start = int(offsets[first]) if first < stop else 0
         end = int(offsets[stop]) if stop < len(offsets) else self.header.segment_bytes
-        with self._path.with_suffix(SUFFIX).open("rb") as file:
+        with open_regular(self._path.with_suffix(SUFFIX)) as file:
             file.seek(start)
             lines = file.read(end - start if first < stop else 0).split(b"\n")
         return [record for line in lines if isinstance(record := decode_metric(line), StepRecord)]
@@ -134,7 +134,7 @@ class SegmentIndex:
         if name not in self.header.columns:
             return array("d", [_MISSING[name.rpartition(".")[2]]]) * rows
         values = array("d")
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.seek(self._start + self.header.columns.index(name) * rows * _DOUBLE)
             values.frombytes(file.read(rows * _DOUBLE))
         return _little_endian(values)
