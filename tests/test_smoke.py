@@ -1,6 +1,7 @@
 """One real run of the tiny preset, as a user would have it: the only test of `make test` that launches ranks.
 
-Command line, supervisor, DeepSpeed's launcher, two ranks with their Adam workers, a checkpoint, a rank that is killed, a resume, an export.
+Command line, supervisor, DeepSpeed's launcher, two ranks with their Adam workers, a checkpoint, a rank that is killed, a resume, an export;
+and nothing that the run wrote holds a secret of the environment or can be opened by others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, RunState, StepRecord
 from tests.support.launching import records
 from tests.support.python_path import checkout_path
+from tests.support.secrets import SECRETS, open_to_others, secrets_in
 
 STEPS = 6
 SETTINGS = {
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.smoke
 
 def so_tui(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": checkout_path()}
+    environment = {**os.environ, **SECRETS, "PYTHONPATH": checkout_path()}
     return subprocess.run([sys.executable, "-m", "so_tui", *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
@@ -95,6 +97,9 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir:
     repeated = set(first) & set(second)
     assert {step: first[step] for step in repeated} == {step: second[step] for step in repeated}
     assert second[STEPS] < first[1]
+
+    assert secrets_in(run.path) == []
+    assert open_to_others(run.path) == []
 
     exported = so_tui("export", str(run.path), "--to", str(tmp_path / "model"))
     assert exported.returncode == 0, exported.stderr
