@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from so_tui.commands.common import ProgressLine, chosen_spec, print_json
-from so_tui.spec import InputError, Problem, spec_tree
+from so_tui.spec import spec_tree
 from so_tui.trust.printable import printable_line
 from so_tui.trust.streams import console
 from so_tui.units import thousands
@@ -25,9 +25,6 @@ def data(arguments: argparse.Namespace) -> int:
     """Print the counts of the data set and a few rows as the model sees them, with trained tokens marked."""
     from so_tui.launch.data_preview import Progress, preview_data
 
-    if arguments.rows < 0:
-        remedy = "Give the number of rows to show; 0 shows only the counts."
-        raise InputError([Problem(code="negative", field="--rows", value=str(arguments.rows), message="is negative", remedy=remedy)])
     spec = chosen_spec(arguments)
     progress = ProgressLine(shown=not arguments.json)
     for event in preview_data(spec, arguments.rows):

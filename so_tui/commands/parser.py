@@ -122,7 +122,7 @@ def _add_preset_commands(commands: _Commands) -> None:
     presets.add_argument("--trust-remote-code", action="store_true", help="for `add`: run the Python code that comes with the model")
     data = commands.add("data", "data:data", "show what the model would see: rows, trained tokens, packing", json, changes)
     data.add_argument("preset", metavar=_PRESET)
-    data.add_argument("--rows", type=int, default=3, metavar="N", help="rows to show (default 3)")
+    data.add_argument("--rows", type=integer_from(0, 10_000), default=3, metavar="N", help="rows to show (default 3)")
     fetch = commands.add("fetch", "data:fetch", "download a preset's model, tokenizer and data, with progress", changes)
     fetch.add_argument("preset", metavar=_PRESET)
     text = "do now what a first run would do: download, tokenise, convert weights, compile"
@@ -163,7 +163,7 @@ def _add_run_commands(commands: _Commands) -> None:
     resume.add_argument("--assume-dead", action="store_true", help=_ASSUME_DEAD)
     resume.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved; old checkpoints are renamed")
     logs = add("logs", "runs:logs", "print what a run's processes wrote")
-    logs.add_argument("-n", "--lines", type=int, default=200, help="lines from the end (default 200)")
+    logs.add_argument("-n", "--lines", type=integer_from(0, 10_000_000), default=200, help="lines from the end (default 200)")
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
     export = add("export", "runs:export", "write a run's last checkpoint as a Hugging Face folder")
     export.add_argument("--to", metavar="DIR", help="folder to write (default: RUN/export)")

@@ -14,7 +14,7 @@ from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.liveness import sighting
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError
 from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
 
@@ -133,9 +133,6 @@ def logs(arguments: argparse.Namespace) -> int:
     """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines until the run ends."""
     from so_tui.runs import log_readers
 
-    if arguments.lines < 0:
-        remedy = "Give the number of lines from the end."
-        raise InputError([Problem(code="negative", field="--lines", value=str(arguments.lines), message="is negative", remedy=remedy)])
     run = find_run(arguments.run, arguments.runs_dir)
     readers = log_readers(run)
     for reader in readers:

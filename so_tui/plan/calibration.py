@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
@@ -31,6 +31,11 @@ from so_tui.structs import prepare
 SCHEMA = 1
 
 
+Positive = Annotated[float, Meta(gt=0, le=1e30)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
 class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """What ``so-tui calibrate`` measured; None where the machine lacks it, or it was not measured."""
 
@@ -38,32 +43,32 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """Date, ISO 8601."""
     seconds: float
     """How long measuring took."""
-    matrix_flops: float | None = None
-    hbm_bytes_per_s: float | None = None
-    d2h_bytes_per_s: float | None = None
-    h2d_bytes_per_s: float | None = None
-    both_ways_bytes_per_s: tuple[float, float] | None = None
+    matrix_flops: Positive | None = None
+    hbm_bytes_per_s: Positive | None = None
+    d2h_bytes_per_s: Positive | None = None
+    h2d_bytes_per_s: Positive | None = None
+    both_ways_bytes_per_s: tuple[Positive, Positive] | None = None
     """d2h and h2d while both run at the same time."""
-    peer_bytes_per_s: float | None = None
-    layer_launch_overhead_s: float | None = None
+    peer_bytes_per_s: Positive | None = None
+    layer_launch_overhead_s: Positive | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
-    layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
+    layer_launch_overhead_by_ranks: tuple[tuple[Count, Positive], ...] = ()
     """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of a model)."""
-    adam: tuple[tuple[int, float], ...] = ()
+    adam: tuple[tuple[Count, Positive], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
-    adam_together: tuple[tuple[int, float], ...] = ()
+    adam_together: tuple[tuple[Count, Positive], ...] = ()
     """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the first GPU's node."""
-    node_bytes_per_s: tuple[tuple[int, float], ...] = ()
+    node_bytes_per_s: tuple[tuple[Count, Positive], ...] = ()
     """(NUMA node, highest bandwidth of its memory that any number of its cores reached)."""
 
 
 class Figures(Struct, frozen=True, kw_only=True):
     """Figures of one setting, predicted or measured."""
 
-    step_s: float
-    forward_s: float
-    backward_s: float
-    exposed_optimizer_s: float
+    step_s: NotNegative
+    forward_s: NotNegative
+    backward_s: NotNegative
+    exposed_optimizer_s: NotNegative
     gpu_reserved_bytes: int
     gpu_device_bytes: int
     host_bytes: int

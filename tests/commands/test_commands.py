@@ -266,7 +266,6 @@ def test_an_invalid_machine_file_is_reported(old: bytes, new: bytes, told: str, 
         (("presets", "--trust-remote-code"), ("unused-option", "--trust-remote-code", "")),
         (("presets", "--gpus", "2"), ("preset-needed", "--gpus", '"2"')),
         (("presets", "add"), ("missing", "MODEL", "")),
-        (("data", "tiny", "--rows", "-3"), ("negative", "--rows", "-3")),
     ],
 )
 def test_options_without_an_effect_are_refused(argv: tuple[str, ...], problem: tuple[str, str, str]) -> None:
@@ -276,8 +275,8 @@ def test_options_without_an_effect_are_refused(argv: tuple[str, ...], problem: t
 def test_a_problem_and_a_refusal_as_they_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(superchips(1)))
-    assert main(["data", "tiny", "--rows", "-3"]) == 2
-    assert capsys.readouterr().err == "so-tui: --rows = -3: is negative. Give the number of rows to show; 0 shows only the counts.\n"
+    assert main(["presets", "tiny", "extra"]) == 2
+    assert capsys.readouterr().err == 'so-tui: MODEL = "extra": has an effect only with `add`. Write so-tui presets add MODEL.\n'
     assert main(["run", "llama-3.3-70b", "--dry-run", "--machine", str(file), "--gpus", "1"]) == 3
     *refusals, last = capsys.readouterr().err.splitlines()
     assert all(line.startswith("so-tui: refused: ") for line in refusals)

@@ -161,3 +161,12 @@ def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
     plan = make_plan(SPEC, H200)
     assert [term.bytes for term in plan.breakdown if term.kind is TermKind.ALLOCATOR_SLACK] == [0]
     assert all(term.bytes >= 0 for term in plan.breakdown)
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, 1e300])
+def test_a_file_with_an_impossible_rate_counts_as_none(rate: float) -> None:
+    path = store(H200, rates=RATES)
+    path.write_text(path.read_text().replace("340000000000000.0", str(rate)))
+    assert str(rate) in path.read_text()
+    assert calibration_of(H200) is None
+    assert make_plan(SPEC, H200).step is not None
