@@ -121,7 +121,7 @@ def test_starting_over_renames_every_checkpoint_of_the_run_and_deletes_none(tmp_
     assert "step-000003.superseded.2" in names(folder)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b", "a\0b"])
 def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, 3, "", tiny())
     (tmp_path / "outside").write_text("x")
@@ -129,6 +129,15 @@ def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Pa
     (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(superoffload.OffloadError, match="not inside"):
         verify(path)
+
+
+def test_what_a_manifest_says_does_not_fill_the_message(tmp_path: Path) -> None:
+    path = written(tmp_path, 3, "", tiny())
+    manifest = msgspec.structs.replace(read_manifest(path), files={"n" * 1_000_000: 1})
+    (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
+    with pytest.raises(TrainingError) as caught:
+        newest(tmp_path)
+    assert len(str(caught.value)) < 5_000
 
 
 def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> None:

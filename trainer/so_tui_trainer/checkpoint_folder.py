@@ -30,6 +30,7 @@ from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import distrust_of_folder
+from so_tui.trust.printable import brief_message
 from so_tui.trust.reading import read_bounded
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
@@ -152,7 +153,8 @@ def newest(folder: Path, run: str = "") -> Found | None:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
             code = error.code if isinstance(error, superoffload.OffloadError) else "unreadable"
-            damaged.append(Damage(path, code, f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)))
+            reason = f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)
+            damaged.append(Damage(path, code, brief_message(reason)))
             continue
         if (misplaced := _misplaced(path, manifest, run)) is None:
             return Found(path, manifest, tuple(damaged))
@@ -332,8 +334,8 @@ def _says(path: Path, run: str) -> bool:
 def _file_of(checkpoint: Path, name: str) -> Path:
     """Return the path of a file that a manifest names. Refuse one outside its checkpoint, below a link, or that is no regular file."""
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts:
-        raise superoffload.OffloadError(f"the manifest names {name!r}, which is not inside the checkpoint", code="unreadable")
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise superoffload.OffloadError(f"the manifest names {name[:200]!r}, which is not inside the checkpoint", code="unreadable")
     path = checkpoint / name
     if not stat.S_ISREG(path.lstat().st_mode) or path.resolve() != checkpoint.resolve() / name:
         raise superoffload.OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
