@@ -7,13 +7,43 @@
 // torch.optim.AdamW.
 //
 // Results do not depend on the number of threads: sums of squares are taken per chunk and then added in the order of the chunks.
+//
+// Denormal numbers count as zero, as input and as result. The first moment of a parameter without gradient, such as the embedding of a
+// token that is not in the batch, decays into them after some 700 steps and stays there, because 0.9 times the smallest ones rounds to
+// itself. Arithmetic with them is microcoded: with 12 % of such parameters the step takes half as long again.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace {
+
+// While it lives, this thread takes denormal numbers for zero (x86: flush to zero and denormals are zero; Arm: FPCR.FZ).
+class WithoutDenormals {
+public:
+#if defined(__x86_64__)
+    WithoutDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+    ~WithoutDenormals() { _mm_setcsr(before_); }
+
+private:
+    unsigned int before_;
+#elif defined(__aarch64__)
+    WithoutDenormals()
+    {
+        asm volatile("mrs %0, fpcr" : "=r"(before_));
+        asm volatile("msr fpcr, %0" : : "r"(before_ | (1ull << 24)));
+    }
+    ~WithoutDenormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+private:
+    uint64_t before_;
+#endif
+};
 
 constexpr int64_t CHUNK = 1 << 16;  // elements that a thread takes at a time and counts as progress
 constexpr int64_t TILE = 1 << 10;   // elements that stay in the L1 cache between the loops over them
@@ -56,14 +86,18 @@ double over_chunks(int64_t n, uint64_t* progress, const Body& body)
 {
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
     std::vector<double> partial(chunks);
-#pragma omp parallel for schedule(static)
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int64_t begin = chunk * CHUNK;
-        double sum = 0;
-        for (int64_t tile = begin; tile < begin + CHUNK && tile < n; tile += TILE)
-            sum += body(tile, n - tile < TILE ? n - tile : TILE);
-        partial[chunk] = sum;
-        __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
+#pragma omp parallel
+    {
+        const WithoutDenormals guard;
+#pragma omp for schedule(static)
+        for (int64_t chunk = 0; chunk < chunks; chunk++) {
+            const int64_t begin = chunk * CHUNK;
+            double sum = 0;
+            for (int64_t tile = begin; tile < begin + CHUNK && tile < n; tile += TILE)
+                sum += body(tile, n - tile < TILE ? n - tile : TILE);
+            partial[chunk] = sum;
+            __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
+        }
     }
     double total = 0;
     for (double sum : partial) total += sum;
