@@ -9,7 +9,6 @@ import time
 from functools import partial
 from typing import Any
 
-
 AGED_FRACTION = 0.12
 """Of the parameters, as many as have had no gradient for a long time, such as embeddings of tokens that the data does not have."""
 
