@@ -20,8 +20,8 @@ import pytest
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, RunState, StepRecord
 from tests.support.launching import records
+from tests.support.planted_secrets import SECRETS, open_to_others, secrets_in
 from tests.support.python_path import checkout_path
-from tests.support.secrets import SECRETS, open_to_others, secrets_in
 
 STEPS = 6
 SETTINGS = {

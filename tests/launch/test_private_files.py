@@ -9,7 +9,7 @@ import pytest
 
 from so_tui.runs.records import FINAL_STATES
 from tests.support.fake_runs import Runs, wait_for
-from tests.support.secrets import SECRETS, open_to_others, secrets_in
+from tests.support.planted_secrets import SECRETS, open_to_others, secrets_in
 
 
 @pytest.fixture
