@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from so_tui import __version__
 from so_tui.commands.numbers import integer_from, number_from
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
 
@@ -34,6 +33,16 @@ class _Options(NamedTuple):
     changes: argparse.ArgumentParser
 
 
+class _ShowVersion(argparse.Action):
+    """Prints the version when it is asked for: finding the commit starts git in a checkout."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        from so_tui.version import version_text
+
+        print(version_text())
+        parser.exit()
+
+
 class _Commands:
     """Adds the subcommands of the program."""
 
@@ -57,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"so-tui {__version__}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show version and commit, and exit")
     parser.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
     parser.set_defaults(handler="screen:open_screen", runs_dir=None, takes_machine=True)
     commands = _Commands(parser)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
+from so_tui import __version__
 from tests.support.python_path import ROOT
 
 pytestmark = pytest.mark.system
@@ -53,6 +56,7 @@ def so_tui(environment: Path, tmp_path: Path) -> Run:
 
 def test_the_wheel_holds_the_presets_and_the_trainer_with_its_kernel(wheel: Path) -> None:
     names = set(ZipFile(wheel).namelist())
+    assert {"so_tui/py.typed", "superoffload/py.typed"} <= names
     assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
     assert {"so_tui_trainer/__main__.py", "superoffload/optimizer.py", "superoffload/adam.cpp", "so_tui/plan/constants.json"} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
@@ -98,6 +102,38 @@ def in_environment(environment: Path, folder: Path, code: str) -> str:
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def contents(wheel: Path) -> dict[str, list[bytes]]:
+    """Return the lines of each file, sorted: RECORD lists the files in the order in which they were found."""
+    with ZipFile(wheel) as archive:
+        return {name: sorted(archive.read(name).splitlines()) for name in archive.namelist()}
+
+
+def test_the_wheel_says_which_commit_it_was_built_from(so_tui: Run) -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("there is no git, or no checkout")
+    described = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    commit = subprocess.run(described, capture_output=True, text=True, check=False)
+    if commit.returncode != 0:
+        pytest.skip(f"git does not read this checkout: {commit.stderr}")
+    assert so_tui("--version").stdout.strip() == f"so-tui {__version__} ({commit.stdout.strip()})"
+
+
+def test_wheel_and_sdist_are_reproducible_and_an_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    def build(target: str, sources: Path, folder: Path) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+        subprocess.run(command, cwd=sources, check=True, capture_output=True)
+        (built,) = folder.iterdir()
+        return built
+
+    first, second = (build("sdist", ROOT, tmp_path / name) for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert build("wheel", ROOT, tmp_path / "wheel").read_bytes() == wheel.read_bytes()
+    with tarfile.open(first) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (sources,) = (tmp_path / "unpacked").iterdir()
+    assert contents(build("wheel", sources, tmp_path / "again")) == contents(wheel)
 
 
 def test_all_three_packages_are_found_in_the_environment(environment: Path, tmp_path: Path) -> None:
