@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from rich.text import Text
-from textual.widgets import DataTable
+from textual.widgets import DataTable, Static
 
 from so_tui.runs import read_state, write_state
 from so_tui.runs.liveness import OLD_S, STALE_S
@@ -64,6 +64,25 @@ async def test_a_run_whose_folder_is_gone_is_reported_as_gone(runs_dir: Path, mo
             await ui.press(screen, key)
             await ui.until(lambda: "was deleted or moved" in " ".join(ui.text().replace("▌", "").split()))
             await ui.press("escape")
+
+
+async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed", preset="tiny", gpus=2, name="moved")
+    write_state(run, replace(read_state(run), saved_step=9))
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: "r Resume" in ui.key_line)
+        await ui.press("r")
+        await ui.until(lambda: "Resume moved?" in ui.text())
+        await ui.press("y")
+        # A screen that was just pushed has no lines yet.
+        await ui.until(lambda: any("from step 0" in str(title.content) for title in ui.screen.query(".dialog-title").results(Static)))
+        assert "no checkpoint is there" in " ".join(ui.text().replace("│", "").split())
+        await ui.press("n")
+        await ui.until(lambda: not ui.screen.query(".dialog-title"))
+        assert ui.app.starting == ""
+    assert read_state(run).attempt == 1
+    assert len(list(run.attempts_dir.iterdir())) == 1
 
 
 async def test_an_empty_dashboard_and_an_empty_list_say_how_to_begin(runs_dir: Path) -> None:
