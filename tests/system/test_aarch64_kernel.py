@@ -1,0 +1,54 @@
+"""The CPU Adam kernel on aarch64, which superchips are: cross-compiled with NEON and with SVE2, run under qemu-user, and compared with numpy."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from superoffload.kernel import FLAGS, SOURCE
+from superoffload.worker import Command, Operation, adamw_scalars
+
+pytestmark = pytest.mark.system
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+DRIVER = Path(__file__).with_name("adam_step.cpp")
+NUMEL = 2 * (1 << 16) + 333
+"""Three chunks, the last one short."""
+
+
+@pytest.mark.parametrize("architecture", ["armv8.2-a", "armv9-a+sve2"], ids=["neon", "sve2"])
+def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(architecture: str, tmp_path: Path) -> None:
+    for tool in (COMPILER, EMULATOR):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    numpy = pytest.importorskip("numpy")
+    program = tmp_path / "adam_step"
+    flags = [flag for flag in FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
+    command = [COMPILER, *flags, f"-march={architecture}", "-static", f"-I{SOURCE.parent}", "-o", str(program), str(DRIVER)]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
+
+    generator = numpy.random.default_rng(0)
+    weights, first, gradient = (generator.standard_normal(NUMEL, dtype=numpy.float32) for _ in range(3))
+    second = first * first
+    first[::2], gradient[::2] = 1e-40, 0  # denormal, without gradient
+    step = Command(Operation.STEP, 0, 10, learning_rate=1e-3, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    given = b"".join(
+        (NUMEL.to_bytes(8, "little"), bytes(adamw_scalars(step)), *(array.tobytes() for array in (weights, first, second, gradient)))
+    )
+    done = subprocess.run([EMULATOR, "-cpu", "max", str(program)], input=given, capture_output=True, check=True, timeout=120)
+    new_weights, new_first, new_second = numpy.frombuffer(done.stdout, numpy.float32).reshape(3, NUMEL)
+
+    first[::2] = 0
+    wide = [array.astype(numpy.float64) for array in (weights, first, second, gradient)]
+    expected_first = 0.9 * wide[1] + 0.1 * wide[3]
+    expected_second = 0.999 * wide[2] + 0.001 * wide[3] ** 2
+    denominator = numpy.sqrt(expected_second / (1 - 0.999**10)) + 1e-8
+    expected = wide[0] * (1 - 1e-3 * 0.01) - 1e-3 / (1 - 0.9**10) * expected_first / denominator
+    assert not new_first[::2].any()
+    numpy.testing.assert_allclose(new_first, expected_first, rtol=2e-5, atol=1e-7)
+    numpy.testing.assert_allclose(new_second, expected_second, rtol=2e-6)
+    numpy.testing.assert_allclose(new_weights, expected, rtol=2e-6, atol=1e-7)
