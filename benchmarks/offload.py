@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
     parser.add_argument("--limit-s", type=float, default=240, help="longest time for one configuration")
-    parser.add_argument("--sub-group-size", type=int, default=400_000_000)
+    parser.add_argument("--sub-group-size", type=int, default=100_000_000)
     parser.add_argument("--again", action="store_true", help="measure configurations again that are already in the file")
     parser.add_argument("--table", action="store_true", help="print the rows in the file as a table")
     parser.add_argument(

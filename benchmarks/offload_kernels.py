@@ -45,15 +45,17 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
     library = str(kernel.library())
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     for weight_bytes, label in ((2, "bf16"), (4, "fp32")):
-        memory = mmap.mmap(-1, worker.layout((numel,), weight_bytes, True).bytes)
-        ours = worker.Kernel(library, memory, (numel,), weight_bytes, True)
+        size = worker.MemorySize((numel,), weight_bytes, True, (0,))
+        memory = mmap.mmap(-1, worker.layout(size).bytes)
+        ours = worker.Kernel(library, memory, size)
         accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
         summed = step._replace(gradient=worker.GradientSource.ACCUMULATED_AND_STAGING)
         timed(f"ours-begin-{label}", 16 + weight_bytes, partial(ours.run, worker.Command(worker.Operation.INITIALIZE, 0)))
         timed(f"ours-step-{label}", 24 + 2 * weight_bytes, partial(ours.run, step))
+        timed(f"ours-speculate-{label}", 24 + 2 * weight_bytes, partial(ours.run, step._replace(operation=worker.Operation.SPECULATE)))
         timed(f"ours-accumulate-{label}", 8 + weight_bytes, partial(ours.run, accumulate))
         timed(f"ours-step-accumulated-{label}", 28 + 2 * weight_bytes, partial(ours.run, summed))
-        first_moment = np.frombuffer(memory, np.float32, numel, worker.layout((numel,), weight_bytes, True).first_moment[0])
+        first_moment = np.frombuffer(memory, np.float32, numel, worker.layout(size).states[0].first_moment[0])
         first_moment[: int(AGED_FRACTION * numel)] = np.finfo(np.float32).smallest_subnormal
         timed(f"ours-step-{label}-aged", 24 + 2 * weight_bytes, partial(ours.run, step))
         del first_moment

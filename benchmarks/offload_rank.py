@@ -6,8 +6,9 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,16 +30,22 @@ class Configuration:
     measured: int = 5
     lazy: bool = True
     """False: ours, but ``step`` waits for all new weights."""
+    speculates: bool = True
+    """False: ours, but with clipping all sub-groups are held back until the norm is known."""
+    exceeds_every: int = 0
+    """The norm exceeds the limit in every nth step only."""
 
 
 CONFIGURATIONS = (
     Configuration("ours"),
     Configuration("floor", mode="gpu"),
-    Configuration("ours-clip-always", clipping=1e-3),
+    Configuration("ours-clip-never", clipping=1e6),
+    Configuration("ours-clip-always", clipping=1e-3, warmup=6),
+    Configuration("ours-clip-5-percent", clipping=1e6, exceeds_every=20, measured=40),
+    Configuration("ours-clip-held-back", clipping=1e6, speculates=False),
     Configuration("zerooffload", mode="zerooffload"),
     Configuration("deepspeed-original", engine="deepspeed", clipping=None),
     Configuration("deepspeed-clip-0", engine="deepspeed"),
-    Configuration("ours-clip-never", clipping=1e6),
     Configuration("zerooffload-ratio-1", mode="zerooffload", ratio=1.0),
     Configuration("ours-gas-8", accumulation=8, warmup=1),
     Configuration("floor-gas-8", mode="gpu", accumulation=8, warmup=1),
@@ -48,7 +55,7 @@ CONFIGURATIONS = (
     Configuration("ours-clip-always-eager", clipping=1e-3, lazy=False),
     Configuration("ours-gas-8-clip-always", accumulation=8, clipping=1e-3, warmup=1),
 )
-MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:10])
+MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:12])
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -80,7 +87,8 @@ def measure(arguments: argparse.Namespace) -> None:
     model = _model(spec, device, arguments.shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = _ds_config(configuration, arguments)
-    engine = superoffload.initialize(model, _parameter_groups(model), config, engine_settings(spec, mine))
+    settings = replace(engine_settings(spec, mine), speculation_bytes=sys.maxsize if configuration.speculates else 0)
+    engine = superoffload.initialize(model, _parameter_groups(model), config, settings)
     if (optimizer := super_offload(engine)) and optimizer.worker_pid:
         binding.apply_main_cores(mine)
         optimizer.lazy_weights = configuration.lazy
@@ -90,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> None:
     superoffload.close(engine)
     row = {
         **{key: getattr(configuration, key) for key in ("mode", "engine", "ratio", "clipping", "accumulation")},
-        **_medians(steps[configuration.warmup :], arguments.micro_batch * arguments.length * configuration.accumulation),
+        **_typical(steps[configuration.warmup :], configuration, arguments),
         "parameters": parameters,
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
         "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else 0.0,
@@ -106,9 +114,11 @@ def measure(arguments: argparse.Namespace) -> None:
     os._exit(0)  # not by return: DeepSpeed's exit handlers may crash, and everything is written
 
 
-def _medians(measured: list[dict[str, float]], tokens: int) -> dict[str, float]:
-    """Return the medians of the measured steps, and the rate at which a rank processed the ``tokens`` of a step."""
-    row = {key: statistics.median(step[key] for step in measured) for key in measured[0]}
+def _typical(measured: list[dict[str, float]], configuration: Configuration, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the medians of the measured steps, their means where some are unlike the others, and the rate of tokens."""
+    average = statistics.fmean if configuration.exceeds_every else statistics.median
+    row = {key: average(step[key] for step in measured) for key in measured[0]}
+    tokens = arguments.micro_batch * arguments.length * configuration.accumulation
     return row | {"tokens_per_s_per_gpu": tokens / row["step_s"]}
 
 
@@ -185,6 +195,7 @@ def _steps(
     import torch
 
     import superoffload
+    from superoffload.deepspeed_adapter.engine import super_offload
     from superoffload.transfers import transfers_for
 
     clock = transfers_for(device)
@@ -195,7 +206,10 @@ def _steps(
     steps: list[dict[str, float]] = []
     losses: list[float] = []
     last = time.perf_counter()
-    for _ in range(configuration.warmup + configuration.measured):
+    optimizer = super_offload(engine)
+    for step in range(configuration.warmup + configuration.measured):
+        if optimizer and configuration.exceeds_every:
+            optimizer.clipping = 1e-3 if step % configuration.exceeds_every == configuration.exceeds_every - 1 else 1e6
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
         marks = [clock.mark()]
         total = torch.zeros((), device=device)
@@ -221,6 +235,8 @@ def _steps(
                 "exposed_in_forward_s": stats.exposed_in_forward_s,
                 "host_wait_s": stats.host_wait_s,
                 "adam_busy_s": stats.adam_busy_s,
+                "kept_steps": float(stats.kept_steps),
+                "redone_steps": float(stats.redone_steps),
                 "to_host_gb_per_s": stats.d2h_bytes / stats.d2h_s / 1e9 if stats.d2h_s else 0.0,
                 "to_gpu_gb_per_s": stats.h2d_bytes / stats.h2d_s / 1e9 if stats.h2d_s else 0.0,
                 "gradient_norm": superoffload.gradient_norm(engine) or 0.0,

@@ -162,7 +162,8 @@ def spec_of(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
         "data.sequence_length": str(min(arguments.sequence_length, 256) if arguments.shape else arguments.sequence_length),
         "train.micro_batch": str(setting.micro_batch),
         "train.gradient_accumulation": str(setting.accumulation),
-        "train.gradient_clipping": str(setting.clipping),
+        # Plans are made for norms within the limit; those of random weights would exceed 1.
+        "train.gradient_clipping": str(1000 * setting.clipping),
         "offload.mode": setting.mode,
         "offload.ratio": str(setting.ratio),
         "offload.cpu_adam_cores_fraction": str(setting.cores),

@@ -25,7 +25,7 @@ from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.placement import own_engine
 from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR
-from so_tui.spec import RunSpec, check_tree
+from so_tui.spec import RunSpec, check_tree, with_values
 
 MEMORY = (
     "block_share",
@@ -80,7 +80,8 @@ class Case:
 
 def case_of(row: dict[str, Any]) -> Case:
     machine = msgspec.convert(row["machine"], Machine, strict=False)
-    spec = check_tree(row["spec"])
+    # Rows say what differs from the defaults, and some have changed since: these are the ones of that time.
+    spec = with_values(check_tree(row["spec"]), row.get("defaults", {}))
     resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
     measured = msgspec.convert(row["measured"], Measured)
     obsolete = dict.fromkeys(row.get("since_changed", ()), 0)

@@ -25,7 +25,7 @@ class Shape:
 
 SHAPES = {
     # 16,384 byte-level tokens split these rows about as finely as the model's own tokenizer splits English: 1.3 tokens a word.
-    "qwen3-4b": Shape("qwen3-4b-random", 4096, 16_384, 400_000_000, cuda=True),
+    "qwen3-4b": Shape("qwen3-4b-random", 4096, 16_384, 100_000_000, cuda=True),
     "tiny": Shape("tiny", 256, 2048, 400_000, cuda=False),
 }
 

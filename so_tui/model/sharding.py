@@ -63,6 +63,28 @@ def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
     return bisect_right(list(accumulate(numels)), budget)
 
 
+def speculation_bytes(weight_bytes: int) -> int:
+    """Return the host memory per parameter of a second set of states: master weight, two moments, and the new weight."""
+    return 12 + weight_bytes
+
+
+def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return which CPU sub-groups are stepped before the gradient norm is known, where not all can have a second set of states.
+
+    Those that a forward pass uses first: it would wait for them. The others are stepped while it computes the layers before them.
+
+    Args:
+        numels: Their elements, in the order in which a forward pass first uses them.
+        most: How many elements may have a second set of states.
+    """
+    chosen = []
+    for position, numel in enumerate(numels):
+        if numel <= most:
+            chosen.append(position)
+            most -= numel
+    return tuple(chosen)
+
+
 def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
     """Return DeepSpeed 0.19.8's decision (``stage3.py``, ``subgroup_to_device``): by count, rounded down.
 

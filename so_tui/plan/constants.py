@@ -98,8 +98,10 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     """Seconds that ZeRO-3 takes for each tensor there, whatever its size, where nothing is offloaded."""
     clipped_adam_share: float
     """CPU Adam's rate where clipping moves all of it beside the forward that waits for its weights, over its undisturbed rate."""
+    speculative_adam_share: float
+    """CPU Adam's rate beside backward where it steps out of place, before the norm is known, over its rate in place."""
     norm_s: float
-    """From the end of backward until the Adam worker starts, where it waits for the gradient norm."""
+    """From the end of backward until the gradient norm is known and acted upon."""
     weight_copy_latency_s: float
     """From the end of a sub-group's Adam until the copy of its weights begins."""
     zerooffload_copies: float

@@ -214,6 +214,15 @@ class SmallestRatio(_Fact, frozen=True):
     step_s: float | None = None
 
 
+class FasterRatio(_Fact, frozen=True):
+    """A larger ratio than the smallest that fits: Adam on the host is hidden, and the GPU has less to step."""
+
+    ratio: float
+    step_s: float
+    smallest_ratio: float
+    smallest_step_s: float
+
+
 class CheckpointingChosen(_Fact, frozen=True):
     policy: Policy
     step_s: float | None = None
@@ -236,6 +245,17 @@ class AdamCoresChosen(_Fact, frozen=True):
     fraction: float
     raised: bool
     """Whether that is more than was given."""
+
+
+class StepsEarly(_Fact, frozen=True):
+    """Gradient clipping with our engine: how much is stepped before the gradient norm is known."""
+
+    share: float
+    """Of the offloaded parameters."""
+    bytes: int
+    """Host memory per rank for that."""
+    held_back_step_s: float | None = None
+    """How long a step takes whose norm exceeds the limit; None where no speed is known."""
 
 
 class SpeedUnknown(_Fact, frozen=True):
@@ -334,9 +354,11 @@ Choice = (
     | NothingOffloaded
     | LeastGpuMemory
     | SmallestRatio
+    | FasterRatio
     | CheckpointingChosen
     | MicroBatchChosen
     | AdamCoresChosen
+    | StepsEarly
     | SpeedUnknown
     | NextBest
     | NoNextBest

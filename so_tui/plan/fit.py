@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import cast
 
 import msgspec
@@ -20,6 +20,7 @@ from so_tui.plan.memory import memory_terms
 from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
+from so_tui.plan.speculation import second_states
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
 from so_tui.plan.types import StepTime, Verdict
@@ -113,15 +114,34 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     placement = _placement(spec, target)
     terms = _terms(placement, target)
     demand = demand_of(terms, target.resources.nodes)
+    second = second_states(placement, partial(_host_room, demand, target.resources))
+    if second:
+        placement, terms = replace(placement, speculating=second.sub_groups), (*terms, second.term)
+        demand = demand_of(terms, target.resources.nodes)
     verdict, shortages = judge(demand, target.resources.supply)
     if target.resources.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
     return Assessment(spec=spec, target=target, placement=placement, terms=terms, demand=demand, verdict=verdict, shortages=shortages)
 
 
+def _host_room(demand: Demand, resources: Resources) -> int:
+    """Return the host memory that each rank may take beyond this demand, with the margin left free."""
+    supply = resources.supply
+    ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
+    free = [((1 - HOST_MARGIN) * supply.node_bytes.get(node, 0) - needs) / ranks_on[node] for node, needs in demand.node_bytes.items()]
+    if supply.limit_bytes is not None:
+        free.append(((1 - HOST_MARGIN) * supply.limit_bytes - sum(demand.node_bytes.values())) / max(1, resources.ranks))
+    return int(min(free, default=0.0))
+
+
 def step_with(found: Assessment, spec: RunSpec, target: Target) -> StepTime | None:
     """Return the step of ``spec``, which differs from the assessed one only in what takes no memory."""
     return _step(replace(found.placement, spec=spec), target)
+
+
+def held_back_step(found: Assessment) -> StepTime | None:
+    """Return the step of an assessed spec where the gradient norm exceeds the limit, so that Adam waits for it."""
+    return _step(replace(found.placement, speculating=()), found.target)
 
 
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:

@@ -171,6 +171,12 @@ def _choice(fact: Choice) -> str:
             return _auto_mode(fact)
         case facts.AutoCheckpointing():
             return f"activation checkpointing auto is {fact.policy} here: {_RECOMPUTES[fact.policy]}"
+        case facts.StepsEarly(share=0.0):
+            return "clipping: Adam waits for the gradient norm; the host has no memory left for second states"
+        case facts.StepsEarly():
+            much = "Adam does not wait" if fact.share == 1 else f"Adam does not wait for {fact.share:.0%} of what is offloaded"
+            text = f"clipping: {much} for the gradient norm; second states take {memory_size(fact.bytes)} a rank"
+            return f"{text}. Steps above the limit take {fact.held_back_step_s:.2f} s" if fact.held_back_step_s else text
         case facts.TokensReached():
             each = f"{fact.tokens:,}, {fact.tokens_per_pass:,} in each micro-batch of all ranks"
             return f"accumulation {fact.accumulation} comes nearest to {fact.target:,} tokens a step: {each}"
@@ -187,6 +193,9 @@ def _choice(fact: Choice) -> str:
             return f"ratio {fact.ratio:.2f} takes the least of the GPU, whose memory is not known"
         case facts.SmallestRatio():
             return _smallest_ratio(fact)
+        case facts.FasterRatio():
+            both = f"{fact.step_s:.2f} s a step instead of {fact.smallest_step_s:.2f} s"
+            return f"ratio {fact.ratio:.2f}: {fact.smallest_ratio:.2f} would fit too, but the GPU would step more itself; {both}"
         case facts.CheckpointingChosen():
             text = f"activation checkpointing {fact.policy}: {_RECOMPUTES[fact.policy]}"
             if fact.step_s is None or fact.full_step_s is None:

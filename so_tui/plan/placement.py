@@ -23,6 +23,8 @@ class Placement:
     """Without a GPU, what would be its memory is the host's."""
     local_ranks: int = 1
     """Ranks that share this host; ``layout.ranks`` may be more."""
+    speculating: tuple[int, ...] = ()
+    """Indices of the sub-groups with a second set of states."""
     rounds_pinned: bool = False
     """Whether torch rounds pinned blocks up to powers of two (before 2.13)."""
 

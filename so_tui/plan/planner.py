@@ -20,12 +20,14 @@ from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.constants import SpeedSource
-from so_tui.plan.facts import AutoCheckpointing, AutoMode, Choice, Fact, MemoryNeeded, Need, Shortage, TokensReached
-from so_tui.plan.fit import Assessment, Target, assess, blockers, in_mode, mode_without_gpu, node_needs, target_of
+from so_tui.plan.facts import AutoCheckpointing, AutoMode, Choice, Fact, MemoryNeeded, Need, Shortage, StepsEarly, TokensReached
+from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, node_needs, target_of
 from so_tui.plan.messages import message, pool_name, speed_source_text
 from so_tui.plan.resources import Gpus, Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, rate, with_fitting_cores
-from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm
+from so_tui.plan.speculation import BYTES as SECOND_STATES_BYTES
+from so_tui.plan.speculation import can_speculate
+from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import Mode, Plan, PlanRow
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
@@ -243,7 +245,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         fits=fits,
         verdict=found.verdict if fits else "does not fit",
         possible=not blocked,
-        reasons=(*blocked, *_needs(found, blocked=bool(blocked)), *proposed, *((*decided, *_accumulation(spec)) if fits else ())),
+        reasons=(*blocked, *_needs(found, blocked=bool(blocked)), *proposed, *((*decided, *_settled(spec, found)) if fits else ())),
         remedies=proposed,
         warnings=tuple(cautions(spec, found, searched=searched)),
         shortage=_worst(found),
@@ -251,6 +253,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.location == "gpu" and term.kind not in OUTSIDE_ALLOCATOR),
         gpu_capacity_bytes=resources.supply.gpu_bytes,
         host_bytes_per_node=found.demand.node_bytes,
+        host_optional_bytes=_second_states_bytes(found) * resources.ranks,
         host_capacity_bytes_per_node=resources.supply.node_bytes,
         shm_bytes=found.demand.shm_bytes,
         disk_bytes=disk,
@@ -263,7 +266,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s) if step else None,
         speed_source=_speed_source(target) if step else None,
         binding=resources.bindings(offload.mode),
-        spec=_resolved(found.spec, resources),
+        spec=_resolved(found, resources),
     )
 
 
@@ -278,12 +281,21 @@ def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
     return (*found.shortages, MemoryNeeded(gpu_bytes=found.demand.gpu_bytes, gpu_capacity_bytes=supply.gpu_bytes, hosts=hosts))
 
 
-def _accumulation(spec: RunSpec) -> Iterator[TokensReached]:
-    """Yield what became of a target of tokens per optimizer step, rounding included."""
+def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
+    """Yield what became of a target of tokens per optimizer step, rounding included, and of speculation."""
+    if can_speculate(found.spec) and found.layout.cpu_numel:
+        second = _second_states_bytes(found)
+        held_back = held_back_step(found) if second else None
+        share = second / (SECOND_STATES_BYTES * found.layout.cpu_numel)
+        yield StepsEarly(share=share, bytes=second, held_back_step_s=held_back.total_s if held_back else None)
     if target := spec.train.tokens_per_step:
         once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
         yield TokensReached(accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once)
+
+
+def _second_states_bytes(found: Assessment) -> int:
+    return sum(term.bytes for term in found.terms if term.kind is TermKind.SECOND_STATES)
 
 
 def _named(term: MemoryTerm) -> MemoryTerm:
@@ -300,9 +312,14 @@ def _speed_source(target: Target) -> SpeedSource:
     )
 
 
-def _resolved(spec: RunSpec, resources: Resources) -> RunSpec:
+def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
-    spec = with_policy(spec, policy_of(spec.model))
+    spec = with_policy(found.spec, policy_of(found.spec.model))
+    if can_speculate(spec):
+        second = _second_states_bytes(found)
+        # Exact in floating point: bytes are far fewer than 2 ** 53.
+        settled = {"speculation": "on", "speculation_gib": second / 2**30} if second else {"speculation": "off"}
+        spec = replace(spec, offload=replace(spec.offload, **settled))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     return replace(spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus]))

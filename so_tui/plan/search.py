@@ -18,6 +18,7 @@ from so_tui.plan.facts import (
     AllOnGpu,
     CheckpointingChosen,
     Choice,
+    FasterRatio,
     LargerSteps,
     LeastGpuMemory,
     MicroBatchChosen,
@@ -60,7 +61,19 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
-    return _simplest(spec, tried), tuple(tried)
+    return _at_fastest_ratio(spec, _simplest(spec, tried)), tuple(tried)
+
+
+def _at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
+    """Return the chosen settings at the ratio that was given, or with all states on the host, where that fits and is faster.
+
+    Where Adam on the host is hidden altogether, the GPU has only its own share of the steps to lose.
+    """
+    if chosen.spec.offload.mode != "superoffload" or chosen.verdict != "fits":
+        return chosen
+    larger = [ratio for ratio in (given.offload.ratio, 1.0) if ratio > chosen.spec.offload.ratio]
+    found = [assess(in_mode(chosen.spec, "superoffload", ratio), chosen.target) for ratio in larger]
+    return max([chosen, *(other for other in found if other.verdict == "fits")], key=rate)
 
 
 class _Variants:
@@ -152,7 +165,8 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
         return
     if resources.problem:
         return
-    yield _offload_choice(given, chosen)
+    smallest = next((found for found in tried if _settings(found) == _settings(chosen)), chosen)
+    yield _larger_ratio(chosen, smallest) or _offload_choice(given, chosen)
     if resources.speed is not None:
         yield _checkpointing_choice(chosen)
     if chosen.spec.train.micro_batch != given.train.micro_batch:
@@ -171,6 +185,13 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
         )
     elif not resources.gpu_memory_unknown:
         yield NoNextBest(fits=chosen.verdict == "fits")
+
+
+def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | None:
+    ratio, least = chosen.spec.offload.ratio, smallest.spec.offload.ratio
+    if chosen.spec.offload.mode == "gpu" or ratio <= least or not chosen.step or not smallest.step:
+        return None
+    return FasterRatio(ratio=ratio, step_s=chosen.step.total_s, smallest_ratio=least, smallest_step_s=smallest.step.total_s)
 
 
 def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:

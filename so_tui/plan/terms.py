@@ -30,6 +30,7 @@ class TermKind(StrEnum):
     STATES_ON_GPU = "states-on-gpu"
     STAGING_BUFFER = "staging-buffer"
     ACCUMULATED_GRADIENTS = "accumulated-gradients"
+    SECOND_STATES = "second-states"
     GRADIENT_PARTITION = "gradient-partition"
     PINNED_ROUNDING = "pinned-rounding"
     LAYER_INPUTS = "layer-inputs"
@@ -79,6 +80,7 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.STATES_ON_GPU: "states on the GPU",
     TermKind.STAGING_BUFFER: "staging buffer",
     TermKind.ACCUMULATED_GRADIENTS: "accumulated gradients",
+    TermKind.SECOND_STATES: "second states, for clipping without waiting",
     TermKind.GRADIENT_PARTITION: "gradient partition",
     TermKind.PINNED_ROUNDING: "rounding of pinned blocks",
     TermKind.LAYER_INPUTS: "checkpointed layer inputs",

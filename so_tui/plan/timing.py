@@ -7,14 +7,15 @@ sub-group by sub-group. Rates of the hardware are the machine's own where ``so-t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from so_tui.model.activations import policy_of
-from so_tui.model.layout import Span
 from so_tui.plan.constants import Speed, StepConstants, constants
 from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.types import StepTime
@@ -37,16 +38,6 @@ class Pass(Struct, frozen=True, kw_only=True):
     backward_s: float
     backward_python_s: float
     """Of backward, the time Python needs to launch it. It is hidden while the GPU computes for longer."""
-
-
-class UpdateRates(Struct, frozen=True, kw_only=True):
-    """How fast sub-groups are updated on the host and return to the GPU."""
-
-    adam_parameters_per_s: float
-    d2h_bytes_per_s: float
-    h2d_bytes_per_s: float
-    copy_latency_s: float = 0.0
-    """From the end of a sub-group's Adam until the copy of its weights begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,54 +170,70 @@ class StepModel:
         placement, use, rate, once = self.placement, self.use, self._adam_bytes_per_s, self.one_pass
         spec, layout = placement.spec, placement.layout
         clipped, accumulated = spec.train.gradient_clipping > 0, spec.gradient_accumulation_steps > 1
-        # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
-        beside = min(use.clipped_adam_share * self._undisturbed_adam_bytes_per_s, rate) if clipped else rate
         spans = placement.profile.compute_spans(layout.ranks, spec.offload.sub_group_size)
-        groups = [(spans[group.index], group.numel) for group in layout.sub_groups if group.device == "cpu"]
-        start = use.norm_s + (ACCUMULATE_BYTES * groups[0][1] / rate if accumulated else 0.0)
+        step_bytes = ADAM_BYTES + (4 if accumulated else 0)
+        held_back = {group.index for group in layout.sub_groups if clipped and group.index not in placement.speculating}
+        # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
+        beside_forward = min(use.clipped_adam_share * self._undisturbed_adam_bytes_per_s, rate)
+        beside_backward = use.speculative_adam_share * rate if clipped else rate
+        on_cpu = [group for group in layout.sub_groups if group.device == "cpu"]
+        summed = [group.numel for group in on_cpu if group.index in held_back] if accumulated else []
+        norm_s = (use.norm_s + (ACCUMULATE_BYTES * summed[0] / rate if summed else 0.0)) if clipped else 0.0
+        updates = []
+        for group in on_cpu:
+            begin, waits = spans[group.index][0], group.index in held_back
+            copied_s = -begin * once.backward_s + 2 * group.numel / self.speed.d2h_bytes_per_s
+            bytes_per_s = beside_forward if waits else beside_backward
+            updates.append(Update(begin, norm_s if waits else copied_s, step_bytes * group.numel / bytes_per_s, 2 * group.numel))
         # The GPU steps its own sub-groups while the worker steps the others.
-        begin = on_gpu_s + (start if clipped else 0.0)
-        return begin + weight_wait_s(
-            groups,
-            UpdateRates(
-                adam_parameters_per_s=beside / (ADAM_BYTES + (4 if accumulated else 0)),
-                d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
-                h2d_bytes_per_s=self.speed.h2d_bytes_per_s,
-                copy_latency_s=use.weight_copy_latency_s,
-            ),
-            once,
-            forward_begins_s=begin,
-            adam_starts_s=start if clipped else None,
-        )
+        begins_s = on_gpu_s + norm_s
+        if accumulated and len(held_back) < len(layout.sub_groups):
+            # Only the worker sees whole gradients, so their norm is known when it has stepped the last one.
+            early = [update for update in updates if update.ready_s < norm_s or not clipped]
+            begins_s = max(begins_s, max(at for _, at in arrivals(early, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s)))
+        return begins_s + weight_wait_s(updates, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s, once.forward_s, begins_s)
+
+
+class Update(NamedTuple):
+    """One sub-group's way through the Adam worker. Time 0 is the end of backward."""
+
+    begin: float
+    """When a forward first uses it, as a share of the forward."""
+    ready_s: float
+    """When the worker may take it."""
+    adam_s: float
+    weights_bytes: int
+
+
+def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float) -> list[tuple[float, float]]:
+    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of each sub-group.
+
+    Of the sub-groups that are ready, the worker takes the one that a forward uses first.
+
+    Args:
+        updates: The sub-groups.
+        h2d_bytes_per_s: Rate of the copies.
+        copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
+    """
+    coming = sorted(updates, key=lambda update: update.ready_s, reverse=True)
+    ready: list[tuple[float, int, Update]] = []
+    worker = copies = float("-inf")
+    found = []
+    while coming or ready:
+        if not ready:
+            worker = max(worker, coming[-1].ready_s)
+        while coming and coming[-1].ready_s <= worker:
+            heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
+        _, _, update = heappop(ready)
+        worker += update.adam_s
+        copies = max(copies, worker + copy_latency_s) + update.weights_bytes / h2d_bytes_per_s
+        found.append((update.begin, copies))
+    return found
 
 
 def weight_wait_s(
-    groups: Sequence[tuple[Span, int]], rates: UpdateRates, once: Pass, *, forward_begins_s: float, adam_starts_s: float | None
+    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float, forward_s: float, forward_begins_s: float
 ) -> float:
-    """Return how long the forward after a step waits for weights that are still to be updated or copied. Time 0 is the end of backward.
-
-    Args:
-        groups: (when a forward uses it, parameters) of each sub-group on the CPU.
-        rates: Of the Adam worker and of the copies.
-        once: Lengths of forward and backward.
-        forward_begins_s: When the next forward begins.
-        adam_starts_s: When the worker may begin (clipping), with the sub-groups that forward uses first. None without clipping: then it
-            takes each sub-group when backward has finished it.
-    """
-    if adam_starts_s is None:
-        queue = [
-            (-begin * once.backward_s + 2 * numel / rates.d2h_bytes_per_s, begin, numel)
-            for (begin, _), numel in sorted(groups, key=lambda group: -group[0][0])
-        ]
-    else:
-        queue = [(adam_starts_s, begin, numel) for (begin, _), numel in sorted(groups)]
-    worker = copies = float("-inf")
-    arrivals = []
-    for ready, begin, numel in queue:
-        worker = max(worker, ready) + numel / rates.adam_parameters_per_s
-        copies = max(copies, worker + rates.copy_latency_s) + 2 * numel / rates.h2d_bytes_per_s
-        arrivals.append((begin, copies))
-    waited = 0.0
-    for begin, at in sorted(arrivals):
-        waited = max(waited, at - forward_begins_s - begin * once.forward_s)
-    return max(0.0, waited)
+    """Return how long the forward after a step waits for weights that are still to be updated or copied. Arguments as ``arrivals``."""
+    found = arrivals(updates, h2d_bytes_per_s, copy_latency_s)
+    return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))

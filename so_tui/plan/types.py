@@ -107,6 +107,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Of these, what torch's allocator reserves: all but the driver's and NCCL's share."""
     gpu_capacity_bytes: int | None
     host_bytes_per_node: dict[int, int]
+    host_optional_bytes: int = 0
+    """Of these, over all nodes, what a run does without where other processes hold it: second states."""
     host_capacity_bytes_per_node: dict[int, int]
     shm_bytes: int
     disk_bytes: int

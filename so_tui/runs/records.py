@@ -101,6 +101,12 @@ class StepRecord(Record, frozen=True, kw_only=True):
     adam_busy_s: float | None = None
     router_loss: float | None = None
     """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not include it."""
+    kept_steps: int = 0
+    """Steps of this attempt so far in which sub-groups were stepped before the gradient norm was known, and that was final."""
+    redone_steps: int = 0
+    """Those in which the norm exceeded the limit, so that the sub-groups were stepped again."""
+    skipped_steps: int = 0
+    """Steps of this attempt so far that were not taken, because a gradient was not finite."""
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ def test_memory_that_others_hold(tmp_path: Path) -> None:
     assert (finding.severity, finding.code) == ("warning", "memory-in-use")
     assert "available 20.0 GiB" in finding.evidence
     assert found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 10 * GIB})) == ()
+    optional = Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)
+    assert found(machine, files, tmp_path / "t", plan=optional) == ()
     growing = msgspec.structs.replace(machine, memory_grows=True)
     assert found(growing, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})) == ()
 

@@ -116,7 +116,7 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
             assert abs(new - measured) < abs(old - measured), name
             assert new == pytest.approx(measured, rel=0.15 if name.endswith("_s") else 0.05), name
         elif name not in row.get("since_changed", []):
-            assert new == pytest.approx(old), name
+            assert new == pytest.approx(old, rel=1e-3), name  # the worker's order of sub-groups has changed since
 
 
 @pytest.mark.parametrize("rows", [KEPT, CHECKED], ids=["what the constants rest on", "the check"])

@@ -12,6 +12,7 @@ from so_tui.plan.constants import SpeedSource
 from so_tui.plan.facts import (
     AdamCoresChosen,
     CheckpointingChosen,
+    FasterRatio,
     LargerSteps,
     MemoryNeeded,
     MicroBatchChosen,
@@ -21,6 +22,7 @@ from so_tui.plan.facts import (
     NothingOffloaded,
     PcieOffload,
     SmallestRatio,
+    StepsEarly,
     TokensReached,
 )
 from so_tui.plan.fit import assess, in_mode, target_of
@@ -38,10 +40,19 @@ def source_of(plan: Plan) -> SpeedSource:
 
 
 def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
+    """Or a larger one that is faster, because Adam on the host is hidden."""
     plan = recommend(spec_of("qwen3-14b"), BIG, 1)
     assert plan.verdict == "fits"
-    less = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__ratio=f"{plan.ratio - 0.05:.2f}"), BIG)
-    assert less.verdict != "fits"
+    faster = only(plan.reasons, FasterRatio)
+    assert (faster.ratio, faster.step_s) == (plan.ratio, plan.step_s)
+    assert faster.step_s < faster.smallest_step_s
+    smallest, less = (
+        make_plan(with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"}), BIG)
+        for ratio in (faster.smallest_ratio, faster.smallest_ratio - 0.05)
+    )
+    assert (smallest.verdict, less.verdict) == ("fits", "tight")
+    held_back = recommend(spec_of("qwen3-14b", offload__speculation="off"), BIG, 1)
+    assert only(held_back.reasons, SmallestRatio).ratio == held_back.ratio == faster.smallest_ratio
     given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
     assert (plan.step_s or 0) <= (given.step_s or 0)
 
@@ -58,9 +69,9 @@ def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> Non
 
 def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> None:
     plan = recommend(spec_of("phi-4"), QUAD, 4)
-    expected = [MemoryNeeded, SmallestRatio, CheckpointingChosen, MicroBatchChosen, AdamCoresChosen, NextBest]
+    expected = [MemoryNeeded, FasterRatio, CheckpointingChosen, MicroBatchChosen, AdamCoresChosen, NextBest, StepsEarly]
     assert [type(reason) for reason in plan.reasons] == expected
-    assert only(plan.reasons, SmallestRatio).ratio == plan.ratio
+    assert only(plan.reasons, FasterRatio).ratio == plan.ratio
     assert only(plan.reasons, NextBest).slower > 0
     given = make_plan(spec_of("phi-4", gpus="4", model__activation_checkpointing="full", offload__mode="superoffload"), QUAD)
     assert plan.tokens_per_step == given.tokens_per_step

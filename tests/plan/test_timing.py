@@ -14,7 +14,7 @@ from so_tui.plan import make_plan
 from so_tui.plan.constants import Speed, SpeedSource, constants, published_speed
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.placement import Placement
-from so_tui.plan.timing import Pass, StepModel, UpdateRates, weight_wait_s
+from so_tui.plan.timing import Pass, StepModel, Update, arrivals, weight_wait_s
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
@@ -39,6 +39,8 @@ def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
         "model.activation_checkpointing": "full",
         "model.kernels": "plain",
         "offload.ratio": "0.9",
+        "offload.sub_group_size": "400000000",
+        "offload.speculation": "off",
         "train.gradient_clipping": "0",
     }
     given = {name.replace("__", "."): value for name, value in changes.items()}
@@ -51,6 +53,7 @@ def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
         (1, 16, {"offload__mode": "gpu"}, 1.69),
         (1, 16, {"offload__mode": "superoffload"}, 1.71),
         (1, 16, {"offload__mode": "superoffload", "train__gradient_clipping": "1"}, 2.24),
+        (1, 16, {"offload__mode": "superoffload", "train__gradient_clipping": "1", "offload__speculation": "on"}, 1.77),
         (1, 16, {"offload__mode": "superoffload", "offload__engine": "deepspeed", "train__gradient_clipping": "1"}, 7.13),
         (1, 16, {"offload__mode": "superoffload", "train__gradient_accumulation": "8"}, 13.26),
         (1, 16, {"offload__mode": "gpu", "train__gradient_accumulation": "8"}, 13.14),
@@ -80,7 +83,13 @@ PACKED = Workload(attended_tokens=300, trained_share=0.92, useful_share=1.0)
 )
 def test_packed_rows_are_met(kernels: str, kept: str, micro_batch: str, measured_s: float | None, measured_gib: float) -> None:
     """benchmarks/results/speed-h200.jsonl: no offload, packed Alpaca rows. The last waited for its host, not for the GPU."""
-    changes = {"gpus": "1", "offload.mode": "gpu", "model.kernels": kernels, "model.activation_checkpointing": kept}
+    changes = {
+        "gpus": "1",
+        "offload.mode": "gpu",
+        "offload.sub_group_size": "400000000",
+        "model.kernels": kernels,
+        "model.activation_checkpointing": kept,
+    }
     plan = make_plan(with_values(SPEC, changes | {"train.micro_batch": micro_batch}), x86("NVIDIA H200"), workload=PACKED)
     assert plan.gpu_reserved_bytes / 2**30 == pytest.approx(measured_gib, rel=0.025)
     if measured_s is not None:
@@ -102,6 +111,24 @@ def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
     assert 0.3 < held.exposed_optimizer_s - free.exposed_optimizer_s < 0.6
 
 
+def test_speculation_need_not_wait_for_the_norm() -> None:
+    """offload-h200.json: 0.10 s for sub-groups of 400 million parameters, 0.03 s for 100 million. The norm itself costs some 0.05 s."""
+    clipped = {"offload__mode": "superoffload", "train__gradient_clipping": "1", "offload__speculation": "on"}
+    for size, measured_s in (("400000000", 0.10), ("100000000", 0.03)):
+        step = planned(**clipped, offload__sub_group_size=size).step
+        assert step is not None
+        assert step.exposed_optimizer_s == pytest.approx(measured_s + 0.05, abs=0.04)
+
+
+def test_what_cannot_speculate_is_stepped_while_forward_computes_what_comes_before_it() -> None:
+    """Second states for a share of what is offloaded: the more, the shorter the wait."""
+    clipped = {"offload__mode": "superoffload", "train__gradient_clipping": "1", "offload__speculation": "on"}
+    steps = [planned(**clipped, offload__speculation_gib=str(gib)).step for gib in (1, 15, 30, 47)]
+    exposed = [step.exposed_optimizer_s for step in steps if step]
+    assert exposed == sorted(exposed, reverse=True)
+    assert exposed[0] > 2 * exposed[-1]
+
+
 def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> None:
     """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its kernel moves, ours by nearly all it does; it
     loses less by sharing, since beside a forward it never has its whole rate."""
@@ -109,7 +136,8 @@ def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> Non
     together = replace(undisturbed, adam_together=((2, 60e9),))
 
     def exposed_s(speed: Speed, **changes: str) -> float:
-        spec = with_values(SPEC, {"gpus": "2", "model.activation_checkpointing": "full"} | changes)
+        base = {"gpus": "2", "model.activation_checkpointing": "full", "offload.speculation": "off", "offload.sub_group_size": "400000000"}
+        spec = with_values(SPEC, base | changes)
         target = target_of(spec, x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), probed=False)
         resources = dataclasses.replace(target.resources, speed=speed)
         step = assess(spec, dataclasses.replace(target, resources=resources)).step
@@ -144,18 +172,23 @@ def published() -> Speed:
 
 
 def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
-    halves = [((0.0, 0.5), 10), ((0.5, 1.0), 10)]
-    once = Pass(forward_s=1.0, backward_s=2.0, backward_python_s=0.0)
-
-    def wait_s(adam: float, starts: float | None) -> float:
-        rates = UpdateRates(adam_parameters_per_s=adam, d2h_bytes_per_s=1e30, h2d_bytes_per_s=1e30)
-        return weight_wait_s(halves, rates, once, forward_begins_s=0.0, adam_starts_s=starts)
+    def wait_s(adam_s: float, *ready_s: float) -> float:
+        """Of equal parts of a model whose forward takes 1 s."""
+        updates = [Update(part / len(ready_s), ready, adam_s, 0) for part, ready in enumerate(ready_s)]
+        return weight_wait_s(updates, 1e30, 0.0, forward_s=1.0, forward_begins_s=0.0)
 
     # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
-    assert wait_s(10, 0.0) == pytest.approx(1.5)
-    # Under backward: the second half is complete 1 s before the end and stepped by then, the first at the end.
-    assert wait_s(10, None) == pytest.approx(1.0)
-    assert wait_s(1e9, None) == pytest.approx(0.0, abs=1e-6)
+    assert wait_s(1.0, 0.0, 0.0) == pytest.approx(1.5)
+    # Beside a backward of 2 s: the second half is complete 1 s before its end and stepped by then, the first at the end.
+    assert wait_s(1.0, 0.0, -1.0) == pytest.approx(1.0)
+    assert wait_s(1e-9, 0.0, -1.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_worker_takes_what_forward_uses_first() -> None:
+    """Of four quarters that are ready 0.5 s after each other and take 1 s each, the last to come and the first to be used overtakes."""
+    quarters = [Update(0.75, -1.5, 1.0, 0), Update(0.5, -1.0, 1.0, 0), Update(0.25, -0.5, 1.0, 0), Update(0.0, 0.0, 1.0, 0)]
+    found = dict(arrivals(quarters, 1e30, 0.0))
+    assert found == {0.75: -0.5, 0.25: 0.5, 0.0: 1.5, 0.5: 2.5}
 
 
 def test_repeating_less_is_faster() -> None:

@@ -170,7 +170,7 @@ def test_a_memory_limit_of_the_session_counts() -> None:
 
 def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
     """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from there."""
-    spec = spec_of("qwen3-14b", gpus="2", offload__mode="superoffload")
+    spec = spec_of("qwen3-14b", gpus="2", offload__mode="superoffload", offload__speculation="off")
     whole, part = make_plan(spec, QUAD), make_plan(spec, replace(QUAD, allowed_memory_nodes=(1,)))
     assert set(part.host_bytes_per_node) == set(part.host_capacity_bytes_per_node) == {1}
     assert part.host_bytes_per_node[1] == sum(whole.host_bytes_per_node.values())

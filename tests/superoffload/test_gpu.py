@@ -38,11 +38,11 @@ BUCKET = 200_000
 
 
 @contextmanager
-def engine(run: RunSpec) -> Iterator[Any]:
+def engine(run: RunSpec, **settings: Any) -> Iterator[Any]:
     torch.manual_seed(run.train.seed)
     model = support.Model(width=WIDTH)
     torch.nn.init.normal_(model.embedding.weight, std=0.02)  # also the head: with torch's 1.0 the first losses would be in the hundreds
-    with support.engine(run, model=model, bucket=BUCKET) as made:
+    with support.engine(run, model=model, bucket=BUCKET, **settings) as made:
         yield made
 
 
@@ -51,12 +51,14 @@ def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("clipping", [0.0, 1e-3, 1e6])
-def test_twenty_steps_are_those_of_float32_adamw(clipping: float, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("clipping", "speculation_bytes"), [(0.0, 0), (1e-3, 0), (1e6, 0), (1e-3, 1 << 30), (1e6, 1 << 30), (2.5, 1 << 30)]
+)
+def test_twenty_steps_are_those_of_float32_adamw(clipping: float, speculation_bytes: int, accumulation: int) -> None:
     """The test never makes the host wait for the GPU: gradients are recorded there, and the reference is stepped at the end."""
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
-    with engine(spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation)) as made:
+    with engine(spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation), speculation_bytes=speculation_bytes) as made:
         reference = Reference(made, clipping)
         taken = []
         for step, rate in enumerate(rates):

@@ -41,6 +41,7 @@ class Needs:
     cause_texts: tuple[str, ...] = ()
     remedy_texts: tuple[str, ...] = ()
     host_bytes_per_node: dict[int, int] = field(default_factory=lambda: {0: 0})
+    host_optional_bytes: int = 0
     shm_bytes: int = 0
     disk_bytes: int = 0
     disk_peak_bytes: int = 0

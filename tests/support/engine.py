@@ -14,6 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 import superoffload
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
@@ -88,9 +89,9 @@ class Poison(torch.autograd.Function):
         return gradient * float("nan")
 
 
-def poison(made: Any) -> None:
-    """Make every gradient below the third block NaN from now on."""
-    made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))  # type: ignore[no-untyped-call]
+def poison(made: Any) -> RemovableHandle:
+    """Make every gradient below the third block NaN from now on, until the hook is removed."""
+    return made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -122,7 +123,7 @@ def spec(
             gradient_accumulation=accumulation,
             steps=20,
             gradient_clipping=clipping,
-            **{"learning_rate": 1e-2, "beta2": 0.95, **train},
+            **{"learning_rate": 1e-2, "beta2": 0.95, "max_skipped_steps": 0, **train},
         ),
         offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=implementation),
     )

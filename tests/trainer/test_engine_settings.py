@@ -29,6 +29,7 @@ VALUES = {
     "train.beta2": "0.97",
     "train.epsilon": "1e-7",
     "train.weight_decay": "0.02",
+    "train.max_skipped_steps": "7",
 }
 
 
@@ -50,10 +51,28 @@ def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
         beta2=0.97,
         epsilon=1e-7,
         weight_decay=0.02,
+        max_skipped_steps=7,
         adam_cpus=binding().adam_cpus,
         run_ahead_parameters=run_ahead_parameters(profile_of(run.model).largest_layer),
         available_bytes=found.available_bytes,
     )
+
+
+def test_second_states_take_what_was_planned_and_no_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At ratio 1: 4 billion parameters, 14 bytes each for the states and as many for second ones."""
+    run = spec(offload__engine="so-tui", offload__ratio="1", offload__speculation="on", train__gradient_accumulation="1")
+    states = 14 * run.model.parameter_count
+
+    def found(run: RunSpec, available: int | None) -> int:
+        monkeypatch.setattr("so_tui_trainer.engine_settings.available_bytes", lambda files: available)
+        return engine_settings(run, binding()).speculation_bytes
+
+    planned = with_values(run, {"offload.speculation_gib": "20"})
+    assert found(run, None) == found(run, 10**13) == pytest.approx(states, rel=1e-3)
+    assert found(planned, None) == found(planned, 10**13) == 20 * 2**30
+    assert found(planned, 70 * 10**9) == pytest.approx(0.9 * 70e9 - states, rel=1e-2)
+    assert found(planned, 50 * 10**9) == 0
+    assert found(with_values(planned, {"offload.speculation": "off"}), None) == 0
 
 
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:

@@ -27,6 +27,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui_trainer import checkpoint
+from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.build import expected_first_loss, load_config
 from tests.support.launching import log, records, start, tiny, train
 from tests.support.models import causal_model, load_pretrained
@@ -248,6 +249,31 @@ def test_weights_that_are_not_finite_end_the_run_and_nothing_is_saved(tmp_path: 
     assert (end.state, end.code, end.saved) == ("failed", "not-finite", "")
     assert "learning_rate" in end.suggestion
     assert not any(run.checkpoints_dir.glob("step-*"))
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    """The weights of a token that occurs in one row only are NaN."""
+    causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
+    token = load_tokenizer(tiny()).encode("~", add_special_tokens=False)[-1]
+    causal.model.embed_tokens.weight.data[token] = float("nan")
+    causal.save_pretrained(tmp_path / "spoilt")
+    rows = [{"instruction": f"Add {number} and {number}.", "input": "", "output": str(2 * number)} for number in range(12)]
+    rows[2]["instruction"] += " ~"
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    shape = {"model__id": str(tmp_path / "spoilt"), "model__tokenizer": "builtin:tiny", "model__weights": "pretrained"}
+    data = {"data__source": str(tmp_path / "rows.json"), "data__format": "alpaca", "data__packing": "false"}
+    train_it = {"train__steps": "6", "train__micro_batch": "2", "train__gradient_clipping": "1000", "gpus": "1"}
+    run, code = train(tiny(**shape, **data, **train_it, train__seed="3"), tmp_path / "runs")
+    found = records(run)
+    assert code == 0, log(run)
+    skips = [record for record in found if isinstance(record, WarningRecord) and record.code == "step-skipped"]
+    steps = steps_of(found)
+    assert len(skips) == 1
+    assert [record.skipped_steps for record in steps][-1] == 1
+    assert len(steps) == 5
+    assert (steps[-1].kept_steps, steps[-1].redone_steps) == (5, 0)
+    end = end_of(found)
+    assert (end.state, end.step, Path(end.saved).name) == ("finished", 6, "step-000006")
 
 
 def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:

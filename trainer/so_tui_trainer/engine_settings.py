@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
+from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
-from so_tui.model.sharding import run_ahead_parameters
+from so_tui.model.sharding import run_ahead_parameters, speculation_bytes
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
+
+STATE_BYTES = 14
+"""Of host memory per parameter: master weight, two moments, staging buffer."""
+_USABLE_SHARE = 0.9
+"""Of the memory that is available when a rank starts, which its process and its data also need."""
 
 
 def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
@@ -30,6 +36,8 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
         ratio=offload.ratio,
         gradient_accumulation_steps=spec.gradient_accumulation_steps,
         gradient_clipping=train.gradient_clipping,
+        speculation_bytes=_speculation_bytes(spec),
+        max_skipped_steps=train.max_skipped_steps,
         learning_rate=train.learning_rate,
         beta1=train.beta1,
         beta2=train.beta2,
@@ -39,3 +47,20 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
         run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer),
         available_bytes=lambda: available_bytes(SystemFiles()),  # which, unlike the engine's own default, also reads control group limits
     )
+
+
+def _speculation_bytes(spec: RunSpec) -> int:
+    """Return the host memory for second sets of states: as planned, less where other processes hold memory that the plan counted on.
+
+    Results do not depend on it, so a run on a host that is fuller than planned is slower and does not fail.
+    """
+    offload = spec.offload
+    if offload.speculation != "on":  # the planner has resolved ``auto``
+        return 0
+    layout = profile_of(spec.model).layout(spec.ranks, offload)
+    planned = int(offload.speculation_gib * 2**30) or speculation_bytes(WEIGHT_BYTES) * layout.cpu_numel
+    available = available_bytes(SystemFiles())
+    if available is None:
+        return planned
+    states = STATE_BYTES * layout.cpu_numel + (layout.gradients_bytes("cpu") if spec.gradient_accumulation_steps > 1 else 0)
+    return max(0, min(planned, int(_USABLE_SHARE * available / spec.ranks) - states))

@@ -25,6 +25,7 @@ from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate
+from superoffload.errors import NonFiniteGradientError
 
 _UNUSUAL_LOSS_DIFFERENCE = 0.5
 """Nats per token between the first loss and the expected one that cause a warning."""
@@ -108,9 +109,12 @@ class Loop:
             self.clock.restart()
             while self.step < self.total_steps and not stop_requested:
                 step = self.train_step(micro_batches)
-                self.metrics.watch(step)
-                if self._should_log():
-                    self.log(step)
+                if skipped := superoffload.skipped_step(self.engine):
+                    self._warn_of_skipped_step(skipped)
+                else:
+                    self.metrics.watch(step)
+                    if self._should_log():
+                        self.log(step)
                 actions = control.poll()
                 stop_requested = "stop" in actions
                 if self._should_evaluate(stop_requested):
@@ -165,7 +169,14 @@ class Loop:
             TrainingError: Random weights start at a loss that they cannot have.
         """
         cost = superoffload.stats(self.engine)
-        engine_stats = EngineStats(superoffload.gradient_norm(self.engine), cost.adam_busy_s, cost.exposed_in_forward_s)
+        engine_stats = EngineStats(
+            superoffload.gradient_norm(self.engine),
+            cost.adam_busy_s,
+            cost.exposed_in_forward_s,
+            cost.kept_steps,
+            cost.redone_steps,
+            cost.skipped_steps,
+        )
         record = self.metrics.log(step, engine_stats)
         self.last_loss = record.loss
         if self.ranks.first:
@@ -241,6 +252,16 @@ class Loop:
 
     def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
         self.recorder.write(PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail))
+
+    def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
+        message = f"step {self.step} was skipped: the gradient of sub-group {error.sub_group} ({error.parameter} ...) is not finite"
+        suggestion = f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in a row end the run"
+        warning = WarningRecord(
+            attempt=self.recorder.attempt, time=time.time(), code="step-skipped", message=message, suggestion=suggestion
+        )
+        self.recorder.write(warning)
+        if self.ranks.first:
+            print(message, flush=True)
 
     def _check_first_loss(self, loss: float, expected: float) -> None:
         """Compare the first loss with that of random weights: uninitialised weights would otherwise train for hours unnoticed."""

@@ -131,6 +131,10 @@ class EngineStats(NamedTuple):
     adam_busy_s: float
     exposed_in_forward_s: float
     """How long the forward pass waited for weights of the step before. It counts as the optimizer's time."""
+    kept_steps: int = 0
+    redone_steps: int = 0
+    skipped_steps: int = 0
+    """So far, as in ``superoffload.OffloadStats``."""
 
 
 class AllRankMetrics(NamedTuple):
@@ -219,7 +223,7 @@ class Metrics:
             adam_busy_s=max(busy),
             router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
         )
-        record = self._record(step, times, engine_stats.gradient_norm, all_ranks)
+        record = self._record(step, times, engine_stats, all_ranks)
         self._recorder.write(record)
         return record
 
@@ -250,7 +254,7 @@ class Metrics:
             for step in steps
         ]
 
-    def _record(self, step: Step, times: StepTimes, gradient_norm: float | None, all_ranks: AllRankMetrics) -> StepRecord:
+    def _record(self, step: Step, times: StepTimes, engine_stats: EngineStats, all_ranks: AllRankMetrics) -> StepRecord:
         rates = self._rates(step.counts, times)
         return StepRecord(
             attempt=self._recorder.attempt,
@@ -258,7 +262,7 @@ class Metrics:
             step=step.number,
             loss=all_ranks.loss,
             learning_rate=step.learning_rate,
-            gradient_norm=gradient_norm,
+            gradient_norm=engine_stats.gradient_norm,
             useful_tokens=step.counts.useful_tokens,
             trained_tokens=step.counts.trained_tokens,
             mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,
@@ -267,6 +271,9 @@ class Metrics:
             slowest_rank=all_ranks.slowest_rank,
             adam_busy_s=all_ranks.adam_busy_s or None,
             router_loss=all_ranks.router_loss,
+            kept_steps=engine_stats.kept_steps,
+            redone_steps=engine_stats.redone_steps,
+            skipped_steps=engine_stats.skipped_steps,
             **rates,
         )
 

@@ -16,7 +16,7 @@ from superoffload import checkpoint, resharding
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, engine_config
-from superoffload.errors import OffloadError
+from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.meter import OffloadStats
 from superoffload.settings import Settings
 from superoffload.sub_groups import SubGroupState
@@ -124,6 +124,12 @@ def verify_state(folder: Path) -> None:
 def gradient_norm(engine: Any) -> float | None:
     """Return the norm of the last step's gradients over all ranks, before clipping; None before the first step. May wait for the GPU."""
     return adapter.last_gradient_norm(engine)
+
+
+def skipped_step(engine: Any) -> NonFiniteGradientError | None:
+    """Return why the last step was skipped; None if it was taken. The states are then those of the step before it."""
+    optimizer = adapter.super_offload(engine)
+    return optimizer.skipped if optimizer else None
 
 
 def stats(engine: Any) -> OffloadStats:

@@ -5,11 +5,16 @@ One staging buffer per sub-group carries the gradient to the host and the new we
     the gradient's copy   after the last step's weights have been copied from it, or the worker has accumulated the last micro-batch
     the worker            when the gradient has been copied
     (then the new weights are copied to the GPU)
+
+A sub-group that speculates has two sets of states, of which one is current, and a second buffer for new weights. A speculative step reads
+the current set and the staging buffer, and writes the other set and the second buffer. To accept it is to make the other set current. To
+discard it is to step in place, as if it had never been: nothing that this reads or writes was touched.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -37,6 +42,7 @@ class CpuStates:
         transfers: Transfers,
         meter: Meter,
         *,
+        speculating: Sequence[int],
         accumulate: bool,
         cpus: Sequence[int],
         watchdog_timeout_s: float,
@@ -52,6 +58,15 @@ class CpuStates:
         """Index of a sub-group -> its position in the shared memory and in the worker's commands."""
         self.squares: dict[int, float] = {}
         """Sums of squares of the gradients that the worker has accumulated or stepped with, as far as results have arrived."""
+        self._speculating = tuple(self.slot[index] for index in speculating)
+        self._current = dict.fromkeys(self.indices, 0)
+        """Which of its sets of states a sub-group's last accepted step is in."""
+        self._speculative: set[int] = set()
+        """Sub-groups with a speculative step that was neither accepted nor discarded."""
+        self._expected: set[int] = set()
+        """Sub-groups with a speculative step that was not discarded and whose result has not arrived."""
+        self._deciding = threading.Lock()
+        """Held while a speculative step's result is handled, and while speculative steps are discarded."""
         self._initializing: set[int] = set()
         self._accumulating: set[int] = set()
         """Sub-groups whose staging buffer the worker is still reading."""
@@ -99,21 +114,41 @@ class CpuStates:
         self._send(worker.Command(worker.Operation.ACCUMULATE, self.slot[index], step, first_micro_batch=int(first_micro_batch)), after)
 
     def step(self, index: int, command: worker.Command, after: Event) -> None:
-        """Have the worker step this sub-group by ``command``."""
+        """Have the worker step this sub-group by ``command``: in place, or out of place if the command is to speculate."""
         self._weights_copied.pop(index, None)
         self.squares.pop(index, None)
         self._unawaited.add(index)
-        self._send(command, after)
+        if command.operation == worker.Operation.SPECULATE:
+            self._speculative.add(index)
+            self._expected.add(index)
+        self._send(command._replace(states=self._current[index]), after)
 
-    def wait_for_accumulation(self) -> None:
-        """Block until the worker has accumulated all gradients."""
-        if self.indices:
-            self._wait(lambda: not self._accumulating)
+    def accept(self) -> None:
+        """Make the speculative steps final."""
+        for index in self._speculative:
+            self._current[index] = 1 - self._current[index]
+        self._speculative.clear()
 
-    def wait_for_steps(self) -> None:
-        """Block until the worker has stepped all sub-groups."""
+    def discard(self) -> set[int]:
+        """Give up the speculative steps, whether or not the worker has begun them, and return their sub-groups.
+
+        Their weights on the GPU may be those of the discarded step: step the sub-groups again, or ``restore`` them.
+        """
+        if self._client:
+            self._client.withdraw(worker.Operation.SPECULATE)
+        with self._deciding:
+            self._expected.clear()
+        discarded, self._speculative = self._speculative, set()
+        return discarded
+
+    def restore(self, index: int, step: int) -> None:
+        """Have the worker return the weights of the last accepted step."""
+        self.step(index, worker.Command(worker.Operation.RESTORE, self.slot[index], step), CompletedEvent())
+
+    def wait_for_squares(self) -> None:
+        """Block until the worker has stepped with, or accumulated, the step's whole gradient of every sub-group."""
         if self.indices:
-            self._wait(lambda: len(self.squares) == len(self._weights_copied) == len(self.indices))
+            self._wait(lambda: not self._accumulating and len(self.squares) == len(self.indices))
 
     def wait_for_weights(self, sub_groups: Iterable[int] | None = None) -> None:
         """Make the current stream wait for the new weights of these sub-groups, or of all.
@@ -131,12 +166,11 @@ class CpuStates:
         self._meter.current.weight_waits.append((begin, self._transfers.mark()))
 
     def master_weights(self, index: int) -> torch.Tensor:
-        assert self._states is not None
-        return self._states.master_weights(self.slot[index])
+        return self._arrays(index)[0]
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._states is not None
-        return self._states.first_moment(self.slot[index]), self._states.second_moment(self.slot[index])
+        _, first, second = self._arrays(index)
+        return first, second
 
     def close(self) -> None:
         """End the worker and release the memory. Safe to call twice."""
@@ -156,6 +190,7 @@ class CpuStates:
             weights[0].dtype,
             accumulate=accumulate,
             pin=weights[0].device.type == "cuda",
+            speculating=self._speculating,
             available_bytes=available_bytes,
         )
         self._client = WorkerClient(self._states, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s)
@@ -178,23 +213,44 @@ class CpuStates:
             self._initializing.discard(index)
             return
         self._meter.current.adam_busy_s += result.seconds
-        self.squares[index] = result.sum_of_squares
-        if result.operation == worker.Operation.ACCUMULATE:
-            self._accumulating.discard(index)
-            return
-        if not math.isfinite(result.sum_of_squares):
-            raise non_finite(self._sub_groups, index, result.step, poisoned=True)
-        transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, self._staging(index))
+        match result.operation:
+            case worker.Operation.ACCUMULATE:
+                self.squares[index] = result.sum_of_squares
+                self._accumulating.discard(index)
+            case worker.Operation.SPECULATE:
+                with self._deciding:
+                    if index in self._expected:
+                        self._expected.discard(index)
+                        self._on_new_weights(result, self._new_weights(index))
+            case _:
+                if not math.isfinite(result.sum_of_squares):
+                    raise non_finite(self._sub_groups, index, result.step, poisoned=True)
+                self._on_new_weights(result, self._staging(index))
+
+    def _on_new_weights(self, result: worker.Result, source: torch.Tensor) -> None:
+        index = self.indices[result.sub_group]
+        transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, source)
         self._meter.current.h2d.append(transfer)
+        self.squares[index] = result.sum_of_squares
         self._weights_copied[index] = transfer.done
 
     def _staging(self, index: int) -> torch.Tensor:
         assert self._states is not None
         return self._states.staging(self.slot[index])
 
+    def _new_weights(self, index: int) -> torch.Tensor:
+        assert self._states is not None
+        return self._states.new_weights(self.slot[index])
+
+    def _arrays(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert self._states is not None
+        return self._states.states(self.slot[index], self._current[index])
+
     def _send(self, command: worker.Command, after: Event) -> None:
+        """Send a command when it is ready: sums of gradients first, then the sub-group that the next forward needs first."""
         assert self._client is not None
-        self._client.submit(command, after)
+        updates = command.operation not in (worker.Operation.INITIALIZE, worker.Operation.ACCUMULATE)
+        self._client.submit(command, after, 1 + self._sub_groups[self.indices[command.sub_group]].first_use if updates else 0)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         assert self._client is not None

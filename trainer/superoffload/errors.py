@@ -23,11 +23,13 @@ class NonFiniteGradientError(OffloadError):
     Attributes:
         step: Optimizer step in which the gradient was found, counted from 1.
         sub_group: Index of the first sub-group whose gradient is not finite.
+        parameter: Its first parameter.
         poisoned: Whether weights or moments in memory were already updated with it.
     """
 
-    def __init__(self, message: str, *, step: int, sub_group: int, poisoned: bool) -> None:
+    def __init__(self, message: str, *, step: int, sub_group: int, poisoned: bool, parameter: str = "") -> None:
         super().__init__(message, code="non-finite-gradient")
+        self.parameter = parameter
         self.step = step
         self.sub_group = sub_group
         self.poisoned = poisoned

@@ -10,7 +10,7 @@ from superoffload.transfers import Mark, Transfer, Transfers
 
 
 class OffloadStats(Struct, frozen=True, kw_only=True):
-    """Times of one step of this rank. All zero where DeepSpeed's own optimizer runs, which does not report them."""
+    """Times of one step of this rank, and counts of steps. All zero where DeepSpeed's own optimizer runs, which does not report them."""
 
     adam_busy_s: float = 0.0
     """Time for which the Adam worker computed."""
@@ -25,6 +25,12 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
     """Time during which gradients were being copied; without a GPU, the time of the plain copies."""
     h2d_bytes: int = 0
     h2d_s: float = 0.0
+    kept_steps: int = 0
+    """Steps so far in which sub-groups were stepped before the norm was known, and that was final."""
+    redone_steps: int = 0
+    """Those in which the norm exceeded the limit, so that the sub-groups were stepped again."""
+    skipped_steps: int = 0
+    """Steps so far that were not taken because a gradient was not finite."""
 
 
 @dataclass

@@ -116,4 +116,5 @@ def non_finite(sub_groups: Sequence[SubGroup], index: int, step: int, *, poisone
         step=step,
         sub_group=index,
         poisoned=poisoned,
+        parameter=names[0],
     )

@@ -9,9 +9,12 @@ and the new weights back, 2 bytes a parameter in each direction:
     worker client   staging buffer -> weights (h2d stream)                as soon as the worker is done
     forward         waits, layer by layer, for the weights it is about to use
 
-* Gradient clipping needs the norm of all gradients first. The sub-groups are then held back until backward is over, and stepped in the
-order in which the next forward needs them: forward hides part of what backward can no longer hide. The result is exactly that of clipped
-AdamW. (Stepping early and rolling back would need a second copy of the states or an inexact inverse.)
+* Gradient clipping needs the norm of all gradients first. A sub-group that has a second set of states is stepped into it all the same, as
+if the norm were within the limit. When the norm is known the new set is accepted without a copy, or all sub-groups are stepped again from
+the old one. Sub-groups without a second set are held back until then. Either way the result is exactly that of clipped AdamW.
+
+The worker always takes the sub-group that the next forward needs first. What it has not finished when backward is over is needed late, so
+forward hides it.
 
 With several gradient accumulation steps the worker sums the gradients in fp32 on the host. That costs 4 bytes of host memory a parameter
 and none of the GPU's, which offloading is there to save. The 10 bytes of host traffic per parameter and micro-batch are hidden by that
@@ -26,6 +29,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from superoffload import worker
 from superoffload.cpu_states import CpuStates
@@ -34,24 +38,36 @@ from superoffload.gpu_states import GpuStates
 from superoffload.meter import Meter, OffloadStats
 from superoffload.norm import GradientNorm
 from superoffload.shared_states import host_available_bytes
-from superoffload.step_policy import NormSource, StepTime, SubGroupAction, step_policy
-from superoffload.sub_groups import Gradient, SubGroup, check_dtypes
+from superoffload.speculation import Speculation
+from superoffload.step_policy import NormSource, StepPolicy, StepTime, SubGroupAction, step_policy
+from superoffload.sub_groups import Gradient, SubGroup, check_dtypes, speculating_within
 from superoffload.transfers import CompletedEvent, Copy, Event, transfers_for
 
 _CLIPPING_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
+@dataclass(frozen=True)
+class _WholeGradient:
+    """A CPU sub-group's gradient of a whole step."""
+
+    copied: Event
+    """After it, the last micro-batch's gradient is in the staging buffer."""
+    source: worker.GradientSource
+
+
 @dataclass
 class _StepInProgress:
     """What has arrived since the last step."""
 
+    speculates: bool
+    """Whether sub-groups with a second set of states are stepped before the norm is known."""
     micro_batch: int = 0
     """Counted from 0 within the step."""
     arrived: dict[int, set[int]] = field(default_factory=dict)
     """By sub-group: its members with a gradient in this micro-batch."""
-    copied: dict[int, Event] = field(default_factory=dict)
-    """CPU sub-groups that were complete at the accumulation boundary: the event after which their gradient is in the staging buffer."""
+    complete: dict[int, _WholeGradient] = field(default_factory=dict)
+    """CPU sub-groups that were complete at the accumulation boundary."""
     learning_rates: dict[int, float] = field(default_factory=dict)
     """Learning rates of the sub-groups that the worker already steps."""
 
@@ -68,6 +84,8 @@ class SuperOffload:
         adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and weight decay of all sub-groups.
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
+        speculation_bytes: Host memory for second sets of states, which only clipping needs.
+        max_skipped_steps: How many steps in a row may be skipped because their gradients are not finite. Without clipping none can be.
         cpus: The Adam worker's cores.
         all_reduce: Sums a tensor over all ranks, in place.
         watchdog_timeout_s: How long the worker may compute without progress.
@@ -84,6 +102,8 @@ class SuperOffload:
         *,
         gradient_accumulation_steps: int,
         clipping: float,
+        speculation_bytes: int = 0,
+        max_skipped_steps: int = 0,
         cpus: Sequence[int],
         all_reduce: Callable[[torch.Tensor], None],
         watchdog_timeout_s: float,
@@ -92,13 +112,22 @@ class SuperOffload:
         check_dtypes(sub_groups)
         self.sub_groups = tuple(sub_groups)
         self.steps_taken = 0
+        self.skipped: NonFiniteGradientError | None = None
+        """Why the last step was skipped; None if it was taken."""
         self.lazy_weights = True
         """If False, ``step`` waits for all weights, as other optimizers do (for comparison)."""
         self._adamw = adamw
         self._accumulation_steps = gradient_accumulation_steps
-        self._clipping = clipping
+        self.clipping = clipping
+        """Largest norm of a step's gradients. May be changed between steps, but not to or from 0."""
+        self._max_skipped_steps = max_skipped_steps
         self._policy = step_policy(gradient_accumulation_steps, clipping)
-        self._step = _StepInProgress()
+        """Of sub-groups that do not speculate."""
+        self._speculative_policy = step_policy(gradient_accumulation_steps, clipping, speculates=True)
+        self._speculating = frozenset(speculating_within(self.sub_groups, speculation_bytes) if clipping else ())
+        """Sub-groups that have a second set of states."""
+        self._speculation = Speculation()
+        self._step = _StepInProgress(speculates=bool(self._speculating))
         self._closed = False
         self._transfers = transfers_for(self.sub_groups[0].weights.device)
         self._meter = Meter(self._transfers)
@@ -109,6 +138,7 @@ class SuperOffload:
             self.sub_groups,
             self._transfers,
             self._meter,
+            speculating=sorted(self._speculating),
             accumulate=self._policy.accumulates,
             cpus=cpus,
             watchdog_timeout_s=watchdog_timeout_s,
@@ -191,23 +221,30 @@ class SuperOffload:
         """Handle a sub-group whose gradients of this micro-batch have all arrived; ``copied`` is the event of their last copy."""
         if self.sub_groups[index].on_gpu:
             return
+        policy = self._policy_of(index)
         if boundary:
-            self._step.copied[index] = copied
-        match self._policy.on_complete(boundary=boundary):
+            self._step.complete[index] = _WholeGradient(copied, policy.gradient_source(self._step.micro_batch))
+        match policy.on_complete(boundary=boundary):
             case SubGroupAction.STEP:
-                self._send_step(index, 1.0, copied)
+                self._send_step(index, 1.0)
+            case SubGroupAction.SPECULATE:
+                self._send_step(index, 1.0, worker.Operation.SPECULATE)
             case SubGroupAction.ACCUMULATE:
                 self._cpu.accumulate(index, self.steps_taken + 1, first_micro_batch=self._step.micro_batch == 0, after=copied)
             case SubGroupAction.HOLD:
                 pass
 
-    def _send_step(self, index: int, scale: float, after: Event) -> None:
+    def _policy_of(self, index: int) -> StepPolicy:
+        return self._speculative_policy if self._step.speculates and index in self._speculating else self._policy
+
+    def _send_step(self, index: int, scale: float, operation: worker.Operation = worker.Operation.STEP) -> None:
         group = self._adamw.param_groups[self.sub_groups[index].parameter_group]
+        gradient = self._step.complete[index]
         command = worker.Command(
-            worker.Operation.STEP,
+            operation,
             self._cpu.slot[index],
             self.steps_taken + 1,
-            gradient=self._policy.gradient_source(self._step.micro_batch),
+            gradient=gradient.source,
             scale=scale,
             learning_rate=group["lr"],
             beta1=group["betas"][0],
@@ -216,17 +253,20 @@ class SuperOffload:
             weight_decay=group["weight_decay"],
         )
         self._step.learning_rates[index] = group["lr"]
-        self._cpu.step(index, command, after)
+        self._cpu.step(index, command, gradient.copied)
 
     # -- step ----------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> bool:
         """Step all sub-groups. Their new weights may still be on their way: see ``wait_for_weights`` and ``synchronize``.
 
+        Returns:
+            Whether the step was taken. If not, a gradient is not finite (``skipped``), and the states are those of the step before.
+
         Raises:
-            NonFiniteGradientError: With clipping, before anything is stepped: the gradients are dropped and the states are those of the
-                step before. Without clipping, sub-groups have been stepped by then and nothing in memory may be saved.
+            NonFiniteGradientError: With clipping, after too many skipped steps in a row, and in the very first step; the states are those
+                of the step before. Without clipping, sub-groups have been stepped by then and nothing in memory may be saved.
             OffloadError: Without a complete backward before it (``incomplete-backward``), or if the learning rate changed since
                 (``learning-rate-changed``).
         """
@@ -235,18 +275,20 @@ class SuperOffload:
         self._norm.last()  # has long been on the host
         try:
             factor = self._clip_factor()
-        except NonFiniteGradientError:
-            self._begin_step()
-            raise
-        if self._policy.step_time is StepTime.NORM_KNOWN:
-            for index in self._cpu.in_order_of_use:
-                self._send_step(index, factor, self._step.copied[index])
+        except NonFiniteGradientError as error:
+            self._skip(error)
+            return False
+        self._finish_cpu_steps(factor)
         self._gpu.step(factor)
         self.steps_taken += 1
+        self.skipped = None
+        if self.clipping:
+            self._speculation.record(within=factor == 1.0, speculated=self._step.speculates)
         self._begin_step()
         if not self.lazy_weights:
             self._cpu.wait_for_weights()
         self._meter.end_step()
+        return True
 
     def wait_for_weights(self, sub_groups: Collection[int]) -> None:
         """Make the current stream wait for the new weights of these sub-groups. Blocks until the worker has stepped them."""
@@ -269,8 +311,9 @@ class SuperOffload:
         return self._norm.last()
 
     def stats(self) -> OffloadStats:
-        """Return the times of the last step, from the end of the step before it."""
-        return self._meter.stats()
+        """Return the times of the last step, from the end of the step before it, and what became of all steps so far."""
+        counts = self._speculation
+        return replace(self._meter.stats(), kept_steps=counts.kept, redone_steps=counts.redone, skipped_steps=counts.skipped)
 
     def leave_out_waits(self) -> None:
         """Leave waits since the last step (to save or to evaluate) out of the next step's stats."""
@@ -282,7 +325,7 @@ class SuperOffload:
         self._cpu.close()
 
     def _check_step(self) -> None:
-        if len(self._step.copied) != len(self._cpu.indices) or self._step.micro_batch == 0:
+        if len(self._step.complete) != len(self._cpu.indices) or self._step.micro_batch == 0:
             raise OffloadError("step() was called without a complete backward before it.", code="incomplete-backward")
         for index, rate in self._step.learning_rates.items():
             if rate != self._adamw.param_groups[self.sub_groups[index].parameter_group]["lr"]:
@@ -298,24 +341,46 @@ class SuperOffload:
         squares = self._norm.all_rank_squares(self._gpu.gradients(), self._squares_of_worker())
         if self._policy.norm_is_read_before_step:
             norm = self._norm.read(squares, step)
-            factor = min(1.0, self._clipping / (norm + _CLIPPING_EPSILON)) if self._clipping else 1.0
+            factor = min(1.0, self.clipping / (norm + _CLIPPING_EPSILON)) if self.clipping else 1.0
         self._norm.read_later(squares, step)
         self._meter.current.norm_waits.append((begin, self._transfers.mark()))
         return factor
 
     def _squares_of_worker(self) -> dict[int, float]:
         """Return the sums of squares that only the worker can take, and wait for them."""
-        match self._policy.norm_source:
-            case NormSource.GPU:
-                return {}
-            case NormSource.WORKER_ACCUMULATE:
-                self._cpu.wait_for_accumulation()
-            case NormSource.WORKER_STEP:
-                self._cpu.wait_for_steps()
+        if self._policy.norm_source is NormSource.GPU:
+            return {}
+        self._cpu.wait_for_squares()
         return self._cpu.squares
 
+    def _finish_cpu_steps(self, factor: float) -> None:
+        """Accept what was stepped before the norm was known, or discard it; step what was discarded or held back."""
+        discarded: Collection[int] = ()
+        if factor == 1.0:
+            self._cpu.accept()
+        else:
+            discarded = self._cpu.discard()
+        for index in self._cpu.in_order_of_use:
+            if index in discarded or self._policy_of(index).step_time is StepTime.NORM_KNOWN:
+                self._send_step(index, factor)
+
+    def _skip(self, error: NonFiniteGradientError) -> None:
+        """Return to the states of the step before.
+
+        Raises the error after too many skipped steps in a row, in the very first step, or if the states of the step before are gone.
+        """
+        self.skipped = error
+        self._speculation.record_skip()
+        for index in self._cpu.discard():
+            self._cpu.restore(index, self.steps_taken)
+        self._begin_step()
+        self._meter.end_step()
+        too_many = self._speculation.skipped_in_a_row > self._max_skipped_steps
+        if error.poisoned or too_many or not self.steps_taken:  # weights with which no step has ever succeeded are no good
+            raise error
+
     def _begin_step(self) -> None:
-        self._step = _StepInProgress()
+        self._step = _StepInProgress(speculates=bool(self._speculating) and self._speculation.is_worthwhile)
         self._norm.begin_step()
 
     def _check(self) -> None:

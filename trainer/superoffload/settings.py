@@ -22,6 +22,10 @@ class Settings:
     gradient_accumulation_steps: int = 1
     gradient_clipping: float = 0.0
     """Largest norm of a step's gradients, 0 for no limit."""
+    speculation_bytes: int = 0
+    """Host memory for second sets of states, so that clipping need not wait for the norm. Of no use without clipping."""
+    max_skipped_steps: int = 0
+    """How many steps in a row may be skipped because a gradient is not finite. Without clipping none can be, nor can the very first."""
     learning_rate: float
     beta1: float = 0.9
     beta2: float = 0.999

@@ -2,6 +2,7 @@
 
 It is an anonymous file (memfd). Unlike a file in /dev/shm it needs no room there, has no name that could be left behind, and ends with the
 last process that maps it. Only the staging buffers are pinned, 2 of 14 bytes a parameter: nothing else is copied to or from the GPU.
+A sub-group that speculates has everything twice: a second set of states, and a second buffer for its new weights.
 Pages are allocated by the memory policy of whichever process first writes to them. That is the worker, which inherits the training
 process's policy.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from superoffload.errors import OffloadError
-from superoffload.worker import layout
+from superoffload.worker import MemorySize, StateOffsets, layout
 
 MEMORY_NAME = "superoffload-states"
 """Shown in /proc for the memory's descriptor and mappings."""
@@ -41,6 +42,7 @@ class SharedStates:
         dtype: Type of the weights, and with them of the staging buffers.
         accumulate: Whether to allocate room for accumulated gradients.
         pin: Whether ``pin_staging`` pins the staging buffers; False without a GPU.
+        speculating: Positions of the sub-groups that speculate.
         available_bytes: Returns how much memory this process can still allocate, None if unknown.
 
     Raises:
@@ -54,12 +56,12 @@ class SharedStates:
         *,
         accumulate: bool,
         pin: bool,
+        speculating: Sequence[int] = (),
         available_bytes: Callable[[], int | None] = host_available_bytes,
     ) -> None:
-        self.numels = tuple(numels)
-        self.dtype = dtype
-        self.accumulate = accumulate
-        self._layout = layout(self.numels, dtype.itemsize, accumulate)
+        self.size = MemorySize(tuple(numels), dtype.itemsize, accumulate, tuple(speculating))
+        self._dtype = dtype
+        self._layout = layout(self.size)
         _check_available(self._layout.bytes, available_bytes())
         self.descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         try:
@@ -87,16 +89,17 @@ class SharedStates:
         return int.from_bytes(self._memory[:8], "little")
 
     def staging(self, index: int) -> torch.Tensor:
-        return self._view(self._layout.staging, index, self.dtype)
+        return self._view(self._layout.staging, index, self._dtype)
 
-    def master_weights(self, index: int) -> torch.Tensor:
-        return self._view(self._layout.master_weights, index, torch.float32)
+    def new_weights(self, index: int) -> torch.Tensor:
+        """Return the buffer with the weights of a speculative step, of a sub-group that speculates."""
+        return self._view(self._layout.new_weights, index, self._dtype)
 
-    def first_moment(self, index: int) -> torch.Tensor:
-        return self._view(self._layout.first_moment, index, torch.float32)
-
-    def second_moment(self, index: int) -> torch.Tensor:
-        return self._view(self._layout.second_moment, index, torch.float32)
+    def states(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the master weights, first and second moment of one of the two sets."""
+        offsets: StateOffsets = self._layout.states[which]
+        first, second, third = (self._view(region, index, torch.float32) for region in offsets)
+        return first, second, third
 
     def pin_staging(self) -> None:
         """Pin the staging buffers, so that copies run at the full rate of the bus and concurrently with computation.
@@ -133,7 +136,7 @@ class SharedStates:
         return self._bytes.data_ptr() + self._layout.staging_start, self._layout.staging_bytes
 
     def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes.narrow(0, offsets[index], self.numels[index] * dtype.itemsize).view(dtype)
+        return self._bytes.narrow(0, offsets[index], self.size.numels[index] * dtype.itemsize).view(dtype)
 
 
 def gigabytes(size_bytes: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from so_tui.model.sharding import speculating, speculation_bytes
 from superoffload.errors import OffloadError
 
 
@@ -58,6 +59,14 @@ class SubGroupState:
     """Second moment, likewise."""
     step: int
     set_step: Callable[[int], None]
+
+
+def speculating_within(sub_groups: Sequence[SubGroup], budget_bytes: int) -> list[int]:
+    """Return the CPU sub-groups that can have a second set of states within this much host memory."""
+    on_cpu = sorted((index for index, group in enumerate(sub_groups) if not group.on_gpu), key=lambda index: sub_groups[index].first_use)
+    numels = [sub_groups[index].weights.numel() for index in on_cpu]
+    chosen = speculating(numels, budget_bytes // speculation_bytes(sub_groups[0].weights.dtype.itemsize))
+    return [on_cpu[position] for position in chosen]
 
 
 def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:

@@ -21,7 +21,7 @@ import sys
 import time
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REGION_ALIGNMENT = 65536
 """Bytes. The largest page size in use (aarch64), so that a region can be pinned without its neighbours."""
@@ -35,7 +35,11 @@ class Operation(IntEnum):
     ACCUMULATE = 1
     """Add the gradient in the staging buffer to the accumulated gradient."""
     STEP = 2
-    """Run AdamW and leave the new weights in the staging buffer."""
+    """Run AdamW in place and leave the new weights in the staging buffer."""
+    SPECULATE = 3
+    """Run AdamW from the current set of states into the other one, and leave the new weights in the second buffer."""
+    RESTORE = 4
+    """Leave the weights of the current set of states in the staging buffer."""
 
 
 class GradientSource(IntEnum):
@@ -57,9 +61,11 @@ class Command(NamedTuple):
     first_micro_batch: int = 0
     """ACCUMULATE: overwrite the accumulated gradient instead of adding to it."""
     gradient: int = GradientSource.STAGING
-    """STEP: a ``GradientSource``."""
+    """STEP, SPECULATE: a ``GradientSource``."""
+    states: int = 0
+    """STEP, SPECULATE, RESTORE: which of the two sets of states is current."""
     scale: float = 1.0
-    """STEP: factor of the gradient, from clipping."""
+    """STEP, SPECULATE: factor of the gradient, from clipping."""
     learning_rate: float = 0.0
     beta1: float = 0.0
     beta2: float = 0.0
@@ -76,17 +82,25 @@ class Result(NamedTuple):
     seconds: float
 
 
-COMMAND = struct.Struct("<iiqii6d")
+COMMAND = struct.Struct("<iiqiii6d")
 RESULT = struct.Struct("<iiqdd")
+
+
+class StateOffsets(NamedTuple):
+    """Byte offsets of one set of fp32 states."""
+
+    master_weights: tuple[int, ...]
+    first_moment: tuple[int, ...]
+    second_moment: tuple[int, ...]
 
 
 class MemoryLayout(NamedTuple):
     """Byte offsets of each sub-group's arrays in the shared memory, whose first 8 bytes hold the progress counter."""
 
     staging: tuple[int, ...]
-    master_weights: tuple[int, ...]
-    first_moment: tuple[int, ...]
-    second_moment: tuple[int, ...]
+    new_weights: tuple[int, ...]
+    """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as the second set of states."""
+    states: tuple[StateOffsets, StateOffsets]
     accumulated: tuple[int, ...]
     """Empty without gradient accumulation."""
     staging_start: int
@@ -95,28 +109,39 @@ class MemoryLayout(NamedTuple):
     """Size of the whole memory."""
 
 
-def layout(numels: tuple[int, ...], weight_bytes: int, accumulate: bool) -> MemoryLayout:
-    """Lay out the shared memory: 14 bytes a parameter for bf16 weights, 18 with gradient accumulation.
+class MemorySize(NamedTuple):
+    """What decides the layout of the shared memory."""
 
-    Args:
-        numels: Elements of each sub-group.
-        weight_bytes: Bytes of one weight, 2 for bf16 and 4 for fp32.
-        accumulate: Whether room for accumulated gradients is needed.
-    """
+    numels: tuple[int, ...]
+    """Elements of each sub-group."""
+    weight_bytes: int
+    """Of one weight: 2 for bf16, 4 for fp32."""
+    accumulate: bool
+    """Whether there is room for accumulated gradients."""
+    speculating: tuple[int, ...] = ()
+    """Positions of the sub-groups that have a second set of states."""
+
+
+def layout(size: MemorySize) -> MemoryLayout:
+    """Lay out the shared memory: 14 bytes a parameter for bf16 weights; 14 more for one that speculates, 4 with gradient accumulation."""
     end = REGION_ALIGNMENT
-    regions = []
-    for size in (weight_bytes, 4, 4, 4) + ((4,) if accumulate else ()):
+
+    def region(element_bytes: int, numels: tuple[int, ...]) -> tuple[int, ...]:
+        nonlocal end
         offsets = []
         for numel in numels:
             offsets.append(end)
-            end += -(-numel * size // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
+            end += -(-numel * element_bytes // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
         end = -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
-        regions.append(tuple(offsets))
-    staging, master_weights, first, second, *rest = regions
-    staging_end = master_weights[0] if master_weights else end
-    return MemoryLayout(
-        staging, master_weights, first, second, rest[0] if rest else (), REGION_ALIGNMENT, staging_end - REGION_ALIGNMENT, end
-    )
+        return tuple(offsets)
+
+    numels = size.numels
+    second = tuple(numel if index in size.speculating else 0 for index, numel in enumerate(numels))
+    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, second)
+    staging_bytes = end - REGION_ALIGNMENT
+    states = tuple(StateOffsets(region(4, each), region(4, each), region(4, each)) for each in (numels, second))
+    accumulated = region(4, numels) if size.accumulate else ()
+    return MemoryLayout(staging, new_weights, (states[0], states[1]), accumulated, REGION_ALIGNMENT, staging_bytes, end)
 
 
 class AdamWScalars(ctypes.Structure):
@@ -139,7 +164,7 @@ class AdamWScalars(ctypes.Structure):
 
 
 def adamw_scalars(command: Command) -> AdamWScalars:
-    """Return the scalars for a STEP command."""
+    """Return the scalars for a STEP or SPECULATE command."""
     return AdamWScalars(
         command.scale,
         1 - command.learning_rate * command.weight_decay,
@@ -153,41 +178,63 @@ def adamw_scalars(command: Command) -> AdamWScalars:
     )
 
 
+class States(ctypes.Structure):
+    """One set of a sub-group's fp32 arrays, as in ``adam.cpp``; all null for a set that does not exist."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("master_weights", "first_moment", "second_moment")]
+
+
 class Kernel:
     """The compiled functions, bound to one shared memory."""
 
-    def __init__(self, library: str, memory: mmap.mmap, numels: tuple[int, ...], weight_bytes: int, accumulate: bool) -> None:
-        self._numels = numels
-        self._layout = layout(numels, weight_bytes, accumulate)
-        self._is_bf16 = int(weight_bytes == 2)
+    def __init__(self, library: str, memory: mmap.mmap, size: MemorySize) -> None:
+        self._size = size
+        self._layout = layout(size)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         functions = ctypes.CDLL(library)
-        pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        self._initialize = functions.superoffload_initialize
-        self._accumulate = functions.superoffload_accumulate
-        self._step = functions.superoffload_step
-        self._initialize.argtypes = [pointer] * 5 + [integer, long, pointer]
-        self._accumulate.argtypes = [pointer, pointer, integer, integer, long, pointer]
-        self._step.argtypes = [pointer] * 6 + [integer, integer, long, pointer]
-        for function in (self._initialize, self._accumulate, self._step):
-            function.restype = ctypes.c_double
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        of_all = [integer, ctypes.c_int64, pointer]  # whether bf16, elements, progress counter
+
+        def bound(name: str, *arguments: Any) -> Any:
+            function = getattr(functions, f"superoffload_{name}")
+            function.argtypes, function.restype = [*arguments, *of_all], ctypes.c_double
+            return function
+
+        self._initialize = bound("initialize", *[pointer] * 5)
+        self._accumulate = bound("accumulate", pointer, pointer, integer)
+        self._step = bound("step", *[pointer] * 4, integer)
+        self._speculate = bound("speculate", *[pointer] * 6, integer)
+        self._restore = bound("restore", pointer, pointer)
 
     def run(self, command: Command) -> float:
-        """Execute a command and return the gradient's sum of squares."""
-        index = command.sub_group
-        offsets, numel, progress = self._layout, self._numels[index], self._base
-        staging, master_weights, first, second = (
-            self._base + region[index] for region in (offsets.staging, offsets.master_weights, offsets.first_moment, offsets.second_moment)
-        )
+        """Execute a command and return the gradient's sum of squares; 0 if it has none."""
+        index, offsets = command.sub_group, self._layout
+        of_all = int(self._size.weight_bytes == 2), self._size.numels[index], self._base
+        current, other = self._states(command.states, index), self._states(1 - command.states, index)
+        staging, new_weights = self._base + offsets.staging[index], self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
-        if command.operation == Operation.STEP:
-            summed = None if command.gradient == GradientSource.STAGING else accumulated
-            add_staging = int(command.gradient != GradientSource.ACCUMULATED)
-            scalars = ctypes.byref(adamw_scalars(command))
-            return float(self._step(scalars, master_weights, first, second, summed, staging, self._is_bf16, add_staging, numel, progress))
-        if command.operation == Operation.ACCUMULATE:
-            return float(self._accumulate(accumulated, staging, self._is_bf16, command.first_micro_batch, numel, progress))
-        return float(self._initialize(master_weights, first, second, accumulated, staging, self._is_bf16, numel, progress))
+        summed = None if command.gradient == GradientSource.STAGING else accumulated
+        add_staging = int(command.gradient != GradientSource.ACCUMULATED)
+        match command.operation:
+            case Operation.STEP:
+                squares = self._step(ctypes.byref(adamw_scalars(command)), current, summed, staging, add_staging, *of_all)
+            case Operation.SPECULATE:
+                squares = self._speculate(
+                    ctypes.byref(adamw_scalars(command)), current, other, summed, staging, new_weights, add_staging, *of_all
+                )
+            case Operation.ACCUMULATE:
+                squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
+            case Operation.RESTORE:
+                squares = self._restore(current, staging, *of_all)
+            case _:
+                second = new_weights if index in self._size.speculating else None
+                squares = self._initialize(current, other, accumulated, staging, second, *of_all)
+        return float(squares)
+
+    def _states(self, which: int, index: int) -> Any:
+        if which == 1 and index not in self._size.speculating:
+            return ctypes.byref(States())
+        return ctypes.byref(States(*(self._base + region[index] for region in self._layout.states[which])))
 
 
 def serve(channel: socket.socket, kernel: Kernel) -> None:
@@ -217,9 +264,10 @@ def main(arguments: list[str]) -> None:
         # Signals reach the whole process group. The training process decides what they mean, and this process ends with it.
         signal.signal(number, signal.SIG_IGN)
     os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded, which creates its threads accordingly
-    numels = tuple(settings["numels"])
+    numels, weight_bytes, accumulate, speculating = settings["size"]
+    size = MemorySize(tuple(numels), weight_bytes, accumulate, tuple(speculating))
     with mmap.mmap(settings["memory"], 0) as memory, socket.socket(fileno=settings["channel"]) as channel:
-        serve(channel, Kernel(settings["library"], memory, numels, settings["weight_bytes"], settings["accumulate"]))
+        serve(channel, Kernel(settings["library"], memory, size))
         os._exit(0)  # the kernel still points into the memory, so leaving the block, which closes it, would fail
 
 

@@ -18,15 +18,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.shared_states import SharedStates
 from superoffload.transfers import Event
 
-MAX_OUTSTANDING = 64
-"""Commands in the worker's socket: far below what the socket can hold, so that neither side blocks in a send."""
+MAX_OUTSTANDING = 2
+"""Commands that the worker has: the one that it executes and the next. The others wait here, where the most urgent overtakes."""
 EVENT_POLL_S = 0.0005
+
+
+class Waiting(NamedTuple):
+    """A command that has not been sent."""
+
+    command: worker.Command
+    after: Event
+    priority: int
 
 
 class WorkerClient:
@@ -59,7 +68,7 @@ class WorkerClient:
         self._on_start, self._on_result = on_start, on_result
         self._watchdog_timeout_s = watchdog_timeout_s
         self._changed = threading.Condition()
-        self._queue: deque[tuple[worker.Command, Event]] = deque()
+        self._queue: list[Waiting] = []
         self._outstanding: deque[worker.Command] = deque()
         self._failure: BaseException | None = None
         self._closing = False
@@ -78,11 +87,19 @@ class WorkerClient:
         self._thread = threading.Thread(target=self._serve, name="adam-worker-client", daemon=True)
         self._thread.start()
 
-    def submit(self, command: worker.Command, after: Event) -> None:
-        """Send a command once ``after`` has completed. Commands are sent in the order of their submission."""
+    def submit(self, command: worker.Command, after: Event, priority: int = 0) -> None:
+        """Send a command once ``after`` has completed. Of those that can be sent, the one with the lowest priority number goes first.
+
+        Commands with the same priority are sent in the order of their submission.
+        """
         with self._changed:
-            self._queue.append((command, after))
+            self._queue.append(Waiting(command, after, priority))
         os.eventfd_write(self._wake, 1)
+
+    def withdraw(self, operation: worker.Operation) -> None:
+        """Drop the commands of this kind that have not been sent."""
+        with self._changed:
+            self._queue = [waiting for waiting in self._queue if waiting.command.operation != operation]
 
     def check(self) -> None:
         """Raise the failure, if there is one."""
@@ -136,16 +153,17 @@ class WorkerClient:
 
     def _send_ready(self) -> bool:
         """Send commands whose data is ready; return whether one is waiting for its data."""
-        while self._queue and len(self._outstanding) < MAX_OUTSTANDING:
-            command, after = self._queue[0]
-            if not after.query():
-                return True
-            self._queue.popleft()
+        while len(self._outstanding) < MAX_OUTSTANDING:
+            with self._changed:
+                found = min((waiting for waiting in self._queue if waiting.after.query()), key=lambda found: found.priority, default=None)
+                if found is None:
+                    return bool(self._queue)
+                self._queue.remove(found)
             if not self._outstanding:
                 self._restart_watchdog()
-            self._outstanding.append(command)
+            self._outstanding.append(found.command)
             try:
-                self._channel.send(worker.COMMAND.pack(*command))
+                self._channel.send(worker.COMMAND.pack(*found.command))
             except OSError as error:
                 raise self._ended() from error
         return False
@@ -213,9 +231,7 @@ def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: in
         "cpus": list(cpus),
         "memory": states.descriptor,
         "channel": channel,
-        "numels": states.numels,
-        "weight_bytes": states.dtype.itemsize,
-        "accumulate": states.accumulate,
+        "size": states.size,
     }
     not_inherited = ("OMP_", "GOMP_", "KMP_", "MKL_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(not_inherited)}

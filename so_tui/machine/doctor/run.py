@@ -35,7 +35,7 @@ def check_memory_now(context: CheckContext) -> Iterator[Finding]:
     """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot be checked."""
     if not context.plan or not context.files or context.machine.memory_grows:
         return
-    needed, free = sum(context.plan.host_bytes_per_node.values()), available_bytes(context.files)
+    needed, free = sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes, available_bytes(context.files)
     if context.plan.fits and free is not None and free < needed:
         yield Finding(
             code="memory-in-use",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from so_tui.runs.records import FINAL_STATES
+from so_tui.runs.records import FINAL_STATES, StepRecord
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
@@ -121,7 +121,10 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     ]
     head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_median('step_s'))}  ")
     named = legend(parts)
+    clipped = _clipping_text(snapshot.recent[-1])
     room = width - head.cell_length - named.cell_length - 2
+    if room >= 12 + clipped.cell_length:
+        return head + stacked(parts, min(60, room - clipped.cell_length)) + "  " + named + clipped
     if room >= 12:
         return head + stacked(parts, min(60, room)) + "  " + named
     # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
@@ -130,6 +133,16 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     while shown and head.cell_length + 16 + (text := _short_legend(shown)).cell_length > width:
         shown.remove(min((pair for pair in shown if pair[0] != 3 or len(shown) == 1), key=lambda pair: pair[1].amount))
     return head + bar + "  " + (text if shown else Content(""))
+
+
+def _clipping_text(record: StepRecord) -> Content:
+    """Return how often steps taken before the gradient norm was known were redone, and how many were skipped."""
+    texts = []
+    if tried := record.kept_steps + record.redone_steps:
+        texts.append(f"redone {record.redone_steps:,} of {tried:,}")
+    if record.skipped_steps:
+        texts.append(f"skipped {record.skipped_steps:,}")
+    return Content.styled(f"  {', '.join(texts)}", "$faint") if texts else Content("")
 
 
 def _short_legend(parts: list[tuple[int, Part]]) -> Content:

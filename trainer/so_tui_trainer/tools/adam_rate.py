@@ -31,8 +31,9 @@ def main(request: dict[str, Any]) -> None:
     worker = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(worker)
     numel = request["parameters"]
-    memory = mmap.mmap(-1, worker.layout((numel,), 2, True).bytes)
-    kernel = worker.Kernel(request["library"], memory, (numel,), 2, True)
+    size = worker.MemorySize((numel,), 2, True)
+    memory = mmap.mmap(-1, worker.layout(size).bytes)
+    kernel = worker.Kernel(request["library"], memory, size)
     kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)

@@ -76,12 +76,14 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.optimizer,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
             clipping=settings.gradient_clipping,
+            speculation_bytes=settings.speculation_bytes,
+            max_skipped_steps=settings.max_skipped_steps,
             cpus=settings.adam_cpus,
             all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
             watchdog_timeout_s=settings.watchdog_timeout_s,
             available_bytes=settings.available_bytes,
         )
-        self.fp32_partitioned_groups_flat = [self.core.master_weights(index) for index in range(len(numels))]
+        self._refer_to_master_weights()
         self.subgroup_to_device = {index: "gpu" if index < on_gpu else "cpu" for index in range(len(numels))}
         self._member = {
             parameter.ds_id: (index, member) for index, group in enumerate(self.fp16_groups) for member, parameter in enumerate(group)
@@ -170,8 +172,13 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def step(self, closure: None = None) -> None:
         self._pre_step()
         self._partition_all_parameters()
-        self.core.step()
+        self.overflow = not self.core.step()  # The engine counts a step that was skipped and leaves its scheduler alone.
+        self._refer_to_master_weights()
         self._global_grad_norm = None  # ``last_gradient_norm`` reads it on demand
+
+    def _refer_to_master_weights(self) -> None:
+        """Tell the base class where the master weights are: after a speculative step, in the other set of states."""
+        self.fp32_partitioned_groups_flat = [self.core.master_weights(index) for index in range(len(self.core.sub_groups))]
 
     def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
         """Return this rank's shard of the master weights or of a moment, for DeepSpeed's ``safe_get_*`` and ``safe_set_*``."""

@@ -1,0 +1,76 @@
+"""How many sub-groups can be stepped before the gradient norm is known. Each needs a second set of states in host memory.
+
+The host's memory goes to the states first, then to what a run needs beside them; speculation gets what is left. It changes no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from so_tui.model.layout import WEIGHT_BYTES, PlannedSubGroup
+from so_tui.model.sharding import speculating, speculation_bytes
+from so_tui.plan.placement import Placement, own_engine
+from so_tui.plan.terms import Formula, MemoryTerm, TermKind
+from so_tui.spec.types import RunSpec
+
+BYTES = speculation_bytes(WEIGHT_BYTES)
+"""Per parameter."""
+
+
+class HostRoom(Protocol):
+    """Host memory that a plan leaves."""
+
+    def __call__(self) -> int:
+        """Return the bytes that each rank may still take."""
+
+
+class SecondStates(Struct, frozen=True):
+    """The sub-groups of one rank that have a second set of states."""
+
+    sub_groups: tuple[int, ...]
+    numel: int
+
+    @property
+    def bytes(self) -> int:
+        return BYTES * self.numel
+
+    @property
+    def term(self) -> MemoryTerm:
+        formula = Formula("{} B x {} (a second set of states and weights)", (BYTES, self.numel))
+        return MemoryTerm(TermKind.SECOND_STATES, "node", self.bytes, "exact", formula)
+
+
+def can_speculate(spec: RunSpec) -> bool:
+    """Return whether the spec has a gradient norm to wait for, an engine that need not wait for it, and leave to do so."""
+    return own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
+
+
+def second_states(placement: Placement, room: HostRoom) -> SecondStates | None:
+    """Return which sub-groups speculate; None if none does.
+
+    Args:
+        placement: The states.
+        room: How much host memory is left for it. Asked only where the spec leaves that to the plan.
+    """
+    spec = placement.spec
+    if not can_speculate(spec) or not placement.layout.cpu_numel:
+        return None
+    most = [int(spec.offload.speculation_gib * 2**30)] if spec.offload.speculation_gib else []
+    if spec.offload.speculation == "auto":
+        most.append(max(0, room()))
+    groups = in_order_of_use(placement)
+    chosen = speculating([group.numel for group in groups], min(most) // BYTES) if most else range(len(groups))
+    found = [groups[position] for position in chosen]
+    if not found:
+        return None
+    return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found))
+
+
+def in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
+    """Return the sub-groups on the CPU in the order in which a forward pass first uses them."""
+    layout = placement.layout
+    spans = placement.profile.compute_spans(layout.ranks, placement.spec.offload.sub_group_size)
+    return sorted((group for group in layout.sub_groups if group.device == "cpu"), key=lambda group: spans[group.index][0])
