@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = _ds_config(configuration, arguments)
     settings = replace(engine_settings(spec, mine), speculation_bytes=sys.maxsize if configuration.speculates else 0)
-    engine = superoffload.initialize(model, _parameter_groups(model), config, settings)
+    engine, *_ = superoffload.initialize(model, _parameter_groups(model), settings, config)
     if (optimizer := super_offload(engine)) and optimizer.worker_pid:
         binding.apply_main_cores(mine)
         optimizer.lazy_weights = configuration.lazy

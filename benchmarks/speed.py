@@ -156,7 +156,7 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
-    engine = superoffload.initialize(model, parameter_groups(model, spec), launch.ds_config, engine_settings(spec, mine))
+    engine, *_ = superoffload.initialize(model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config)
     binding.apply_main_cores(mine)
     return Ready(spec, ranks.device, documents, model, engine)
 

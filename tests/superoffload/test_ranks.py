@@ -24,6 +24,10 @@ def test_three_ranks_of_which_some_hold_only_padding() -> None:
     rank_processes.finish(start("reference", Path(), 3))
 
 
+def test_two_ranks_that_step_before_the_norm_is_known(tmp_path: Path) -> None:
+    rank_processes.finish(start("speculation", tmp_path, 2))
+
+
 def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path: Path) -> None:
     """Neither Adam workers nor named shared memory: DeepSpeed's CPU collectives would leave 69 MB a rank, named by the port."""
     port = rank_processes.free_port()

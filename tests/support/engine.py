@@ -196,7 +196,7 @@ def engine(
         model = Model()
     model = model.to(DEVICE, dtype)
     rank_settings = replace(engine_settings(run, binding()), **settings)
-    made = superoffload.initialize(model, parameter_groups(model), ds_config(run, dtype, bucket), rank_settings)
+    made, *_ = superoffload.initialize(model, parameter_groups(model), rank_settings, ds_config(run, dtype, bucket))
     try:
         yield made
     finally:
@@ -251,7 +251,7 @@ def manifest(step: int, run: RunSpec, ranks: int = 1) -> Manifest:
     )
 
 
-def states(made: Any, folder: Path) -> bytes:
+def states(made: Any, folder: Path, rank: int = 0) -> bytes:
     """Return what ``save_state`` writes: equal bytes are equal states."""
     superoffload.save_state(made, folder)
-    return (folder / "rank_00000.states").read_bytes()
+    return (folder / f"rank_{rank:05d}.states").read_bytes()

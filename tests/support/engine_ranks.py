@@ -54,6 +54,32 @@ def reference(folder: Path) -> None:
             assert torch.equal(state.weights, state.master_weights.bfloat16())
 
 
+def speculation(folder: Path) -> None:
+    """Step before the norm is known, with norms above and below the limit, and with one rank's gradient not finite in one step.
+
+    The states must be those of holding back, and of never having had that step.
+    """
+    rank = torch.distributed.get_rank()
+    ends: list[bytes] = []
+    for speculation_bytes, spoilt in ((0, None), (1 << 30, None), (1 << 30, 10)):
+        run = support.spec("superoffload", 0.5, clipping=9.0)
+        torch.manual_seed(run.train.seed)
+        with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes, max_skipped_steps=1) as made:
+            for step in range(200):
+                if step == spoilt:
+                    hook = support.poison(made) if rank == 1 else None
+                    support.train(made, support.batches(1, seed=7))
+                    if hook:
+                        hook.remove()
+                    assert made.skipped_steps == 1
+                superoffload.set_learning_rate(made, 1e-2 / (1 + step))
+                support.train(made, support.batches(1, seed=100 * step + rank))
+            ends.append(support.states(made, folder / f"{rank}-{len(ends)}", rank))
+            stats = superoffload.stats(made)
+            assert (min(stats.kept_steps, stats.redone_steps) >= 4) == bool(speculation_bytes), stats
+    assert ends[0] == ends[1] == ends[2]
+
+
 def first(folder: Path) -> None:
     """Train, save, and train on for the losses that ``second`` must reproduce, in every mode. Then train until killed."""
     rank = torch.distributed.get_rank()
@@ -114,6 +140,6 @@ def _fingerprint(made: Any) -> str:
 if __name__ == "__main__":
     backend = "nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo"
     superoffload.join_process_group(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    parts = {"reference": reference, "first": first, "second": second, "endless": endless}
+    parts = {"reference": reference, "speculation": speculation, "first": first, "second": second, "endless": endless}
     parts[sys.argv[1]](Path(sys.argv[2]))
     leave()

@@ -44,8 +44,6 @@ def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
         mode="superoffload",
         engine="deepspeed",
         ratio=0.35,
-        gradient_accumulation_steps=6,
-        gradient_clipping=0.5,
         learning_rate=3e-5,
         beta1=0.8,
         beta2=0.97,

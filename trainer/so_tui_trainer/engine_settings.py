@@ -34,8 +34,6 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
         mode=offload.mode,
         engine=offload.engine,
         ratio=offload.ratio,
-        gradient_accumulation_steps=spec.gradient_accumulation_steps,
-        gradient_clipping=train.gradient_clipping,
         speculation_bytes=_speculation_bytes(spec),
         max_skipped_steps=train.max_skipped_steps,
         learning_rate=train.learning_rate,

@@ -232,7 +232,7 @@ class Session:
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
-        self.engine = superoffload.initialize(model, parameter_groups(model, self.spec), ds_config, engine_settings(self.spec, mine))
+        self.engine, *_ = superoffload.initialize(model, parameter_groups(model, self.spec), engine_settings(self.spec, mine), ds_config)
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:

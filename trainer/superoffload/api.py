@@ -28,20 +28,24 @@ ParameterGroups = Sequence[dict[str, Any]]
 """As torch's optimizers take them: ``{"params": [...], "weight_decay": ...}``. Frozen parameters are ignored."""
 
 
-def initialize(model: torch.nn.Module, parameter_groups: ParameterGroups, ds_config: Mapping[str, Any], settings: Settings) -> Any:
-    """Make a DeepSpeed engine whose optimizer is AdamW and runs where ``settings.mode`` says.
+def initialize(
+    model: torch.nn.Module, parameter_groups: ParameterGroups, settings: Settings, ds_config: Mapping[str, Any], **arguments: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Call ``deepspeed.initialize`` for an engine whose optimizer is AdamW and runs where ``settings.mode`` says.
 
-    Sub-groups are stepped while backward runs, so set the learning rate of a step before its last backward begins.
+    Sub-groups are stepped while backward runs, so set the learning rate of a step before its last backward begins. DeepSpeed's own
+    schedulers do, since they set it right after the step before.
 
     Args:
         model: The model, sharded (``shard``) or whole.
         parameter_groups: The parameters to train.
+        settings: How this rank's optimizer runs.
         ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied unless it already was;
             otherwise ``accepting_config``.
-        settings: How this rank's optimizer runs.
+        arguments: More of ``deepspeed.initialize``, such as ``training_data`` and ``lr_scheduler``.
 
     Returns:
-        A ``deepspeed.DeepSpeedEngine``.
+        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler. Call ``close`` with the engine at the end.
 
     Raises:
         OffloadError: For another DeepSpeed version (``deepspeed-version``), or a mode that cannot run here.
@@ -50,18 +54,20 @@ def initialize(model: torch.nn.Module, parameter_groups: ParameterGroups, ds_con
     groups = _trainable(parameter_groups)
     if settings.replaces_deepspeeds_optimizer:
         with own_super_offload(settings):
-            engine, *_ = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, settings), config=engine_config(ds_config))
+            made = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, settings), config=engine_config(ds_config), **arguments)
+        engine = made[0]
         if adapter.super_offload(engine) is None:
             raise OffloadError(
                 f"DeepSpeed did not use our optimizer but made a {type(engine.optimizer).__name__}.", code="optimizer-not-used"
             )
     else:
         optimizer = _deepspeed_optimizer(groups, settings)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=accepting_config(ds_config))
+        made = deepspeed.initialize(model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments)
+        engine = made[0]
         adapter.share_hyperparameters(engine)
     adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
     engine.superoffload_settings = settings
-    return engine
+    return made  # type: ignore[no-any-return]
 
 
 def uses_worker(engine: Any) -> bool:

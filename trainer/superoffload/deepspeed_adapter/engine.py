@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 
+from superoffload.deepspeed_adapter import stage3
 from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
@@ -171,15 +172,8 @@ def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
 
 
 def publish_weights(engine: Engine) -> None:
-    """Cast the master weights to the weights, and update the parameters that every rank holds whole (persistent ones)."""
-    optimizer = engine.optimizer
-    states = sub_group_states(engine)
-    optimizer._partition_all_parameters()
-    for index, state in enumerate(states):
-        state.weights.copy_(state.master_weights)
-        optimizer._unflatten_partitioned_parameters(index)
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    """Cast the master weights to the weights on all ranks, after loading them."""
+    stage3.publish_weights(engine.optimizer, [(state.weights, state.master_weights) for state in sub_group_states(engine)])
 
 
 def set_learning_rate(engine: Engine, learning_rate: float) -> None:

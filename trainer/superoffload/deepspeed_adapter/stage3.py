@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
@@ -74,11 +76,11 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.core = SuperOffload(
             [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))],
             self.optimizer,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            clipping=settings.gradient_clipping,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            clipping=self.clip_grad,
             speculation_bytes=settings.speculation_bytes,
             max_skipped_steps=settings.max_skipped_steps,
-            cpus=settings.adam_cpus,
+            cpus=settings.worker_cpus,
             all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
             watchdog_timeout_s=settings.watchdog_timeout_s,
             available_bytes=settings.available_bytes,
@@ -200,10 +202,60 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().refresh_fp32_params()
 
     def state_dict(self) -> dict[str, Any]:
-        raise OffloadError("superoffload.save_state saves this optimizer's state.", code="use-save-state")
+        """Return this rank's states as DeepSpeed's ZeRO-3 optimizer has them in its checkpoints, which ``zero_to_fp32.py`` can read.
 
-    def load_state_dict(self, *arguments: Any, **keywords: Any) -> None:
-        raise OffloadError("superoffload.load_state loads this optimizer's state.", code="use-load-state")
+        They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs none.
+        """
+        self.core.synchronize()
+        moments = [self.core.moments(index) for index in range(len(self.core.sub_groups))]
+        state = {
+            index: {"step": self.core.steps_taken, "exp_avg": first.cpu().clone(), "exp_avg_sq": second.cpu().clone()}
+            for index, (first, second) in enumerate(moments)
+        }
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        return {
+            ZERO_STAGE: ZeroStageEnum.weights,
+            PARTITION_COUNT: self.partition_count,
+            OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
+            FP32_FLAT_GROUPS: [self.core.master_weights(index).cpu().clone() for index in state],
+        }
+
+    def load_state_dict(
+        self, state_dict_list: Any, load_optimizer_states: bool = True, *arguments: Any, checkpoint_folder: str | None = None, **others: Any
+    ) -> None:
+        """Load what ``state_dict`` returned, by as many ranks and sub-groups.
+
+        Args:
+            state_dict_list: Those of all ranks.
+            load_optimizer_states: Whether to load the moments, too.
+            arguments: Of no effect, as are ``others``: where else DeepSpeed could take master weights from.
+            checkpoint_folder: Of a universal checkpoint, which is not supported.
+
+        Raises:
+            OffloadError: If the sub-groups differ (``other-sub-groups``), or for a universal checkpoint (``universal-checkpoint``).
+        """
+        if checkpoint_folder:
+            raise OffloadError("SuperOffload cannot load DeepSpeed's universal checkpoints.", code="universal-checkpoint")
+        self.core.synchronize()
+        saved = state_dict_list[comm.get_rank(group=self.dp_process_group)]
+        flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
+        here = [group.weights.numel() for group in self.core.sub_groups]
+        if [weights.numel() for weights in flat] != here:
+            raise OffloadError(
+                f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} here: its sub_group_size or its number of "
+                "ranks was another. superoffload.load_state loads what superoffload.save_state saved with any.",
+                code="other-sub-groups",
+            )
+        for index, weights in enumerate(flat):
+            self.core.master_weights(index).copy_(weights)
+            if load_optimizer_states:
+                for target, name in zip(self.core.moments(index), ("exp_avg", "exp_avg_sq"), strict=True):
+                    target.copy_(optimizer_state["state"][index][name])
+        if load_optimizer_states:
+            for group, values in zip(self.optimizer.param_groups, optimizer_state["param_groups"], strict=True):
+                group.update(values)
+            self.core.set_steps_taken(max((int(state["step"]) for state in optimizer_state["state"].values()), default=0))
+        publish_weights(self, [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)])
 
     def destroy(self) -> None:
         self.release()
@@ -216,3 +268,18 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for parameter, name, original in self._original_all_gathers:
             setattr(parameter, name, original)
         self._original_all_gathers.clear()
+
+
+def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Cast the master weights to the weights, and update the parameters that every rank holds whole (persistent ones).
+
+    Args:
+        optimizer: A ZeRO-3 optimizer.
+        states: (weights, master weights) of each of its sub-groups.
+    """
+    optimizer._partition_all_parameters()
+    for index, (weights, master_weights) in enumerate(states):
+        weights.copy_(master_weights)
+        optimizer._unflatten_partitioned_parameters(index)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -1,0 +1,71 @@
+"""The engine in a loop that is not so-tui's: the example, DeepSpeed's own checkpoints, and its script that reads them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+import superoffload
+from examples import own_loop
+from tests.support import engine as support
+from tests.support.reference_adamw import core_of
+
+
+@pytest.fixture(autouse=True)
+def _process_group() -> None:
+    support.ensure_process_group()
+
+
+@pytest.mark.slow
+def test_an_outsiders_loop_has_the_losses_of_an_optimizer_on_the_gpu() -> None:
+    """DeepSpeed's ZeRO-3 with torch's AdamW, without clipping: it clips in another order of floating-point operations."""
+    ours, theirs = (own_loop.train(8, mode=mode, clipping=1e9) for mode in ("superoffload", "gpu"))
+    assert ours == pytest.approx(theirs, rel=2e-3)
+    assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"
+
+
+@pytest.mark.slow
+def test_deepspeeds_checkpoints_resume_an_outsiders_loop_bit_for_bit(tmp_path: Path) -> None:
+    whole = own_loop.train(6)
+    assert own_loop.train(3, checkpoint=tmp_path / "saved") + own_loop.train(3, checkpoint=tmp_path / "saved") == whole
+
+
+@pytest.mark.parametrize("speculation_bytes", [0, 1 << 30])
+def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(speculation_bytes: int, tmp_path: Path) -> None:
+    run = support.spec("superoffload", 0.5, clipping=1e6)
+    with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
+        support.train(made, support.batches(3))
+        made.save_checkpoint(str(tmp_path))
+        saved = support.states(made, tmp_path / "saved")
+        core = core_of(made)
+        weights = {
+            name: core.master_weights(index)[slice(*group.span(member))].clone()
+            for index, group in enumerate(core.sub_groups)
+            for member, name in enumerate(group.names)
+        }
+        support.train(made, support.batches(2, seed=1))
+        made.load_checkpoint(str(tmp_path))
+        assert support.states(made, tmp_path / "loaded") == saved
+        assert core.steps_taken == 3
+        for index, group in enumerate(core.sub_groups):
+            assert torch.equal(group.weights, core.master_weights(index).bfloat16())
+    read = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    for name, expected in weights.items():
+        found = read[name].flatten()
+        assert torch.equal(found, expected[: found.numel()]), name
+
+
+def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        made.save_checkpoint(str(tmp_path / "theirs"))
+    with support.engine(support.spec("superoffload", 1.0, sub_group_size=5000)) as made:
+        before = support.states(made, tmp_path / "before")
+        with pytest.raises(superoffload.OffloadError) as caught:
+            made.load_checkpoint(str(tmp_path / "theirs"))
+        assert caught.value.code == "other-sub-groups"
+        assert support.states(made, tmp_path / "after") == before
+    shutil.rmtree(tmp_path / "theirs")
