@@ -99,6 +99,8 @@ class StepRecord(Record, frozen=True, kw_only=True):
     host_memory_bytes: int | None
     slowest_rank: int
     adam_busy_s: float | None = None
+    adam_bytes_per_s: float | None = None
+    """Host memory traffic of rank 0's Adam worker while it computes."""
     router_loss: float | None = None
     """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not include it."""
     kept_steps: int = 0

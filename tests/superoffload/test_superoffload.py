@@ -179,6 +179,7 @@ def test_stats_are_those_of_one_step() -> None:
         trainable = sum(parameter.ds_numel for parameter in made.module.parameters() if parameter.requires_grad)
         assert stats.d2h_bytes == stats.h2d_bytes == 2 * trainable
         assert 0 < stats.adam_busy_s < took_s
+        assert stats.adam_bytes == 28 * trainable
         assert 0 < stats.exposed_wait_s < took_s
         assert superoffload.uses_worker(made)
 

@@ -259,6 +259,9 @@ def step_record(chance: random.Random, attempt: int, at: float, step: int, total
         host_memory_bytes=340 * GIB,
         slowest_rank=2,
         adam_busy_s=1.2,
+        adam_bytes_per_s=212e9,
+        kept_steps=step - step // 40,
+        redone_steps=step // 40,
     )
 
 

@@ -173,6 +173,7 @@ class Loop:
             superoffload.gradient_norm(self.engine),
             cost.adam_busy_s,
             cost.exposed_in_forward_s,
+            cost.adam_bytes / cost.adam_busy_s if cost.adam_busy_s else 0.0,
             cost.kept_steps,
             cost.redone_steps,
             cost.skipped_steps,

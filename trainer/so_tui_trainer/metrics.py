@@ -131,6 +131,7 @@ class EngineStats(NamedTuple):
     adam_busy_s: float
     exposed_in_forward_s: float
     """How long the forward pass waited for weights of the step before. It counts as the optimizer's time."""
+    adam_bytes_per_s: float = 0.0
     kept_steps: int = 0
     redone_steps: int = 0
     skipped_steps: int = 0
@@ -271,6 +272,7 @@ class Metrics:
             slowest_rank=all_ranks.slowest_rank,
             adam_busy_s=all_ranks.adam_busy_s or None,
             router_loss=all_ranks.router_loss,
+            adam_bytes_per_s=engine_stats.adam_bytes_per_s or None,
             kept_steps=engine_stats.kept_steps,
             redone_steps=engine_stats.redone_steps,
             skipped_steps=engine_stats.skipped_steps,

@@ -206,13 +206,15 @@ class CpuStates:
             self._send(worker.Command(worker.Operation.INITIALIZE, self.slot[index]), CompletedEvent())
         self._wait(lambda: not self._initializing)
 
-    def _on_result(self, result: worker.Result) -> None:
+    def _on_result(self, command: worker.Command, result: worker.Result) -> None:
         """Handle a result, in the worker client's thread."""
         index = self.indices[result.sub_group]
         if result.operation == worker.Operation.INITIALIZE:
             self._initializing.discard(index)
             return
+        weights = self._sub_groups[index].weights
         self._meter.current.adam_busy_s += result.seconds
+        self._meter.current.adam_bytes += worker.bytes_moved(command, weights.numel(), weights.dtype.itemsize)
         match result.operation:
             case worker.Operation.ACCUMULATE:
                 self.squares[index] = result.sum_of_squares

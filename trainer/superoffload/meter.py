@@ -14,6 +14,8 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
 
     adam_busy_s: float = 0.0
     """Time for which the Adam worker computed."""
+    adam_bytes: int = 0
+    """Host memory traffic of that computation: what it must at least read and write."""
     exposed_wait_s: float = 0.0
     """Time for which the GPU had nothing to do but wait for the worker, its copies or the gradient norm."""
     exposed_in_forward_s: float = 0.0
@@ -43,6 +45,7 @@ class Interval:
     """Waits for the gradient norm, in ``step``."""
     host_wait_s: float = 0.0
     adam_busy_s: float = 0.0
+    adam_bytes: int = 0
     d2h: list[Transfer] = field(default_factory=list)
     h2d: list[Transfer] = field(default_factory=list)
 
@@ -71,6 +74,7 @@ class Meter:
         in_forward = sum(seconds(*wait) for wait in last.weight_waits)
         return OffloadStats(
             adam_busy_s=last.adam_busy_s,
+            adam_bytes=last.adam_bytes,
             exposed_wait_s=in_forward + sum(seconds(*wait) for wait in last.norm_waits),
             exposed_in_forward_s=in_forward,
             host_wait_s=last.host_wait_s,

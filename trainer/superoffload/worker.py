@@ -248,6 +248,16 @@ def serve(channel: socket.socket, kernel: Kernel) -> None:
             channel.send(RESULT.pack(*result))
 
 
+def bytes_moved(command: Command, numel: int, weight_bytes: int) -> int:
+    """Return the host memory traffic of a command: what it must read and write of a sub-group of ``numel`` parameters."""
+    if command.operation == Operation.ACCUMULATE:
+        return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
+    if command.operation not in (Operation.STEP, Operation.SPECULATE):
+        return 0
+    gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(GradientSource(command.gradient), 4 + weight_bytes)
+    return numel * (24 + gradient + weight_bytes)
+
+
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when the training process ends, however it ends."""
     pr_set_pdeathsig = 1

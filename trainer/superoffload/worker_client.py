@@ -48,7 +48,7 @@ class WorkerClient:
         cpus: The worker's cores.
         library: The compiled kernel.
         on_start: Called in the client's thread before anything else.
-        on_result: Called in the client's thread for every result, in the order of the commands. What it raises becomes the failure.
+        on_result: Called in the client's thread with every command and its result, in order. What it raises becomes the failure.
         watchdog_timeout_s: How long the worker may compute without progress.
 
     Raises:
@@ -61,7 +61,7 @@ class WorkerClient:
         cpus: Sequence[int],
         library: Path,
         on_start: Callable[[], None],
-        on_result: Callable[[worker.Result], None],
+        on_result: Callable[[worker.Command, worker.Result], None],
         watchdog_timeout_s: float,
     ) -> None:
         self._states = states
@@ -175,7 +175,7 @@ class WorkerClient:
             packet = b""
         if not packet:
             raise self._ended()
-        self._on_result(worker.Result(*worker.RESULT.unpack(packet)))
+        self._on_result(self._outstanding[0], worker.Result(*worker.RESULT.unpack(packet)))
         self._outstanding.popleft()
         with self._changed:
             self._changed.notify_all()

@@ -121,12 +121,10 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     ]
     head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_median('step_s'))}  ")
     named = legend(parts)
-    clipped = _clipping_text(snapshot.recent[-1])
     room = width - head.cell_length - named.cell_length - 2
-    if room >= 12 + clipped.cell_length:
-        return head + stacked(parts, min(60, room - clipped.cell_length)) + "  " + named + clipped
     if room >= 12:
-        return head + stacked(parts, min(60, room)) + "  " + named
+        worker = next((text for text in _worker_texts(snapshot.recent[-1]) if room >= 12 + text.cell_length), Content(""))
+        return head + stacked(parts, min(60, room - worker.cell_length)) + "  " + named + worker
     # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
     bar = stacked(parts, 14)
     shown = list(enumerate(parts))
@@ -135,14 +133,15 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     return head + bar + "  " + (text if shown else Content(""))
 
 
-def _clipping_text(record: StepRecord) -> Content:
-    """Return how often steps taken before the gradient norm was known were redone, and how many were skipped."""
-    texts = []
-    if tried := record.kept_steps + record.redone_steps:
-        texts.append(f"redone {record.redone_steps:,} of {tried:,}")
-    if record.skipped_steps:
-        texts.append(f"skipped {record.skipped_steps:,}")
-    return Content.styled(f"  {', '.join(texts)}", "$faint") if texts else Content("")
+def _worker_texts(record: StepRecord) -> list[Content]:
+    """Return what the Adam worker did, the longest text first: its time and rate; steps it took too early and redid, or skipped."""
+    pieces = [f"skipped {record.skipped_steps:,}"] if record.skipped_steps else []
+    if record.redone_steps:
+        pieces.insert(0, f"redone {record.redone_steps:,}")
+    texts = [pieces] if pieces else []
+    if record.adam_busy_s and record.adam_bytes_per_s:
+        texts.insert(0, [f"Adam {duration(record.adam_busy_s)} at {record.adam_bytes_per_s / 1e9:.0f} GB/s", *pieces])
+    return [Content.styled(f"  {', '.join(text)}", "$faint") for text in texts]
 
 
 def _short_legend(parts: list[tuple[int, Part]]) -> Content:
