@@ -122,15 +122,18 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
     head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_median('step_s'))}  ")
     named = legend(parts)
     room = width - head.cell_length - named.cell_length - 2
-    if room >= 12:
-        worker = next((text for text in _worker_texts(snapshot.recent[-1]) if room >= 12 + text.cell_length), Content(""))
+    texts = _worker_texts(snapshot.recent[-1]) or [Content("")]
+    if room >= 12 + texts[-1].cell_length:
+        worker = next(text for text in texts if room >= 12 + text.cell_length)
         return head + stacked(parts, min(60, room - worker.cell_length)) + "  " + named + worker
     # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
     bar = stacked(parts, 14)
     shown = list(enumerate(parts))
     while shown and head.cell_length + 16 + (text := _short_legend(shown)).cell_length > width:
         shown.remove(min((pair for pair in shown if pair[0] != 3 or len(shown) == 1), key=lambda pair: pair[1].amount))
-    return head + bar + "  " + (text if shown else Content(""))
+    line = head + bar + "  " + (text if shown else Content(""))
+    fitting = (worker for worker in texts if line.cell_length + worker.cell_length <= width)
+    return line + next(fitting, Content(""))
 
 
 def _worker_texts(record: StepRecord) -> list[Content]:
