@@ -128,7 +128,18 @@ def test_a_file_that_is_whole_but_not_what_was_written_is_found(tmp_path: Path) 
 def test_another_deepspeed_version_is_refused() -> None:
     from superoffload.deepspeed_adapter.engine import check_version
 
-    check_version("0.19.8")
-    with pytest.raises(superoffload.OffloadError, match=r"DeepSpeed 0\.19\.9 is installed.*pip install deepspeed==0\.19\.8") as caught:
-        check_version("0.19.9")
-    assert caught.value.code == "deepspeed-version"
+    for version in ("0.18.9", "0.19.0", "0.19.8", "0.19.8+cu130"):
+        check_version(version)
+    for version in ("0.18.8", "0.19.9", "0.20.0", "1.0"):
+        with pytest.raises(
+            superoffload.OffloadError, match=rf"DeepSpeed {version} is installed.*pip install deepspeed==0\.19\.8"
+        ) as caught:
+            check_version(version)
+        assert caught.value.code == "deepspeed-version"
+
+
+def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
+    from so_tui.machine.doctor.software import DEEPSPEED
+    from superoffload.deepspeed_adapter.engine import NEWEST, OLDEST
+
+    assert (OLDEST, NEWEST) == DEEPSPEED

@@ -15,8 +15,8 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.spec.folders import kernel_folder
 from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
-DEEPSPEED = "0.19.8"
-"""The one DeepSpeed version whose internals the offload engine supports."""
+DEEPSPEED = ("0.18.9", "0.19.8")
+"""The oldest and the newest DeepSpeed version whose internals the offload engine supports."""
 _TRAIN = "Install the training extra: `pip install 'so-tui[train]'`."
 
 
@@ -34,15 +34,20 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
             cost="Everything works except training.",
             remedy=_TRAIN,
         )
-    if installed.deepspeed not in (None, DEEPSPEED):
+    oldest, newest = DEEPSPEED
+    if installed.deepspeed is not None and not _numbers(oldest) <= _numbers(installed.deepspeed) <= _numbers(newest):
         yield Finding(
             code="untested-deepspeed",
             severity="blocks",
             title=f"DeepSpeed {installed.deepspeed} is not supported",
-            evidence=f"installed: {installed.deepspeed}; the offload engine uses internals of {DEEPSPEED}",
+            evidence=f"installed: {installed.deepspeed}; the offload engine uses internals of {oldest} to {newest}",
             cost="With another version, weights could be updated wrongly without an error, so the engine refuses it.",
-            remedy=f"`pip install deepspeed=={DEEPSPEED}`",
+            remedy=f"`pip install deepspeed=={newest}`",
         )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def check_torch_build(context: CheckContext) -> Iterator[Finding]:

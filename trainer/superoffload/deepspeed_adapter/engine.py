@@ -1,4 +1,4 @@
-"""Reads and changes internals of DeepSpeed 0.19.8, and of no other version.
+"""Reads and changes internals of DeepSpeed 0.18.9 to 0.19.8, and of no other version.
 
 ``check_version`` is called first: with another version the run ends with a clear message instead of a wrong update. ``stage3`` puts our
 optimizer into DeepSpeed. Nothing else in the project depends on DeepSpeed's internals.
@@ -6,6 +6,7 @@ optimizer into DeepSpeed. Nothing else in the project depends on DeepSpeed's int
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,21 +27,26 @@ from superoffload.optimizer import SuperOffload
 from superoffload.run_ahead import RunAheadLimiter
 from superoffload.sub_groups import SubGroupState
 
-VERSION = "0.19.8"
+OLDEST, NEWEST = "0.18.9", "0.19.8"
+"""The range of supported versions. ``make test-system`` runs the engine's tests with the oldest and with one between."""
 
 Engine = Any
 """A ``deepspeed.DeepSpeedEngine``; DeepSpeed has no type information."""
 
 
 def check_version(found: str | None = None) -> None:
-    """Raise OffloadError (``deepspeed-version``) unless this is the DeepSpeed version that this module was written for."""
+    """Raise OffloadError (``deepspeed-version``) unless this is a DeepSpeed version that this module was tested with, or one between."""
     found = found or deepspeed.__version__
-    if found != VERSION:
+    if not _numbers(OLDEST) <= _numbers(found) <= _numbers(NEWEST):
         raise OffloadError(
-            f"DeepSpeed {found} is installed, but the offload engine changes DeepSpeed's internals and works with {VERSION} only. "
-            f"Install it with: pip install deepspeed=={VERSION}",
+            f"DeepSpeed {found} is installed, but the offload engine changes DeepSpeed's internals and works with {OLDEST} to {NEWEST} "
+            f"only. Install one with: pip install deepspeed=={NEWEST}",
             code="deepspeed-version",
         )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def join_process_group(**settings: Any) -> None:

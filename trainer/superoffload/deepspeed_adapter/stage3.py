@@ -143,7 +143,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             Gradient(*self._member[parameter.ds_id], self._outside_bucket(partition))
             for parameter, partition in zip(params_to_release, grad_partitions, strict=True)
         ]
-        self.core.receive(gradients, boundary=self.is_gradient_accumulation_boundary())
+        boundary = self.is_gradient_accumulation_boundary  # a method since DeepSpeed 0.19.4
+        self.core.receive(gradients, boundary=boundary() if callable(boundary) else boundary)
         for parameter in params_to_release:
             if not get_accelerator().is_synchronized_device() and parameter.grad is not None:
                 parameter.grad.record_stream(get_accelerator().current_stream())
