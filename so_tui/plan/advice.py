@@ -9,7 +9,7 @@ from typing import cast
 
 import msgspec
 
-from so_tui.plan.alternatives import more_gpus, more_recomputation, shorter_sequences, smaller_batches
+from so_tui.plan.alternatives import less_speculation, more_gpus, more_recomputation, shorter_sequences, smaller_batches
 from so_tui.plan.facts import (
     Caution,
     Change,
@@ -67,6 +67,9 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool = False) -> Iterat
 
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     """Return the keys to change with which it fits on the same GPUs."""
+    for alternative in less_speculation(spec, "auto"):
+        if assess(alternative.spec, target).verdict != "does not fit":
+            return FitsHere(changes=alternative.changes)
     if (here := best(spec, target)).verdict != "does not fit":
         return FitsHere(changes=_offload_changes(spec, here))
     for alternative in more_recomputation(spec):

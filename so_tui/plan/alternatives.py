@@ -18,6 +18,7 @@ from so_tui.plan.facts import Change, MemoryAdvice, MemorySaving
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.messages import message
 from so_tui.plan.placement import Placement
+from so_tui.plan.speculation import can_speculate, second_states
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import RunSpec
 
@@ -46,6 +47,7 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from more_offload(spec)
         yield from islice(shorter_sequences(spec), 1)
     else:
+        yield from less_speculation(spec, "off")
         yield from less_offload(spec)
         yield from no_accumulation(spec)
 
@@ -111,6 +113,12 @@ def less_offload(spec: RunSpec) -> Iterator[Alternative]:
         yield _changed(spec, "offload", ratio=max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2)))
 
 
+def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[Alternative]:
+    """Yield second states as far as the host has memory, or none, where the spec asks for them whatever the host has."""
+    if can_speculate(spec) and spec.offload.speculation == "on":
+        yield _changed(spec, "offload", speculation=instead)
+
+
 def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
@@ -158,7 +166,9 @@ def less_host_memory(spec: RunSpec) -> str:
 def _bytes(spec: RunSpec, pool: Literal["gpu", "node"]) -> int:
     profile = profile_of(spec.model)
     layout = profile.layout(spec.ranks, spec.offload)
-    terms = memory_terms(Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks))
+    placement = Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks)
+    second = second_states(placement, lambda: 0)
+    terms = (*memory_terms(placement), *([second.term] if second else ()))
     return sum(term.bytes for term in terms if term.location == pool and term.rank is None)
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from so_tui.plan import make_plan
 from so_tui.plan.alternatives import batch_splits, less_gpu_memory, memory_advice, more_gpus, shorter_sequences, smaller_batches
-from so_tui.plan.facts import Change, MemorySaving
+from so_tui.plan.facts import Change, FitsHere, MemorySaving
 from so_tui.plan.messages import message
 from so_tui.spec import with_values
+from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, spec_of
 
 
@@ -83,3 +84,17 @@ def test_other_lengths_and_more_gpus_name_what_changes() -> None:
         (Change("data.sequence_length", 2048, 512),),
     ]
     assert [alternative.spec.gpus for alternative in more_gpus(spec, (1, 2, 4, 8))] == [4, 8]
+
+
+def test_second_states_that_do_not_fit_are_given_up_first() -> None:
+    """A spec that asks for them whatever the host has: 8 billion parameters on 160 GiB."""
+    spec = spec_of("llama-3.1-8b", gpus="1", offload__mode="superoffload", offload__ratio="1", offload__speculation="on")
+    machine = x86("NVIDIA H200", memory_mib=160 * 1024)
+    plan = make_plan(spec, machine)
+    assert plan.verdict == "does not fit"
+    (change,) = next(reason.changes for reason in plan.remedies if isinstance(reason, FitsHere))
+    assert (change.key, change.after) == ("offload.speculation", "auto")
+    assert make_plan(with_values(spec, {"offload.speculation": "auto"}), machine).verdict == "fits"
+    saving = memory_advice(spec, "node").savings[0]
+    assert saving.changes == (Change("offload.speculation", "on", "off"),)
+    assert saving.saves_bytes == pytest.approx(14 * spec.model.parameter_count, rel=1e-2)
