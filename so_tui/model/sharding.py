@@ -71,18 +71,25 @@ def speculation_bytes(weight_bytes: int) -> int:
 def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
     """Return which CPU sub-groups are stepped before the gradient norm is known, where not all can have a second set of states.
 
-    Those that a forward pass uses first: it would wait for them. The others are stepped while it computes the layers before them.
+    They are spread evenly: the worker has something to do from the start of backward to its end, and what is held back is stepped while
+    the next forward computes the layers before it.
 
     Args:
         numels: Their elements, in the order in which a forward pass first uses them.
         most: How many elements may have a second set of states.
     """
-    chosen = []
+    chosen: set[int] = set()
+    taken = seen = 0
     for position, numel in enumerate(numels):
-        if numel <= most:
-            chosen.append(position)
-            most -= numel
-    return tuple(chosen)
+        seen += numel
+        if taken + numel <= min(most, most * seen / sum(numels)):
+            chosen.add(position)
+            taken += numel
+    for position, numel in enumerate(numels):  # what rounding left over
+        if position not in chosen and taken + numel <= most:
+            chosen.add(position)
+            taken += numel
+    return tuple(sorted(chosen))
 
 
 def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:

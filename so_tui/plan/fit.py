@@ -116,7 +116,8 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     demand = demand_of(terms, target.resources.nodes)
     second = second_states(placement, partial(_host_room, demand, target.resources))
     if second:
-        placement, terms = replace(placement, speculating=second.sub_groups), (*terms, second.term)
+        placement = replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
+        terms = (*terms, second.term)
         demand = demand_of(terms, target.resources.nodes)
     verdict, shortages = judge(demand, target.resources.supply)
     if target.resources.gpu_memory_unknown and verdict == "fits":

@@ -25,6 +25,8 @@ class Placement:
     """Ranks that share this host; ``layout.ranks`` may be more."""
     speculating: tuple[int, ...] = ()
     """Indices of the sub-groups with a second set of states."""
+    speculation_bytes: int = 0
+    """What these may take."""
     rounds_pinned: bool = False
     """Whether torch rounds pinned blocks up to powers of two (before 2.13)."""
 

@@ -315,10 +315,10 @@ def _speed_source(target: Target) -> SpeedSource:
 def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
     spec = with_policy(found.spec, policy_of(found.spec.model))
-    if can_speculate(spec):
-        second = _second_states_bytes(found)
+    if can_speculate(spec) and found.verdict != "does not fit":
+        budget = found.placement.speculation_bytes
         # Exact in floating point: bytes are far fewer than 2 ** 53.
-        settled = {"speculation": "on", "speculation_gib": second / 2**30} if second else {"speculation": "off"}
+        settled = {"speculation": "on", "speculation_gib": budget / 2**30} if budget else {"speculation": "off"}
         spec = replace(spec, offload=replace(spec.offload, **settled))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec

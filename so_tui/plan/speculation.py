@@ -32,6 +32,8 @@ class SecondStates(Struct, frozen=True):
 
     sub_groups: tuple[int, ...]
     numel: int
+    budget_bytes: int
+    """What they may take, and what they were chosen for: with the same budget, the engine chooses the same."""
 
     @property
     def bytes(self) -> int:
@@ -62,11 +64,11 @@ def second_states(placement: Placement, room: HostRoom) -> SecondStates | None:
     if spec.offload.speculation == "auto":
         most.append(max(0, room()))
     groups = in_order_of_use(placement)
-    chosen = speculating([group.numel for group in groups], min(most) // BYTES) if most else range(len(groups))
-    found = [groups[position] for position in chosen]
+    budget = min(*most, BYTES * placement.layout.cpu_numel) if most else BYTES * placement.layout.cpu_numel
+    found = [groups[position] for position in speculating([group.numel for group in groups], budget // BYTES)]
     if not found:
         return None
-    return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found))
+    return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found), budget)
 
 
 def in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:

@@ -79,11 +79,13 @@ def test_the_rest_is_held_back_where_memory_is_short(share: float, tmp_path: Pat
     assert bool(found[2].kept_steps) == bool(share)
 
 
-def test_what_forward_uses_first_speculates_as_far_as_memory_goes() -> None:
-    assert speculating([10, 20, 5, 30], 34) == (0, 1)
-    assert speculating([10, 20, 5, 30], 35) == (0, 1, 2)
+def test_what_speculates_is_spread_over_the_model_as_far_as_memory_goes() -> None:
+    assert speculating([10] * 8, 40) == (1, 3, 5, 7)
+    assert speculating([10] * 8, 79) == (1, 2, 3, 4, 5, 6, 7)
+    assert speculating([10] * 8, 80) == tuple(range(8))
+    assert speculating([10, 20, 5, 30], 64) == (1, 2, 3)
     assert speculating([50, 20, 5], 30) == (1, 2)
-    assert speculating([10], 0) == ()
+    assert speculating([10], 9) == speculating([], 9) == ()
 
 
 def test_without_clipping_nothing_speculates() -> None:
