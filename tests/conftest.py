@@ -5,6 +5,7 @@ Tests share the cache folder, with compiled kernels and prepared data, with the 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for variable, name in OWN.items():
         monkeypatch.setenv(variable, str(tmp_path / name))
     monkeypatch.delenv("SO_TUI_RUNS_DIR", raising=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have processes that tests start react to SIGINT, even if a shell started the tests in the background, which ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
