@@ -316,10 +316,8 @@ def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
     spec = with_policy(found.spec, policy_of(found.spec.model))
     if can_speculate(spec) and found.verdict != "does not fit":
-        budget = found.placement.speculation_bytes
-        # Exact in floating point: bytes are far fewer than 2 ** 53.
-        settled = {"speculation": "on", "speculation_gib": budget / 2**30} if budget else {"speculation": "off"}
-        spec = replace(spec, offload=replace(spec.offload, **settled))
+        # ``auto`` stays, so that a later plan with less memory fits. Exact in floating point: bytes are far fewer than 2 ** 53.
+        spec = replace(spec, offload=replace(spec.offload, speculation_gib=found.placement.speculation_bytes / 2**30))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     return replace(spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus]))

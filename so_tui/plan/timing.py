@@ -190,7 +190,9 @@ class StepModel:
         if accumulated and len(held_back) < len(layout.sub_groups):
             # Only the worker sees whole gradients, so their norm is known when it has stepped the last one.
             early = [update for update in updates if update.ready_s < norm_s or not clipped]
-            begins_s = max(begins_s, max(at for _, at in arrivals(early, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s)))
+            begins_s = max(
+                begins_s, max((at for _, at in arrivals(early, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s)), default=0.0)
+            )
         return begins_s + weight_wait_s(updates, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s, once.forward_s, begins_s)
 
 

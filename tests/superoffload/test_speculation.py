@@ -15,6 +15,7 @@ from so_tui.model.sharding import speculating
 from superoffload.optimizer import SuperOffload
 from superoffload.speculation import REMEMBERED, Speculation
 from superoffload.step_policy import StepTime
+from superoffload.transfers import Event
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
@@ -86,6 +87,33 @@ def test_what_speculates_is_spread_over_the_model_as_far_as_memory_goes() -> Non
     assert speculating([10, 20, 5, 30], 64) == (1, 2, 3)
     assert speculating([50, 20, 5], 30) == (1, 2)
     assert speculating([10], 9) == speculating([], 9) == ()
+
+
+def test_second_states_take_no_more_than_the_states_leave() -> None:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=1 << 40, available_bytes=lambda: 900_000
+    ) as made:
+        support.train(made, support.batches(2))
+        assert superoffload.stats(made).kept_steps == 0
+
+
+def test_weights_are_restored_after_the_last_gradient_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the norm is known before that, and the copy would overwrite the weights in the staging buffer."""
+    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, max_skipped_steps=1) as made:
+        core = core_of(made)
+        support.train(made, support.batches(2))
+        copied, waited_for = {}, {}
+        restore = core._cpu.restore
+
+        def recording(index: int, step: int, after: Event) -> None:
+            copied[index], waited_for[index] = core._step.complete[index].copied, after
+            restore(index, step, after)
+
+        monkeypatch.setattr(core._cpu, "restore", recording)
+        support.poison(made)
+        support.train(made, support.batches(1))
+        assert waited_for
+        assert all(waited_for[index] is copied[index] for index in waited_for)
 
 
 def test_without_clipping_nothing_speculates() -> None:

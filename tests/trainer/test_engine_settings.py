@@ -71,6 +71,8 @@ def test_second_states_take_what_was_planned_and_no_more_than_the_host_has(monke
     assert found(planned, 70 * 10**9) == pytest.approx(0.9 * 70e9 - states, rel=1e-2)
     assert found(planned, 50 * 10**9) == 0
     assert found(with_values(planned, {"offload.speculation": "off"}), None) == 0
+    assert found(with_values(planned, {"offload.speculation": "auto"}), None) == 20 * 2**30
+    assert found(with_values(run, {"offload.speculation": "auto"}), None) == 0
 
 
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:

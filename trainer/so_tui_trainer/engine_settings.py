@@ -53,10 +53,11 @@ def _speculation_bytes(spec: RunSpec) -> int:
     Results do not depend on it, so a run on a host that is fuller than planned is slower and does not fail.
     """
     offload = spec.offload
-    if offload.speculation != "on":  # the planner has resolved ``auto``
+    given = int(offload.speculation_gib * 2**30)
+    if offload.speculation == "off" or (offload.speculation == "auto" and not given):  # the planner has found the memory for ``auto``
         return 0
     layout = profile_of(spec.model).layout(spec.ranks, offload)
-    planned = int(offload.speculation_gib * 2**30) or speculation_bytes(WEIGHT_BYTES) * layout.cpu_numel
+    planned = given or speculation_bytes(WEIGHT_BYTES) * layout.cpu_numel
     available = available_bytes(SystemFiles())
     if available is None:
         return planned

@@ -141,9 +141,15 @@ class CpuStates:
         discarded, self._speculative = self._speculative, set()
         return discarded
 
-    def restore(self, index: int, step: int) -> None:
-        """Have the worker return the weights of the last accepted step."""
-        self.step(index, worker.Command(worker.Operation.RESTORE, self.slot[index], step), CompletedEvent())
+    def restore(self, index: int, step: int, after: Event) -> None:
+        """Have the worker return the weights of the last accepted step, through the staging buffer.
+
+        Args:
+            index: The sub-group.
+            step: That step.
+            after: The event after which no gradient is on its way to the staging buffer.
+        """
+        self.step(index, worker.Command(worker.Operation.RESTORE, self.slot[index], step), after)
 
     def wait_for_squares(self) -> None:
         """Block until the worker has stepped with, or accumulated, the step's whole gradient of every sub-group."""

@@ -40,7 +40,7 @@ from superoffload.norm import GradientNorm
 from superoffload.shared_states import host_available_bytes
 from superoffload.speculation import Speculation
 from superoffload.step_policy import NormSource, StepPolicy, StepTime, SubGroupAction, step_policy
-from superoffload.sub_groups import Gradient, SubGroup, check_dtypes, speculating_within
+from superoffload.sub_groups import Gradient, SubGroup, check_dtypes, spare_bytes, speculating_within
 from superoffload.transfers import CompletedEvent, Copy, Event, transfers_for
 
 _CLIPPING_EPSILON = 1e-6
@@ -84,7 +84,7 @@ class SuperOffload:
         adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and weight decay of all sub-groups.
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
-        speculation_bytes: Host memory for second sets of states, which only clipping needs.
+        speculation_bytes: Most host memory for second sets of states, which only clipping needs. They take no more than the states leave.
         max_skipped_steps: How many steps in a row may be skipped because their gradients are not finite. Without clipping none can be.
         cpus: The Adam worker's cores.
         all_reduce: Sums a tensor over all ranks, in place.
@@ -124,7 +124,8 @@ class SuperOffload:
         self._policy = step_policy(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
         self._speculative_policy = step_policy(gradient_accumulation_steps, clipping, speculates=True)
-        self._speculating = frozenset(speculating_within(self.sub_groups, speculation_bytes) if clipping else ())
+        budget = min(speculation_bytes, spare_bytes(self.sub_groups, available_bytes(), accumulates=gradient_accumulation_steps > 1))
+        self._speculating = frozenset(speculating_within(self.sub_groups, budget) if clipping else ())
         """Sub-groups that have a second set of states."""
         self._speculation = Speculation()
         self._step = _StepInProgress(speculates=bool(self._speculating))
@@ -336,7 +337,7 @@ class SuperOffload:
 
     def _clip_factor(self) -> float:
         """Return this step's clipping factor. Waits for the norm only if the policy needs it. Raises NonFiniteGradientError."""
-        step, factor = self.steps_taken + 1, 1.0
+        step, factor = self.steps_taken + self._speculation.skipped + 1, 1.0
         begin = self._transfers.mark()
         squares = self._norm.all_rank_squares(self._gpu.gradients(), self._squares_of_worker())
         if self._policy.norm_is_read_before_step:
@@ -372,7 +373,7 @@ class SuperOffload:
         self.skipped = error
         self._speculation.record_skip()
         for index in self._cpu.discard():
-            self._cpu.restore(index, self.steps_taken)
+            self._cpu.restore(index, self.steps_taken, self._step.complete[index].copied)
         self._begin_step()
         self._meter.end_step()
         too_many = self._speculation.skipped_in_a_row > self._max_skipped_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ import torch
 
 from so_tui.model.sharding import speculating, speculation_bytes
 from superoffload.errors import OffloadError
+
+_ROUNDING_BYTES = 16 << 20
+"""The arrays' alignment takes less."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,16 @@ class SubGroupState:
     """Second moment, likewise."""
     step: int
     set_step: Callable[[int], None]
+
+
+def spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, *, accumulates: bool) -> int:
+    """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
+    if available_bytes is None:
+        return sys.maxsize
+    needed = sum(
+        group.weights.numel() * (12 + group.weights.dtype.itemsize + (4 if accumulates else 0)) for group in sub_groups if not group.on_gpu
+    )
+    return max(0, available_bytes - needed - _ROUNDING_BYTES)
 
 
 def speculating_within(sub_groups: Sequence[SubGroup], budget_bytes: int) -> list[int]:
