@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.machine.code_folders import code_folders
-from so_tui.machine.types import Machine, Software
+from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.plan.types import Plan
 from so_tui.spec.types import RunSpec
 from so_tui.trust.secrets import without_credentials
@@ -102,7 +102,7 @@ def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variabl
     freed, which costs tens of GB of host memory for a 20B model. DeepSpeed's own SuperOffload before 0.18.1 passed GPU tensors by CUDA
     IPC, which does not work with expandable segments.
     """
-    torch, deepspeed = version(software.torch), version(software.deepspeed)
+    torch, deepspeed = version_numbers(software.torch), version_numbers(software.deepspeed)
     options = [] if deepspeed_engine and deepspeed < (0, 18, 1) else ["expandable_segments:True"]
     if torch >= (2, 13):
         options += [f"pinned_max_round_threshold_mb:{_PINNED_LIMIT_MB}", f"pinned_max_cached_size_mb:{_PINNED_LIMIT_MB}"]
@@ -110,12 +110,6 @@ def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variabl
         return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
     return Variable(name=name, value=",".join(options), reason="less fragmentation of GPU memory; no rounding up of pinned memory")
-
-
-def version(text: str | None) -> tuple[int, ...]:
-    """Return the leading numbers of a version for comparison: ``2.13.0+cpu`` gives ``(2, 13, 0)``, and None ``()``, below all others."""
-    match = re.match(r"\d+(\.\d+)*", text or "")
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:

@@ -5,6 +5,7 @@ Sizes are in bytes, cores are the kernel's logical CPU numbers. ``None`` means u
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -139,3 +140,9 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 prepare(Machine)
+
+
+def version_numbers(text: str | None) -> tuple[int, ...]:
+    """Return the leading numbers of a version for comparison: ``2.13.0+cpu`` gives ``(2, 13, 0)``, and None ``()``, below all others."""
+    match = re.match(r"\d+(\.\d+)*", text or "")
+    return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -63,9 +63,14 @@ def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
     return bisect_right(list(accumulate(numels)), budget)
 
 
+def state_bytes(weight_bytes: int, *, accumulates: bool) -> int:
+    """Return the host memory per parameter of the engine's states: master weight, two moments, staging buffer, summed gradient."""
+    return 12 + weight_bytes + (4 if accumulates else 0)
+
+
 def speculation_bytes(weight_bytes: int) -> int:
     """Return the host memory per parameter of a second set of states: master weight, two moments, and the new weight."""
-    return 12 + weight_bytes
+    return state_bytes(weight_bytes, accumulates=False)
 
 
 def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
@@ -79,10 +84,10 @@ def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
         most: How many elements may have a second set of states.
     """
     chosen: set[int] = set()
-    taken = seen = 0
+    total, taken, seen = sum(numels), 0, 0
     for position, numel in enumerate(numels):
         seen += numel
-        if taken + numel <= min(most, most * seen / sum(numels)):
+        if taken + numel <= min(most, most * seen / total):
             chosen.add(position)
             taken += numel
     for position, numel in enumerate(numels):  # what rounding left over

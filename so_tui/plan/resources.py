@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.numa import distance
-from so_tui.machine.types import Gpu, Machine, NumaNode
+from so_tui.machine.types import Gpu, Machine, NumaNode, version_numbers
 from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, calibration_of, speed_of
 from so_tui.plan.constants import Speed
@@ -121,7 +120,7 @@ def _resources(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, cal
         adam_cores=min((len(rank.adam_cpus) for rank in bound), default=1) or 1,
         speed=speed_of(machine, name, calibration),
         calibration=calibration,
-        pinned_rounded=bool(machine.gpus) and _version(machine.software.torch) < UNROUNDED_PINNING,
+        pinned_rounded=bool(machine.gpus) and version_numbers(machine.software.torch) < UNROUNDED_PINNING,
         bound=bound,
         problem=problem,
     )
@@ -144,11 +143,6 @@ def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
         return None if gpus <= len(present) else TooFewGpus(machine=machine.label, asked=gpus, present=len(present))
     missing = next((index for index in gpus if index not in present), None)
     return None if missing is None else NoSuchGpu(machine=machine.label, asked=gpus, missing=missing, present=present)
-
-
-def _version(text: str | None) -> tuple[int, ...]:
-    match = re.match(r"(\d+)\.(\d+)", text or "")
-    return tuple(map(int, match.groups())) if match else ()
 
 
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:

@@ -5,8 +5,7 @@ The host's memory goes to the states first, then to what a run needs beside them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -18,13 +17,6 @@ from so_tui.spec.types import RunSpec
 
 BYTES = speculation_bytes(WEIGHT_BYTES)
 """Per parameter."""
-
-
-class HostRoom(Protocol):
-    """Host memory that a plan leaves."""
-
-    def __call__(self) -> int:
-        """Return the bytes that each rank may still take."""
 
 
 class SecondStates(Struct, frozen=True):
@@ -50,12 +42,12 @@ def can_speculate(spec: RunSpec) -> bool:
     return own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
 
 
-def second_states(placement: Placement, room: HostRoom) -> SecondStates | None:
+def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates | None:
     """Return which sub-groups speculate; None if none does.
 
     Args:
         placement: The states.
-        room: How much host memory is left for it. Asked only where the spec leaves that to the plan.
+        room: Returns the bytes of host memory that each rank may still take. Asked only where the spec leaves that to the plan.
     """
     spec = placement.spec
     if not can_speculate(spec) or not placement.layout.cpu_numel:
@@ -63,7 +55,7 @@ def second_states(placement: Placement, room: HostRoom) -> SecondStates | None:
     most = [int(spec.offload.speculation_gib * 2**30)] if spec.offload.speculation_gib else []
     if spec.offload.speculation == "auto":
         most.append(max(0, room()))
-    groups = in_order_of_use(placement)
+    groups = _in_order_of_use(placement)
     budget = min(*most, BYTES * placement.layout.cpu_numel) if most else BYTES * placement.layout.cpu_numel
     found = [groups[position] for position in speculating([group.numel for group in groups], budget // BYTES)]
     if not found:
@@ -71,7 +63,7 @@ def second_states(placement: Placement, room: HostRoom) -> SecondStates | None:
     return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found), budget)
 
 
-def in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
+def _in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
     """Return the sub-groups on the CPU in the order in which a forward pass first uses them."""
     layout = placement.layout
     spans = placement.profile.compute_spans(layout.ranks, placement.spec.offload.sub_group_size)

@@ -6,7 +6,7 @@ import pytest
 
 from so_tui.launch import environment
 from so_tui.launch.placeholders import Placeholder
-from so_tui.machine.types import Machine, Software
+from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
@@ -119,4 +119,4 @@ def test_embedded_runs_never_ask_the_hub() -> None:
 
 @pytest.mark.parametrize(("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("0.18", (0, 18)), (None, ()), ("unknown", ())])
 def test_version(text: str | None, numbers: tuple[int, ...]) -> None:
-    assert environment.version(text) == numbers
+    assert version_numbers(text) == numbers

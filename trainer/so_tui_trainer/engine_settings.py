@@ -6,14 +6,12 @@ from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
-from so_tui.model.sharding import run_ahead_parameters, speculation_bytes
+from so_tui.model.sharding import run_ahead_parameters, speculation_bytes, state_bytes
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 
-STATE_BYTES = 14
-"""Of host memory per parameter: master weight, two moments, staging buffer."""
 _USABLE_SHARE = 0.9
 """Of the memory that is available when a rank starts, which its process and its data also need."""
 
@@ -61,5 +59,5 @@ def _speculation_bytes(spec: RunSpec) -> int:
     available = available_bytes(SystemFiles())
     if available is None:
         return planned
-    states = STATE_BYTES * layout.cpu_numel + (layout.gradients_bytes("cpu") if spec.gradient_accumulation_steps > 1 else 0)
+    states = state_bytes(WEIGHT_BYTES, accumulates=spec.gradient_accumulation_steps > 1) * layout.cpu_numel
     return max(0, min(planned, int(_USABLE_SHARE * available / spec.ranks) - states))

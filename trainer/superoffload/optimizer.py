@@ -124,9 +124,11 @@ class SuperOffload:
         self._policy = step_policy(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
         self._speculative_policy = step_policy(gradient_accumulation_steps, clipping, speculates=True)
-        budget = min(speculation_bytes, spare_bytes(self.sub_groups, available_bytes(), accumulates=gradient_accumulation_steps > 1))
-        self._speculating = frozenset(speculating_within(self.sub_groups, budget) if clipping else ())
+        self._speculating: frozenset[int] = frozenset()
         """Sub-groups that have a second set of states."""
+        if clipping and speculation_bytes:
+            spare = spare_bytes(self.sub_groups, available_bytes(), accumulates=self._policy.accumulates)
+            self._speculating = frozenset(speculating_within(self.sub_groups, min(speculation_bytes, spare)))
         self._speculation = Speculation()
         self._step = _StepInProgress(speculates=bool(self._speculating))
         self._closed = False

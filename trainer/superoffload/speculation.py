@@ -30,7 +30,7 @@ class Speculation:
     @property
     def is_worthwhile(self) -> bool:
         """Whether to speculate in the next step: unless all of the last steps' norms exceeded the limit."""
-        return not self._within or any(self._within) or len(self._within) < REMEMBERED
+        return len(self._within) < REMEMBERED or any(self._within)
 
     def record(self, *, within: bool, speculated: bool) -> None:
         """Record a step whose norm was within the limit, or exceeded it; ``speculated``: whether sub-groups had been stepped early."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from so_tui.model.sharding import speculating, speculation_bytes
+from so_tui.model.sharding import speculating, speculation_bytes, state_bytes
 from superoffload.errors import OffloadError
 
 _ROUNDING_BYTES = 16 << 20
@@ -69,10 +69,9 @@ def spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, *, 
     """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
     if available_bytes is None:
         return sys.maxsize
-    needed = sum(
-        group.weights.numel() * (12 + group.weights.dtype.itemsize + (4 if accumulates else 0)) for group in sub_groups if not group.on_gpu
-    )
-    return max(0, available_bytes - needed - _ROUNDING_BYTES)
+    each = state_bytes(sub_groups[0].weights.dtype.itemsize, accumulates=accumulates)
+    states = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
+    return max(0, available_bytes - states - _ROUNDING_BYTES)
 
 
 def speculating_within(sub_groups: Sequence[SubGroup], budget_bytes: int) -> list[int]:

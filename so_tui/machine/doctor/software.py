@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.system_files import SystemFiles
+from so_tui.machine.types import version_numbers
 from so_tui.spec.folders import kernel_folder
 from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
@@ -35,7 +36,7 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
             remedy=_TRAIN,
         )
     oldest, newest = DEEPSPEED
-    if installed.deepspeed is not None and not _numbers(oldest) <= _numbers(installed.deepspeed) <= _numbers(newest):
+    if installed.deepspeed is not None and not version_numbers(oldest) <= version_numbers(installed.deepspeed) <= version_numbers(newest):
         yield Finding(
             code="untested-deepspeed",
             severity="blocks",
@@ -44,10 +45,6 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
             cost="With another version, weights could be updated wrongly without an error, so the engine refuses it.",
             remedy=f"`pip install deepspeed=={newest}`",
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def check_torch_build(context: CheckContext) -> Iterator[Finding]:

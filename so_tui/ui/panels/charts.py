@@ -105,7 +105,5 @@ class ChartPanel(Horizontal):
     def _show_norm(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
         latest = snapshot.latest
         notes = [] if latest is None or view.cursor is not None else [f"learning rate {significant(latest.learning_rate)}"]
-        if notes and latest is not None and latest.redone_steps and self.norm.size.width >= ROOMY:
-            notes.append(f"redone {latest.redone_steps:,}")
         lines = [snapshot.line("gradient_norm", "raw", axis), snapshot.line("norm_ema", "main", axis)]
         self.norm.show(lines, [".", ""], axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes)

@@ -14,12 +14,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-STEP_BYTES = 28
-"""Bytes that a step reads and writes per parameter."""
-ACCUMULATE_BYTES = 10
-"""Bytes that adding a gradient reads and writes per parameter."""
 
 
 def main(request: dict[str, Any]) -> None:
@@ -38,8 +34,9 @@ def main(request: dict[str, Any]) -> None:
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
     answer = {
-        "step_bytes_per_s": STEP_BYTES * numel / _seconds(lambda: kernel.run(step), request["seconds"]),
-        "accumulate_bytes_per_s": ACCUMULATE_BYTES * numel / _seconds(lambda: kernel.run(accumulate), request["seconds"]),
+        f"{name}_bytes_per_s": worker.bytes_moved(command, numel, size.weight_bytes)
+        / _seconds(partial(kernel.run, command), request["seconds"])
+        for name, command in (("step", step), ("accumulate", accumulate))
     }
     print(json.dumps(answer), flush=True)
     os._exit(0)  # The memory cannot be closed while the kernel points into it.

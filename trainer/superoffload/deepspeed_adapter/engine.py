@@ -6,7 +6,6 @@ optimizer into DeepSpeed. Nothing else in the project depends on DeepSpeed's int
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,6 +18,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
+from packaging.version import Version
 
 from superoffload.deepspeed_adapter import stage3
 from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
@@ -37,16 +37,12 @@ Engine = Any
 def check_version(found: str | None = None) -> None:
     """Raise OffloadError (``deepspeed-version``) unless this is a DeepSpeed version that this module was tested with, or one between."""
     found = found or deepspeed.__version__
-    if not _numbers(OLDEST) <= _numbers(found) <= _numbers(NEWEST):
+    if not Version(OLDEST) <= Version(Version(found).base_version) <= Version(NEWEST):
         raise OffloadError(
             f"DeepSpeed {found} is installed, but the offload engine changes DeepSpeed's internals and works with {OLDEST} to {NEWEST} "
             f"only. Install one with: pip install deepspeed=={NEWEST}",
             code="deepspeed-version",
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def join_process_group(**settings: Any) -> None:
