@@ -254,6 +254,8 @@ class StepsEarly(_Fact, frozen=True):
     """Of the offloaded parameters."""
     bytes: int
     """Host memory per rank for that."""
+    why_none: Literal["memory", "budget", "slower"] = "memory"
+    """If nothing is: the host has no memory left, ``offload.speculation_gib`` is less than a sub-group needs, or it would gain nothing."""
     held_back_step_s: float | None = None
     """How long a step takes whose norm exceeds the limit; None where no speed is known."""
 

@@ -98,6 +98,8 @@ class Assessment:
     verdict: Verdict
     """By memory alone."""
     shortages: tuple[Shortage, ...]
+    speculation_is_slower: bool = False
+    """Whether there was memory for second sets of states, but they would make the step no faster."""
 
     @property
     def layout(self) -> StateLayout:
@@ -115,14 +117,35 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     terms = _terms(placement, target)
     demand = demand_of(terms, target.resources.nodes)
     second = second_states(placement, partial(_host_room, demand, target.resources))
+    is_slower = False
     if second:
-        placement = replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
+        speculative = replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
+        is_slower = spec.offload.speculation == "auto" and _is_slower(_step(speculative, target), _step(placement, target))
+    if second and not is_slower:
+        placement = speculative
         terms = (*terms, second.term)
         demand = demand_of(terms, target.resources.nodes)
     verdict, shortages = judge(demand, target.resources.supply)
     if target.resources.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
-    return Assessment(spec=spec, target=target, placement=placement, terms=terms, demand=demand, verdict=verdict, shortages=shortages)
+    return Assessment(
+        spec=spec,
+        target=target,
+        placement=placement,
+        terms=terms,
+        demand=demand,
+        verdict=verdict,
+        shortages=shortages,
+        speculation_is_slower=is_slower,
+    )
+
+
+def _is_slower(speculative: StepTime | None, held_back: StepTime | None) -> bool:
+    """Return whether stepping before the norm is known gains nothing.
+
+    With gradient accumulation only the worker sees whole gradients. Where it is slow, speculation makes the norm itself late.
+    """
+    return speculative is not None and held_back is not None and speculative.total_s >= held_back.total_s
 
 
 def _host_room(demand: Demand, resources: Resources) -> int:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from so_tui.plan.workload import Workload
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+_WHY_NOTHING_EARLY = {
+    "memory": "the host has no memory left for second states",
+    "budget": "offload.speculation_gib is less than the second states of one sub-group take",
+    "slower": "second states would make no step faster here",
+}
 _RECOMPUTES: dict[Policy, str] = {
     "none": "all activations fit, so backward recomputes nothing",
     "selective": "results of matrix products and attention are stored, and only what is cheap is recomputed",
@@ -172,9 +177,10 @@ def _choice(fact: Choice) -> str:
         case facts.AutoCheckpointing():
             return f"activation checkpointing auto is {fact.policy} here: {_RECOMPUTES[fact.policy]}"
         case facts.StepsEarly(share=0.0):
-            return "clipping: Adam waits for the gradient norm; the host has no memory left for second states"
+            return f"clipping: Adam waits for the gradient norm; {_WHY_NOTHING_EARLY[fact.why_none]}"
         case facts.StepsEarly():
-            much = "Adam does not wait" if fact.share == 1 else f"Adam does not wait for {fact.share:.0%} of what is offloaded"
+            share = f"{fact.share:.0%}" if fact.share >= 0.01 else "less than 1%"
+            much = "Adam does not wait" if fact.share == 1 else f"Adam does not wait for {share} of what is offloaded"
             text = f"clipping: {much} for the gradient norm; second states take {memory_size(fact.bytes)} a rank"
             return f"{text}. Steps above the limit take {fact.held_back_step_s:.2f} s" if fact.held_back_step_s else text
         case facts.TokensReached():

@@ -7,7 +7,7 @@ speaks against a run is a reason in its plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -287,11 +287,21 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         second = _second_states_bytes(found)
         held_back = held_back_step(found) if second else None
         share = second / (SECOND_STATES_BYTES * found.layout.cpu_numel)
-        yield StepsEarly(share=share, bytes=second, held_back_step_s=held_back.total_s if held_back else None)
+        seconds = held_back.total_s if held_back else None
+        yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if target := spec.train.tokens_per_step:
         once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
         yield TokensReached(accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once)
+
+
+def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
+    """Return why a spec does not speculate, if it does not."""
+    if found.speculation_is_slower:
+        return "slower"
+    given = found.spec.offload.speculation_gib * 2**30
+    smallest = SECOND_STATES_BYTES * min(group.numel for group in found.layout.sub_groups if group.device == "cpu")
+    return "budget" if 0 < given < smallest else "memory"
 
 
 def _second_states_bytes(found: Assessment) -> int:
