@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
-from so_tui.spec import RunSpec, SoTuiError
+from so_tui.spec import RunSpec, SoTuiError, with_values
 from so_tui.trust.printable import so_tui_command
 
 WARMUP_STEPS = 2
@@ -40,6 +40,8 @@ class Measured(Struct, frozen=True, kw_only=True):
     figures: Figures
     workload: Workload
     steps: int
+    held_back_steps: int = 0
+    """Those in which no sub-group was stepped before the gradient norm was known, or all were stepped again."""
 
 
 def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEPS) -> RunSpec:
@@ -128,7 +130,14 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
         ),
         workload=workload_of(counted, plan),
         steps=len(counted),
+        held_back_steps=_held_back(steps, {step.step for step in counted}),
     )
+
+
+def _held_back(steps: Sequence[StepRecord], counted: Collection[int]) -> int:
+    """Return in how many of the counted steps no speculative step was kept."""
+    kept_before = [0, *(step.kept_steps for step in steps)]
+    return sum(step.step in counted and step.kept_steps == before for step, before in zip(steps, kept_before, strict=False))
 
 
 def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
@@ -170,9 +179,9 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
 
 
 def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
-    """The record of a finished probe: measured, and predicted for the same data."""
+    """Return the record of a finished probe: measured, and predicted for the same data and as many steps that waited for the norm."""
     found = measured_of(run, plan)
-    _, predicted = predicted_of(plan.spec, machine, found.workload)
+    predicted = _predicted_for(found, plan, machine)
     return Probe(
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
         model=model_key(plan.spec.model),
@@ -184,6 +193,23 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         actual=found.figures,
         constants=digest(),
     )
+
+
+def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
+    """Return the predicted figures; times are medians over the measured steps, each predicted as it was taken.
+
+    A step whose norm exceeds the limit takes longer, though the plan is right.
+    """
+    _, predicted = predicted_of(plan.spec, machine, found.workload)
+    if not plan.host_optional_bytes or not found.held_back_steps:
+        return predicted
+    _, waiting = predicted_of(with_values(plan.spec, {"offload.speculation": "off"}), machine, found.workload)
+    kept = found.steps - found.held_back_steps
+
+    def of_steps(name: str) -> float:
+        return float(median([getattr(predicted, name)] * kept + [getattr(waiting, name)] * found.held_back_steps))
+
+    return replace(predicted, **{name: of_steps(name) for name in ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")})
 
 
 def settings_of(plan: Plan) -> str:

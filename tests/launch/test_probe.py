@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import compared, measured_of, predicted_of, probe_spec, settings_of, workload_of
+from so_tui.launch.probe import compared, measured_of, predicted_of, probe_of, probe_spec, settings_of, workload_of
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
@@ -110,3 +110,27 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.Monk
     assert 1 < answer["probe"]["workload"]["attended_tokens"] <= 256
     assert Path(answer["path"]).is_file()
     assert not list((tmp_path / "so-tui" / "probes").glob("probe*"))
+
+
+@pytest.mark.parametrize("norms", ["within", "above", "mixed"])
+def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_prediction(tmp_path: Path, norms: str) -> None:
+    """The engine counts the steps that it kept, from the start of the run. After four that it could not keep it does not try."""
+    clipped = {"offload.mode": "superoffload", "offload.ratio": "0.9", "train.gradient_clipping": "1", "offload.speculation": "on"}
+    machine = h200()
+    plan = make_plan(with_values(SPEC, clipped | {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}), machine)
+    assert plan.host_optional_bytes
+    kept = {"within": [1, 2, 3, 4, 5, 6], "above": [0] * 6, "mixed": [1, 2, 3, 3, 3, 3]}[norms]
+    run = RunDirectory(tmp_path)
+    metrics = MetricsWriter(run, 1)
+    for number, so_far in enumerate(kept, 1):
+        metrics.append(step_record(number, kept_steps=so_far))
+    metrics.close()
+    assert measured_of(run, plan).held_back_steps == {"within": 0, "above": 4, "mixed": 3}[norms]
+
+    probe = probe_of(run, plan, machine)
+    _, early = predicted_of(plan.spec, machine, probe.workload)
+    _, waiting = predicted_of(with_values(plan.spec, {"offload.speculation": "off"}), machine, probe.workload)
+    assert waiting.exposed_optimizer_s != early.exposed_optimizer_s
+    expected = early if norms == "within" else waiting
+    assert (probe.predicted.step_s, probe.predicted.exposed_optimizer_s) == (expected.step_s, expected.exposed_optimizer_s)
+    assert probe.predicted.host_bytes == early.host_bytes
