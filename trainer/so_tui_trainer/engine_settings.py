@@ -7,13 +7,11 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters, speculation_bytes, state_bytes
+from so_tui.plan.fit import HOST_MARGIN
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
-
-_USABLE_SHARE = 0.9
-"""Of the memory that is available when a rank starts, which its process and its data also need."""
 
 
 def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
@@ -60,4 +58,4 @@ def _speculation_bytes(spec: RunSpec) -> int:
     if available is None:
         return planned
     states = state_bytes(WEIGHT_BYTES, accumulates=spec.gradient_accumulation_steps > 1) * layout.cpu_numel
-    return max(0, min(planned, int(_USABLE_SHARE * available / spec.ranks) - states))
+    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks) - states))

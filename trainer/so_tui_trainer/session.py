@@ -35,6 +35,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import RunSpec
+from so_tui.units import memory_size
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError, SupersededError
 from so_tui_trainer.engine_settings import engine_settings
@@ -44,6 +45,7 @@ from so_tui_trainer.metrics import Metrics, Recorder
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.trackers import trackers_of
+from superoffload.settings import Settings
 
 
 def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, *, start_over: bool = False) -> int:
@@ -232,7 +234,9 @@ class Session:
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
-        self.engine, *_ = superoffload.initialize(model, parameter_groups(model, self.spec), engine_settings(self.spec, mine), ds_config)
+        settings = engine_settings(self.spec, mine)
+        self._warn_of_fewer_second_states(settings)
+        self.engine, *_ = superoffload.initialize(model, parameter_groups(model, self.spec), settings, ds_config)
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:
@@ -251,6 +255,17 @@ class Session:
             ranks,
             evaluation=data.evaluation,
             expected_first_loss=expected,
+        )
+
+    def _warn_of_fewer_second_states(self, settings: Settings) -> None:
+        planned = int(self.spec.offload.speculation_gib * 2**30)
+        if self.spec.offload.speculation == "off" or settings.speculation_bytes >= planned or not self.spec.train.gradient_clipping:
+            return
+        self._warn(
+            "second-states-reduced",
+            f"clipping: second states get {memory_size(settings.speculation_bytes)} of the planned {memory_size(planned)}, because other "
+            "processes hold memory of this host",
+            "Results stay the same, but more of Adam waits for the gradient norm. Free the memory and resume, or go on as it is.",
         )
 
     def _resume(self, loop: Loop, found: checkpoint.Found, data: training_data.TrainingData, ranks: Ranks) -> None:
