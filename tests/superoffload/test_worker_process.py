@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import superoffload
+from so_tui.plan.timing import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding
 from superoffload.shared_states import MEMORY_NAME
 from superoffload.transfers import HostTransfers, Transfer
+from superoffload.worker import Command, GradientSource, Operation, bytes_moved
 from tests.support import engine as support
 
 
@@ -72,3 +74,10 @@ def test_weights_are_copied_by_threads_that_were_attached_to_their_device(monkey
         superoffload.synchronize(made)
     assert copying
     assert copying <= attached
+
+
+def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
+    step = Command(Operation.STEP, 0)
+    assert bytes_moved(step, 1, 2) == bytes_moved(step._replace(operation=Operation.SPECULATE), 1, 2) == ADAM_BYTES
+    assert bytes_moved(step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING), 1, 2) == ADAM_BYTES + 4
+    assert bytes_moved(Command(Operation.ACCUMULATE, 0), 1, 2) == ACCUMULATE_BYTES

@@ -24,9 +24,10 @@ from so_tui_trainer import failures
 from so_tui_trainer.clocks import StepClock, StepPart
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
-from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
+from so_tui_trainer.metrics import Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
+from superoffload.meter import OffloadStats
 from tests.support.launching import tiny
 
 BIND = """
@@ -93,7 +94,7 @@ def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_a
     with pytest.raises(NonFiniteError) as checked:
         metrics.check()
     with pytest.raises(NonFiniteError) as logged:
-        metrics.log(_step(6, 1.0), EngineStats(1.0, 0.0, 0.0))
+        metrics.log(_step(6, 1.0), 1.0, OffloadStats())
     assert (checked.value.step, logged.value.step) == (3, 3)
 
 
@@ -101,7 +102,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
     metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     metrics.watch(_step(1, 2.0))
     with pytest.raises(NonFiniteError, match="gradient norm") as caught:
-        metrics.log(_step(1, 2.0), EngineStats(float("nan"), 0.0, 0.0))
+        metrics.log(_step(1, 2.0), float("nan"), OffloadStats())
     assert caught.value.step == 1
 
 
@@ -111,7 +112,7 @@ def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Rank
     time.sleep(0.02)
     clock.lap("forward")
     step = _step(1, 2.0)._replace(laps=clock.end_step())
-    record = metrics.log(step, EngineStats(1.0, 0.0, 0.015))
+    record = metrics.log(step, 1.0, OffloadStats(exposed_in_forward_s=0.015))
     assert record.exposed_optimizer_s == 0.015
     assert record.forward_s + record.exposed_optimizer_s == pytest.approx(record.step_s)
 

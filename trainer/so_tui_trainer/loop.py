@@ -22,7 +22,7 @@ from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.metrics import EngineStats, Metrics, Recorder, Step
+from so_tui_trainer.metrics import Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate
 from superoffload.errors import NonFiniteGradientError
@@ -49,8 +49,8 @@ class Loop:
 
     Attributes:
         step: The last completed step.
-        useful_tokens: Tokens trained so far that are not padding, over all ranks.
-        trained_tokens: Tokens so far that carried loss.
+        useful_tokens: Tokens trained so far that are not padding, over all ranks. Those of skipped steps do not count.
+        trained_tokens: Tokens so far that carried loss, likewise.
         saved: Path of the newest checkpoint; empty if there is none.
     """
 
@@ -157,8 +157,9 @@ class Loop:
         if router_loss is not None:
             loss -= self.spec.train.router_loss_coefficient * router_loss
         self.step = number
-        self.useful_tokens += counts.useful_tokens
-        self.trained_tokens += counts.trained_tokens
+        if superoffload.skipped_step(self.engine) is None:
+            self.useful_tokens += counts.useful_tokens
+            self.trained_tokens += counts.trained_tokens
         return Step(number, counts, rate, loss, self.clock.end_step(), router_loss)
 
     def log(self, step: Step) -> None:
@@ -168,17 +169,7 @@ class Loop:
             NonFiniteError: A loss or the gradient norm is not finite.
             TrainingError: Random weights start at a loss that they cannot have.
         """
-        cost = superoffload.stats(self.engine)
-        engine_stats = EngineStats(
-            superoffload.gradient_norm(self.engine),
-            cost.adam_busy_s,
-            cost.exposed_in_forward_s,
-            cost.adam_bytes / cost.adam_busy_s if cost.adam_busy_s else 0.0,
-            cost.kept_steps,
-            cost.redone_steps,
-            cost.skipped_steps,
-        )
-        record = self.metrics.log(step, engine_stats)
+        record = self.metrics.log(step, superoffload.gradient_norm(self.engine), superoffload.stats(self.engine))
         self.last_loss = record.loss
         if self.ranks.first:
             print(_line(record, self.total_steps), flush=True)

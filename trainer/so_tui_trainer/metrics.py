@@ -29,6 +29,7 @@ from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.trackers import Sidecars, Tracker
+from superoffload.meter import OffloadStats
 
 _MEMORY_INTERVAL_S = 20.0
 """The proportional set size of a process is read this often: the kernel walks all its pages, milliseconds per gigabyte."""
@@ -123,21 +124,6 @@ class Step(NamedTuple):
     """This rank's share of the load-balancing loss, like ``loss``."""
 
 
-class EngineStats(NamedTuple):
-    """What the offload engine measured in a step."""
-
-    gradient_norm: float | None
-    """Global norm before clipping; None if the engine does not compute it."""
-    adam_busy_s: float
-    exposed_in_forward_s: float
-    """How long the forward pass waited for weights of the step before. It counts as the optimizer's time."""
-    adam_bytes_per_s: float = 0.0
-    kept_steps: int = 0
-    redone_steps: int = 0
-    skipped_steps: int = 0
-    """So far, as in ``superoffload.OffloadStats``."""
-
-
 class AllRankMetrics(NamedTuple):
     """Measurements reduced over all ranks."""
 
@@ -172,7 +158,7 @@ class Metrics:
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self._memory_bytes, self._memory_at = 0, -math.inf
         self._measured: list[Step] = []
-        self._engine_stats: dict[int, EngineStats] = {}
+        self._engine_stats: dict[int, OffloadStats] = {}
 
     def watch(self, step: Step) -> None:
         """Note, on the device, the first step whose loss is not finite; collect a benchmark's steps."""
@@ -189,8 +175,13 @@ class Metrics:
         """
         self._raise_if_bad(row[0] for row in self._ranks.all_gather_row([float(self._first_bad_step)]))
 
-    def log(self, step: Step, engine_stats: EngineStats) -> StepRecord:
+    def log(self, step: Step, gradient_norm: float | None, engine_stats: OffloadStats) -> StepRecord:
         """Write the record of a step on rank 0. Waits for the GPU. All ranks must call it.
+
+        Args:
+            step: The step.
+            gradient_norm: Global norm before clipping; None if the engine does not compute it.
+            engine_stats: What the step cost on this rank.
 
         Raises:
             NonFiniteError: A loss or the gradient norm was not finite; raised on all ranks.
@@ -213,7 +204,7 @@ class Metrics:
         )
         bad, losses, unsynchronised_s, peaks, memory, busy, router = zip(*table, strict=True)
         self._raise_if_bad(bad)
-        if engine_stats.gradient_norm is not None and not math.isfinite(engine_stats.gradient_norm):
+        if gradient_norm is not None and not math.isfinite(gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
         all_ranks = AllRankMetrics(
             loss=sum(losses) / self._ranks.size,
@@ -224,7 +215,7 @@ class Metrics:
             adam_busy_s=max(busy),
             router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
         )
-        record = self._record(step, times, engine_stats, all_ranks)
+        record = self._record(step, times, gradient_norm, engine_stats, all_ranks)
         self._recorder.write(record)
         return record
 
@@ -246,7 +237,7 @@ class Metrics:
         return medians | {"measured_steps": float(len(every))}
 
     def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
-        nothing = EngineStats(None, 0.0, 0.0)
+        nothing = OffloadStats()
         return [
             self._rates(
                 step.counts,
@@ -255,7 +246,9 @@ class Metrics:
             for step in steps
         ]
 
-    def _record(self, step: Step, times: StepTimes, engine_stats: EngineStats, all_ranks: AllRankMetrics) -> StepRecord:
+    def _record(
+        self, step: Step, times: StepTimes, gradient_norm: float | None, engine_stats: OffloadStats, all_ranks: AllRankMetrics
+    ) -> StepRecord:
         rates = self._rates(step.counts, times)
         return StepRecord(
             attempt=self._recorder.attempt,
@@ -263,7 +256,7 @@ class Metrics:
             step=step.number,
             loss=all_ranks.loss,
             learning_rate=step.learning_rate,
-            gradient_norm=engine_stats.gradient_norm,
+            gradient_norm=gradient_norm,
             useful_tokens=step.counts.useful_tokens,
             trained_tokens=step.counts.trained_tokens,
             mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,

@@ -34,6 +34,10 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
     skipped_steps: int = 0
     """Steps so far that were not taken because a gradient was not finite."""
 
+    @property
+    def adam_bytes_per_s(self) -> float:
+        return self.adam_bytes / self.adam_busy_s if self.adam_busy_s else 0.0
+
 
 @dataclass
 class Interval:
