@@ -26,13 +26,14 @@ from tests.support.reference_adamw import core_of
 
 
 def traces() -> list[str]:
-    """Return what an engine has left behind in this process: shared memory, child processes, threads."""
+    """Return what an engine has left behind in this process: shared memory, Adam workers, threads."""
     gc.collect()
     memory = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     memory += Path("/proc/self/maps").read_text().splitlines()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    workers = [pid for pid in children if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("adam-worker")]
-    return [line for line in memory if MEMORY_NAME in line] + children + threads
+    return [line for line in memory if MEMORY_NAME in line] + workers + threads
 
 
 def test_another_deepspeed_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
