@@ -42,8 +42,9 @@ class Progress(msgspec.Struct, frozen=True):
     records: tuple[MetricRecord, ...]
     more: bool
     """The poll stopped at its limit: poll again soon."""
-    superseded: bool
-    """A resume superseded earlier steps: charts must be drawn again."""
+    redraw: bool
+    """Steps changed without being among the records: a resume superseded some, or some are known by the index of their segment alone.
+    Charts must be drawn again from ``overview``."""
 
 
 class _Segment:
@@ -173,7 +174,7 @@ class MetricsReader:
                 self._tail.append(_Segment(path))
         records: list[MetricRecord] = []
         resumes = len(self.resumes)
-        more = False
+        more = by_index = False
         for segment in list(self._tail):
             if len(records) >= limit_records or time.monotonic() >= deadline:
                 more = True
@@ -181,13 +182,14 @@ class MetricsReader:
             index = segment.index() if segment is self._tail[0] else None  # before reading: a segment with an index does not grow any more
             if index is not None and segment.offset == 0 and segment.path != newest:
                 self._take_history(index)
+                by_index = True
                 continue
             more = self._read(segment, records, limit_records, deadline)
             if more:
                 break
             if index is not None:
                 self._take_history(index, already_read=True)
-        return Progress(tuple(records), more, len(self.resumes) > resumes)
+        return Progress(tuple(records), more, by_index or len(self.resumes) > resumes)
 
     def _read(self, segment: _Segment, records: list[MetricRecord], limit_records: int, deadline: float) -> bool:
         """Read a segment to its end or to the limits. Return whether there is more to read."""

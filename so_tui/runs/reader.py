@@ -49,8 +49,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     state: RunState | None = None
     """State corrected by ``liveness``; None if it cannot be read (yet)."""
     state_changed: bool = False
-    superseded: bool = False
-    """A resume superseded earlier steps: charts must be drawn again."""
+    redraw: bool = False
+    """Steps changed without being among the records, as in ``metrics.Progress``: charts must be drawn again from ``overview``."""
     more: bool = False
     """The poll stopped at its limit: poll again soon."""
 
@@ -97,7 +97,7 @@ class RunReader:
             log_lines=log,
             state=self.state,
             state_changed=self.state != before,
-            superseded=progress.superseded,
+            redraw=progress.redraw,
             more=progress.more,
         )
 

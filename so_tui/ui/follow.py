@@ -25,6 +25,7 @@ from so_tui.runs.records import (
     PhaseRecord,
     ResumedRecord,
     RunState,
+    Sample,
     StartRecord,
     StepRecord,
     WarningRecord,
@@ -142,7 +143,10 @@ class RunFollower:
         self._spec: RunSpec | None = None
         self._plan: Plan | None = None
         self._machine: Machine | None = None
-        self._seeded = False
+        self._new_samples: deque[tuple[str, tuple[Sample, ...]]] = deque()
+        """Read, but not added to the loads yet, which need the times of the steps."""
+        self._outdated = True
+        """Whether the series lack steps, or have steps that do not count any more."""
         self._closer: StepSeries | None = None
         self._restart_series()
 
@@ -164,17 +168,21 @@ class RunFollower:
             for _ in range(MOST_POLLS):
                 update = self._reader.poll()
                 lines += update.log_lines
-                if update.superseded or not self._seeded:
-                    self._restart_series()
-                    self._seed()
-                    self._seeded = True
-                for record in update.steps:
-                    self._add_step(record)
-                for host, samples in update.samples.items():
-                    self._loads.add(host, samples, self._whole.times)
+                self._new_samples += update.samples.items()
+                self._outdated = self._outdated or update.redraw
+                if not self._outdated:
+                    for record in update.steps:
+                        self._add_step(record)
                 self._read_attempt(update.state)
                 if not update.more:
                     break
+            if self._outdated:
+                self._restart_series()
+                self._seed()
+                self._outdated = False
+            while self._new_samples:
+                host, samples = self._new_samples.popleft()
+                self._loads.add(host, samples, self._whole.times)
             self._loads.average(self._whole.times)
             self._read_window(window)
         except OSError as error:

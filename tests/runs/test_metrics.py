@@ -196,7 +196,7 @@ def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed:
         assert reader.overview("loss", 10).last == resumed + 199
     write(run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000)
     update = reader.poll()
-    assert update.superseded
+    assert update.redraw
     assert reader.latest is not None
     assert reader.latest.step == resumed
     assert reader.overview("loss", 10).last == resumed

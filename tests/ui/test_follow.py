@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepR
 from so_tui.ui.follow import RunFollower, smoothing
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from tests.support.make_run import quad_machine, write_run
+from tests.support.records import step_record
 
 
 def later(record: StepRecord, **changes: object) -> StepRecord:
@@ -209,3 +212,30 @@ def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -
     assert view.cursor == 56.0
     assert view.pointed(-1, (1.0, 60.0), 100).cursor == 55.0
     assert View("time").at(5.5, (0.0, 10.0)).cursor == 5.5
+
+
+@pytest.mark.parametrize("seconds_a_look", [0.0, 0.02, 0.06])
+def test_every_step_is_drawn_however_slowly_the_run_is_read(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_look: float) -> None:
+    """On a busy host, or from a slow disk, one poll reads a part of the segments that have an index. The next ones read the others."""
+    run = write_run(runs_dir, steps=0, seconds_of_samples=0)
+    writer = MetricsWriter(run, 1, segment_bytes=64_000)
+    steps = 9_000
+    for step in range(1, steps + 1):
+        writer.append(step_record(step, loss=float(step)))
+    writer.close()
+    clock = itertools.count()
+    monkeypatch.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(clock) * seconds_a_look))
+
+    follower, reading = RunFollower(run), True
+    while reading:
+        snapshot = follower.poll()
+        reading = snapshot.latest is None or snapshot.latest.step < steps
+        if not snapshot.length:
+            continue
+        drawn = snapshot.steps[: snapshot.length]
+        loss = snapshot.series["loss"]
+        assert drawn[0] <= 3
+        assert max(after - before for before, after in itertools.pairwise(drawn)) <= 3  # 4,000 rows for 9,000 steps
+        assert loss.extremes(0, snapshot.length) == (1.0, drawn[-1])
+        assert not loss.has_gap(0, snapshot.length)
+    assert snapshot.steps[snapshot.length - 1] == steps
