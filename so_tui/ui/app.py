@@ -6,7 +6,6 @@ Nothing is computed before the first paint. Named workers compute presets, machi
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,7 +21,7 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
-from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs
+from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs, environment_at_start
 from so_tui.ui.printable import PrintableApp
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
@@ -102,7 +101,7 @@ class SoTuiApp(PrintableApp[None]):
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK.name
-        self.set_reactive(SoTuiApp.glyphs, chosen_glyphs(os.environ))
+        self.set_reactive(SoTuiApp.glyphs, chosen_glyphs(environment_at_start()))
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import locale
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, get_args
 
 from rich.cells import cell_len
@@ -13,6 +15,7 @@ from textual.filter import LineFilter
 
 GlyphName = Literal["braille", "block", "ascii"]
 VARIABLE = "SO_TUI_GLYPHS"
+_ASCII_LOCALES = ("C", "POSIX")
 
 _PLAIN = str.maketrans(
     {
@@ -61,9 +64,29 @@ def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None) -> Gl
         if environ.get(VARIABLE) == name:
             return name
     encoding = locale.getpreferredencoding(False) if encoding is None else encoding
-    if encoding.lower().replace("-", "") != "utf8":
+    if _locale_name(environ) in _ASCII_LOCALES or encoding.lower().replace("-", "") != "utf8":
         return "ascii"
     return "block" if environ.get("TERM") == "linux" else "braille"
+
+
+def environment_at_start() -> dict[str, str]:
+    """Return the environment with the locale that the user chose.
+
+    Where that is C, Python sets ``LC_CTYPE`` to a UTF-8 locale (PEP 538) and claims UTF-8. The terminal does not change by that.
+    """
+    environ = dict(os.environ)
+    try:
+        initial = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return environ
+    if not any(entry.startswith(b"LC_CTYPE=") for entry in initial):
+        environ.pop("LC_CTYPE", None)
+    return environ
+
+
+def _locale_name(environ: Mapping[str, str]) -> str:
+    """Return the locale of characters by POSIX's order of variables; empty if none is set."""
+    return next((name for variable in ("LC_ALL", "LC_CTYPE", "LANG") if (name := environ.get(variable))), "")
 
 
 class PlainCharacters(LineFilter):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import msgspec
 import pytest
 from rich.text import Text
@@ -138,6 +142,8 @@ def test_glyphs_follow_setting_locale_and_terminal() -> None:
     assert chosen_glyphs({}, "UTF-8") == "braille"
     assert chosen_glyphs({}, "ANSI_X3.4-1968") == "ascii"
     assert chosen_glyphs({"TERM": "linux"}, "utf-8") == "block"
+    assert chosen_glyphs({"LANG": "C"}, "utf-8") == chosen_glyphs({"LC_ALL": "POSIX", "LANG": "en_US.UTF-8"}, "utf-8") == "ascii"
+    assert chosen_glyphs({"LC_CTYPE": "C.UTF-8", "LANG": "C"}, "utf-8") == "braille"
     assert chosen_glyphs({"SO_TUI_GLYPHS": "block"}, "ascii") == "block"
     assert chosen_glyphs({"SO_TUI_GLYPHS": "nonsense"}, "utf-8") == "braille"
 
@@ -196,3 +202,11 @@ def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None
             same = thumb_top(rows, lines) == thumb_top(rows, lines + 1)
             assert not same or drawn(rows, lines) == drawn(rows, lines + 1), (rows, lines)
     assert len({thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, "a long log's hardly ever moves"
+
+
+@pytest.mark.parametrize(("variables", "expected"), [({"LANG": "C"}, "ascii"), ({"LANG": "C.UTF-8"}, "braille"), ({}, "braille")])
+def test_pythons_own_locale_is_not_taken_for_the_terminals(variables: dict[str, str], expected: str) -> None:
+    code = "from so_tui.ui.glyphs import *; print(chosen_glyphs(environment_at_start()))"
+    kept = {name: value for name, value in os.environ.items() if name != "LANG" and not name.startswith(("LC_", "SO_TUI_GLYPHS", "TERM"))}
+    done = subprocess.run([sys.executable, "-c", code], env=kept | variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
