@@ -10,11 +10,12 @@ import time
 from array import array
 
 import pytest
+from rich.style import Style
 
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Ema, Line, Series
 from so_tui.ui.text import significant
-from so_tui.ui.widgets.drawing import axis_row, gutter_text, x_text
+from so_tui.ui.widgets.drawing import Mark, axis_row, gutter_text, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
 
 
@@ -147,11 +148,7 @@ def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
 
 
 def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
-    from rich.style import Style
-
     styles = {role: Style() for role in ("axis", "label", "mark")}
-    from so_tui.ui.widgets.drawing import Mark
-
     axis = Axis("step", 0.0, 1000.0)
     plain = "".join(segment.text for segment in axis_row(axis, 60, [], styles))
     assert len(plain) == 60
@@ -166,7 +163,6 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
 @pytest.mark.parametrize("lasted_s", [8, 40, 90, 100, 610, 5400, 40_000, 90_000, 400_000, 3_000_000])
 @pytest.mark.parametrize("width", [29, 47, 110])
 def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -> None:
-    from rich.style import Style
 
     from so_tui.ui.widgets.drawing import Mark
 
@@ -188,6 +184,17 @@ def test_gutter_names_no_two_rows_that_touch() -> None:
     assert all(len(text) == 7 for text in texts)
     assert len(named) >= 2
     assert min(second - first for first, second in itertools.pairwise(named)) > 1
+
+
+def test_hundreds_of_marks_leave_the_axis_its_labels() -> None:
+    styles = dict.fromkeys(("axis", "label", "mark"), Style())
+    axis = Axis("step", 1, 10_000)
+    for width in (40, 80, 200):
+        plain = "".join(segment.text for segment in axis_row(axis, width, [], styles))
+        marks = [Mark(float(step), 0.0, "◆", "mark") for step in range(20, 10_000, 20)]
+        crowded = "".join(segment.text for segment in axis_row(axis, width, marks, styles))
+        assert crowded.replace("◆", "─") == plain
+        assert crowded.count("◆") >= width // 3
 
 
 def test_labels_of_small_values_keep_their_leading_digits() -> None:

@@ -95,10 +95,18 @@ def plot_rows(
 
 
 def axis_row(axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]) -> list[Segment]:
-    """Return the x axis: a thin rule with round values and marks."""
+    """Return the x axis: a thin rule with round values and marks.
+
+    Labels keep off the marks, unless many marks leave no room for two: then those that labels cover are not drawn.
+    """
     cells: list[tuple[str, str]] = [("─", "axis")] * width
     marked = {_column(axis, x, width): mark for mark in marks if axis.low <= (x := mark.at(axis)) <= axis.high}
-    for start, label in _labels(axis, width, marked.keys()):
+    labels = _labels(axis, width, marked.keys())
+    if len(labels) < 2 and len(marked) > width // 8:
+        labels = _labels(axis, width, ())
+        covered = {column for start, label in labels for column in range(start, start + len(label))}
+        marked = {column: mark for column, mark in marked.items() if column not in covered}
+    for start, label in labels:
         for offset, character in enumerate(label[: width - start]):
             cells[start + offset] = (character, "label")
     for column, mark in marked.items():
