@@ -20,6 +20,7 @@ from so_tui.machine.types import SCHEMA, Machine
 from so_tui.spec.errors import InputError, Problem
 from so_tui.trust.decoding import NotTextError, TooDeepError, read_json
 from so_tui.trust.reading import UnfitFileError
+from so_tui.units import thousands
 
 _REMEDY = "Write one on that machine with `so-tui inspect --json > FILE`."
 
@@ -68,8 +69,8 @@ def _too_large(machine: Machine) -> str | None:
     if len(machine.numa_nodes) > _MOST_NODES:
         return f"{len(machine.numa_nodes)} NUMA nodes"
     if len(cpus) > 3 * _MOST_CPUS or any(not 0 <= cpu < _MOST_CPUS for cpu in cpus):
-        return f"a CPU beyond {_MOST_CPUS:,}"
-    return f"a size above {_MOST_BYTES:,} bytes" if any(size is not None and size > _MOST_BYTES for size in sizes) else None
+        return f"a CPU beyond {thousands(_MOST_CPUS)}"
+    return f"a size above {thousands(_MOST_BYTES)} bytes" if any(size is not None and size > _MOST_BYTES for size in sizes) else None
 
 
 def _problem(code: str, path: Path | str, message: str) -> InputError:

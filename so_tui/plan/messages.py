@@ -11,7 +11,7 @@ from so_tui.model.activations import Policy
 from so_tui.plan import facts
 from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvice, NodeNeed, Remedy, Shortage
 from so_tui.trust.printable import printable_line
-from so_tui.units import memory_size
+from so_tui.units import memory_size, thousands
 
 if TYPE_CHECKING:
     from so_tui.plan.constants import SpeedSource
@@ -184,8 +184,8 @@ def _choice(fact: Choice) -> str:
             text = f"clipping: {much} for the gradient norm; second states take {memory_size(fact.bytes)} a rank"
             return f"{text}. Steps above the limit take {fact.held_back_step_s:.2f} s" if fact.held_back_step_s else text
         case facts.TokensReached():
-            each = f"{fact.tokens:,}, {fact.tokens_per_pass:,} in each micro-batch of all ranks"
-            return f"accumulation {fact.accumulation} comes nearest to {fact.target:,} tokens a step: {each}"
+            each = f"{thousands(fact.tokens)}, {thousands(fact.tokens_per_pass)} in each micro-batch of all ranks"
+            return f"accumulation {fact.accumulation} comes nearest to {thousands(fact.target)} tokens a step: {each}"
         case facts.ModeWithoutGpu(mode="superoffload"):
             return "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
         case facts.ModeWithoutGpu():
@@ -302,7 +302,7 @@ def _caution(fact: Caution) -> str:
             return fact.text
         case facts.LargerSteps():
             waits = f"a step of {fact.step_s:.2f} s waits {fact.exposed_optimizer_s:.2f} s for the optimizer"
-            larger = f"{fact.times} times the tokens in a step ({fact.tokens:,}; {fact.key} = {fact.value})"
+            larger = f"{fact.times} times the tokens in a step ({thousands(fact.tokens)}; {fact.key} = {fact.value})"
             return f"{waits}: with {larger} {fact.faster:.1f} times as many tokens a second would be trained"
         case facts.MoreGpusKeepMargin():
             return f"{fact.gpus} GPUs of this machine leave the margin"

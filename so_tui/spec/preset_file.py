@@ -14,6 +14,7 @@ from so_tui.spec.types import RunSpec
 from so_tui.spec.wording import shown, some
 from so_tui.trust.decoding import TooDeepError, decode_toml
 from so_tui.trust.reading import Unfit, UnfitFileError, read_bounded
+from so_tui.units import thousands
 
 Origin = Literal["built-in", "user", "file"]
 
@@ -42,8 +43,8 @@ def read_source(path: Path, origin: Origin) -> Source:
     except UnfitFileError as error:
         if path.is_dir():
             raise InputError([no_preset(path, "is a folder, not a preset")]) from None
-        remedy = f"A preset is a regular file of at most {LARGEST_BYTES:,} bytes."
-        message = "is a pipe or a device" if error.unfit is Unfit.NOT_A_FILE else f"is larger than {LARGEST_BYTES:,} bytes"
+        remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
+        message = "is a pipe or a device" if error.unfit is Unfit.NOT_A_FILE else f"is larger than {thousands(LARGEST_BYTES)} bytes"
         raise _unreadable(error.unfit.value, path, message, remedy) from None
     except TooDeepError as error:
         raise _unreadable("too-deep", path, f"is not a preset: {error}", "Write each section at the top level: [model], [data].") from None

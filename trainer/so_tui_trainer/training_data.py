@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.units import thousands
 from so_tui_trainer.data import cache, tokens
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Documents
@@ -86,7 +87,7 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
     """Tokenise on rank 0, and read on all ranks."""
 
     def progress(rows: int, total: int) -> None:
-        on_progress(f"tokenising the data, {rows:,} of {total:,} rows")
+        on_progress(f"tokenising the data, {thousands(rows)} of {thousands(total)} rows")
 
     folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path)
     documents = cache.read(folder, spec.data)

@@ -138,9 +138,9 @@ def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
 
 def _worker_texts(record: StepRecord) -> list[Content]:
     """Return what the Adam worker did, the longest text first: its time and rate; steps it took too early and redid, or skipped."""
-    pieces = [f"skipped {record.skipped_steps:,}"] if record.skipped_steps else []
+    pieces = [f"skipped {thousands(record.skipped_steps)}"] if record.skipped_steps else []
     if record.redone_steps:
-        pieces.insert(0, f"redone {record.redone_steps:,}")
+        pieces.insert(0, f"redone {thousands(record.redone_steps)}")
     texts = [pieces] if pieces else []
     if record.adam_busy_s and record.adam_bytes_per_s:
         texts.insert(0, [f"Adam {duration(record.adam_busy_s)} at {record.adam_bytes_per_s / 1e9:.0f} GB/s", *pieces])

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from so_tui.spec import RunSpec
+from so_tui.units import thousands
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
@@ -91,7 +92,7 @@ def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
         except StopIteration as end:
             folder: Path = end.value
             return folder
-        yield {"message": f"tokenised {rows:,} of {total:,} rows", "done_rows": rows, "total_rows": total}
+        yield {"message": f"tokenised {thousands(rows)} of {thousands(total)} rows", "done_rows": rows, "total_rows": total}
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:

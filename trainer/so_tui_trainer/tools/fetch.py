@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from so_tui.spec import RunSpec, resolve_source
-from so_tui.units import disk_size
+from so_tui.units import disk_size, thousands
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.hub import missing_files, remote_files
 
@@ -38,7 +38,7 @@ def fetch(request: Answer) -> Iterator[Answer]:
     yield {"message": f"tokenizer of {spec.model.tokenizer or spec.model.id}: ready"}
     other = evaluation_spec(spec)
     for opened in (*open_sources(spec.data), *(open_sources(other.data) if other else ())):
-        yield {"message": f"data: {len(opened.rows):,} rows of {opened.source.source} ready"}
+        yield {"message": f"data: {thousands(len(opened.rows))} rows of {opened.source.source} ready"}
     yield {"message": f"everything for {spec.name} is downloaded", "bytes": total, "done": True}
 
 

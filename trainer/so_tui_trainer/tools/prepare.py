@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from so_tui.units import thousands
 from so_tui_trainer.tools import build_ops
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.fetch import fetch
@@ -41,7 +42,7 @@ def prepare(request: Answer) -> Iterator[Answer]:
         if part is not None:
             documents = cache.read(tokens.prepare(part), part.data)
             divide(documents, part)
-            yield {"message": f"data: {documents.counts.rows:,} rows tokenised"}
+            yield {"message": f"data: {thousands(documents.counts.rows)} rows tokenised"}
     yield {"message": "compiling the CPU kernels (a minute, the first time)"}
     built = build_ops.build()
     yield {"message": f"CPU kernels: {built['cpu_adam']} ({built['seconds']} s)"}
