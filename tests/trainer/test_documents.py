@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,10 @@ def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path
 def test_weights_that_no_epoch_can_have_are_refused(tmp_path: Path) -> None:
     many = lines(tmp_path, [ROWS["alpaca"]] * 40, "many.jsonl")
     few = lines(tmp_path, [ROWS["messages"]], "few.jsonl")
-    documents = documents_of(tmp_path, f'[{{source = "{many}", weight = 0.001}}, {{source = "{few}"}}]')
-    problem = refusal(lambda: documents.epoch(42))
-    assert (problem.code, problem.value) == ("data-weight-too-large", f"weight 1 of {few}")
+    for weight in ("0.001", "1e-308"):  # the latter in infinitely many rounds
+        documents = documents_of(tmp_path, f'[{{source = "{many}", weight = {weight}}}, {{source = "{few}"}}]')
+        problem = refusal(partial(documents.epoch, 42))
+        assert (problem.code, problem.value) == ("data-weight-too-large", f"weight 1 of {few}")
     assert len(documents_of(tmp_path, f'[{{source = "{many}", weight = 0.005}}, {{source = "{few}"}}]').epoch(42)) == 8040
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from so_tui.spec import InputError, Problem
-from so_tui.units import thousands
+from so_tui.units import significant, thousands
 
 MAX_ROUNDS = 10_000
 """How often an epoch may repeat a document. A weight that exceeds it is a mistake, and the epoch would not fit into memory."""
@@ -116,7 +116,7 @@ class Documents(NamedTuple):
         most, part = max(per_document, key=lambda pair: pair[0])
         rounds = most / min(weight for weight, _ in per_document)
         if rounds > MAX_ROUNDS:
-            times = f"{thousands(round(rounds))} times; the limit is {thousands(MAX_ROUNDS)}"
+            times = f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}"
             message = f"an epoch, which uses every row of every source, would repeat its rows {times}"
             remedy = 'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
             value = f"weight {part.weight:g} of {part.source}"
