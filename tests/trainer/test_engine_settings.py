@@ -13,7 +13,7 @@ from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters
 from so_tui.spec import find_preset, with_values
 from so_tui.spec.types import RunSpec
-from so_tui_trainer.engine_settings import engine_settings
+from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 from tests.support.engine import binding
@@ -73,6 +73,14 @@ def test_second_states_take_what_was_planned_and_no_more_than_the_host_has(monke
     assert found(with_values(planned, {"offload.speculation": "off"}), None) == 0
     assert found(with_values(planned, {"offload.speculation": "auto"}), None) == 20 * 2**30
     assert found(with_values(run, {"offload.speculation": "auto"}), None) == 0
+
+
+def test_only_our_engine_with_clipping_is_given_second_states() -> None:
+    run = spec(offload__engine="so-tui", offload__speculation="on", offload__speculation_gib="20")
+    assert planned_speculation_bytes(run) == 20 * 2**30
+    for change in ({"offload.engine": "deepspeed"}, {"offload.mode": "gpu"}, {"train.gradient_clipping": "0"}):
+        other = with_values(run, change)
+        assert planned_speculation_bytes(other) == engine_settings(other, binding()).speculation_bytes == 0
 
 
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:

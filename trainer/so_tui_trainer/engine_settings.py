@@ -6,8 +6,10 @@ from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
-from so_tui.model.sharding import run_ahead_parameters, speculation_bytes, state_bytes
+from so_tui.model.sharding import run_ahead_parameters, state_bytes
 from so_tui.plan.fit import HOST_MARGIN
+from so_tui.plan.speculation import BYTES as SECOND_STATES_BYTES
+from so_tui.plan.speculation import can_speculate
 from so_tui.plan.types import RankBinding
 from so_tui.spec.types import RunSpec
 from superoffload.errors import OffloadError
@@ -43,19 +45,26 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
     )
 
 
+def planned_speculation_bytes(spec: RunSpec) -> int:
+    """Return the host memory that the plan gives to second states on each rank; 0 where there are none."""
+    offload = spec.offload
+    given = int(offload.speculation_gib * 2**30)
+    if not can_speculate(spec) or (offload.speculation == "auto" and not given):  # the planner has found the memory for ``auto``
+        return 0
+    return given or SECOND_STATES_BYTES * _cpu_numel(spec)
+
+
 def _speculation_bytes(spec: RunSpec) -> int:
     """Return the host memory for second sets of states: as planned, less where other processes hold memory that the plan counted on.
 
     Results do not depend on it, so a run on a host that is fuller than planned is slower and does not fail.
     """
-    offload = spec.offload
-    given = int(offload.speculation_gib * 2**30)
-    if offload.speculation == "off" or (offload.speculation == "auto" and not given):  # the planner has found the memory for ``auto``
-        return 0
-    layout = profile_of(spec.model).layout(spec.ranks, offload)
-    planned = given or speculation_bytes(WEIGHT_BYTES) * layout.cpu_numel
-    available = available_bytes(SystemFiles())
-    if available is None:
+    planned, available = planned_speculation_bytes(spec), available_bytes(SystemFiles())
+    if not planned or available is None:
         return planned
-    states = state_bytes(WEIGHT_BYTES, accumulates=spec.gradient_accumulation_steps > 1) * layout.cpu_numel
+    states = state_bytes(WEIGHT_BYTES, accumulates=spec.gradient_accumulation_steps > 1) * _cpu_numel(spec)
     return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks) - states))
+
+
+def _cpu_numel(spec: RunSpec) -> int:
+    return profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel

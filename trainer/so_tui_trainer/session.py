@@ -38,7 +38,7 @@ from so_tui.spec import RunSpec
 from so_tui.units import memory_size
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError, SupersededError
-from so_tui_trainer.engine_settings import engine_settings
+from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
 from so_tui_trainer.failures import Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -258,13 +258,13 @@ class Session:
         )
 
     def _warn_of_fewer_second_states(self, settings: Settings) -> None:
-        planned = int(self.spec.offload.speculation_gib * 2**30)
-        if self.spec.offload.speculation == "off" or settings.speculation_bytes >= planned or not self.spec.train.gradient_clipping:
+        planned = planned_speculation_bytes(self.spec)
+        if settings.speculation_bytes >= planned:
             return
         self._warn(
             "second-states-reduced",
-            f"clipping: second states get {memory_size(settings.speculation_bytes)} of the planned {memory_size(planned)}, because other "
-            "processes hold memory of this host",
+            f"clipping: second states get {memory_size(settings.speculation_bytes)} of the planned {memory_size(planned)}, because this "
+            "host has no more memory available",
             "Results stay the same, but more of Adam waits for the gradient norm. Free the memory and resume, or go on as it is.",
         )
 
