@@ -23,7 +23,7 @@ from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
-from so_tui.spec import RunSpec, SoTuiError, with_values
+from so_tui.spec import RunSpec, SoTuiError
 from so_tui.trust.printable import so_tui_command
 
 WARMUP_STEPS = 2
@@ -41,7 +41,7 @@ class Measured(Struct, frozen=True, kw_only=True):
     workload: Workload
     steps: int
     held_back_steps: int = 0
-    """Those in which no sub-group was stepped before the gradient norm was known, or all were stepped again."""
+    """Those without a speculative step that was final; all of them where nothing speculates."""
 
 
 def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEPS) -> RunSpec:
@@ -203,7 +203,8 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     _, predicted = predicted_of(plan.spec, machine, found.workload)
     if not plan.host_optional_bytes or not found.held_back_steps:
         return predicted
-    _, waiting = predicted_of(with_values(plan.spec, {"offload.speculation": "off"}), machine, found.workload)
+    held_back = replace(plan.spec, offload=replace(plan.spec.offload, speculation="off"))
+    _, waiting = predicted_of(held_back, machine, found.workload)
     kept = found.steps - found.held_back_steps
 
     def of_steps(name: str) -> float:

@@ -98,7 +98,7 @@ class Assessment:
     verdict: Verdict
     """By memory alone."""
     shortages: tuple[Shortage, ...]
-    speculation_is_slower: bool = False
+    speculation_gains_nothing: bool = False
     """Whether there was memory for second sets of states, but they would make the step no faster."""
 
     @property
@@ -117,11 +117,11 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     terms = _terms(placement, target)
     demand = demand_of(terms, target.resources.nodes)
     second = second_states(placement, partial(_host_room, demand, target.resources))
-    is_slower = False
+    gains_nothing = False
     if second:
         speculative = replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
-        is_slower = spec.offload.speculation == "auto" and _is_slower(_step(speculative, target), _step(placement, target))
-    if second and not is_slower:
+        gains_nothing = spec.offload.speculation == "auto" and _gains_nothing(_step(speculative, target), _step(placement, target))
+    if second and not gains_nothing:
         placement = speculative
         terms = (*terms, second.term)
         demand = demand_of(terms, target.resources.nodes)
@@ -136,12 +136,12 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         demand=demand,
         verdict=verdict,
         shortages=shortages,
-        speculation_is_slower=is_slower,
+        speculation_gains_nothing=gains_nothing,
     )
 
 
-def _is_slower(speculative: StepTime | None, held_back: StepTime | None) -> bool:
-    """Return whether stepping before the norm is known gains nothing.
+def _gains_nothing(speculative: StepTime | None, held_back: StepTime | None) -> bool:
+    """Return whether a step is no faster where sub-groups are stepped before the norm is known.
 
     With gradient accumulation only the worker sees whole gradients. Where it is slow, speculation makes the norm itself late.
     """

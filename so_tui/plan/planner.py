@@ -297,7 +297,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
 
 def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     """Return why a spec does not speculate, if it does not."""
-    if found.speculation_is_slower:
+    if found.speculation_gains_nothing:
         return "slower"
     given = found.spec.offload.speculation_gib * 2**30
     smallest = SECOND_STATES_BYTES * min(group.numel for group in found.layout.sub_groups if group.device == "cpu")

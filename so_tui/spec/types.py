@@ -271,7 +271,8 @@ class OffloadSpec(Spec, frozen=True):
         Literal["auto", "on", "off"],
         Meta(
             description="With gradient clipping: step sub-groups before the gradient norm is known, and again if it exceeds the limit. "
-            "Results are the same. It takes 14 bytes of host memory per parameter; `auto` uses what the run leaves."
+            "Results are the same. It takes 14 bytes of host memory per parameter; `auto` uses what the run leaves, where that makes steps "
+            "faster."
         ),
     ] = "auto"
     speculation_gib: Annotated[
