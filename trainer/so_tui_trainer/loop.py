@@ -9,12 +9,12 @@ import torch
 from msgspec import Struct
 
 import superoffload
+from so_tui import units
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.checkpoints import checkpoints_folder
 from so_tui.runs.manifest import run_id
 from so_tui.runs.records import PhaseRecord, StepRecord, WarningRecord
-from so_tui.units import thousands
 from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.clocks import StepClock
@@ -270,6 +270,6 @@ class Loop:
 
 def _line(record: StepRecord, total_steps: int) -> str:
     norm = "" if record.gradient_norm is None else f"  gradient norm {record.gradient_norm:.3g}"
-    tokens_per_s = thousands(round(record.useful_tokens_per_s_total))
-    speed = f"{tokens_per_s} tokens/s  {record.model_tflops_per_gpu:.4g} TFLOPS/GPU  {record.step_s:.3f} s"
+    tokens = units.rate(record.useful_tokens_per_s_total)
+    speed = f"{tokens} tokens/s  {record.model_tflops_per_gpu:.4g} TFLOPS/GPU  {record.step_s:.3f} s"
     return f"step {record.step}/{total_steps}  loss {record.loss:.4f}{norm}  {speed}"
