@@ -45,7 +45,7 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
     library = str(kernel.library())
     step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     for weight_bytes, label in ((2, "bf16"), (4, "fp32")):
-        size = worker.MemorySize((numel,), weight_bytes, True, (0,))
+        size = worker.MemorySize(((worker.Segment(numel),),), weight_bytes, True, (0,))
         memory = mmap.mmap(-1, worker.layout(size).bytes)
         ours = worker.Kernel(library, memory, size)
         accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
@@ -58,7 +58,14 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
         first_moment = np.frombuffer(memory, np.float32, numel, worker.layout(size).states[0].first_moment[0])
         first_moment[: int(AGED_FRACTION * numel)] = np.finfo(np.float32).smallest_subnormal
         timed(f"ours-step-{label}-aged", 24 + 2 * weight_bytes, partial(ours.run, step))
-        del first_moment
+        del first_moment, ours, memory
+    for moments, bytes_moved in ((worker.Moments.BF16, 20), (worker.Moments.INT8, 16)):
+        size = worker.MemorySize(((worker.Segment(numel),),), 2, False, (0,), moments)
+        ours = worker.Kernel(library, mmap.mmap(-1, worker.layout(size).bytes), size)
+        ours.run(worker.Command(worker.Operation.INITIALIZE, 0))
+        speculative = step._replace(operation=worker.Operation.SPECULATE)
+        for operation, command in (("step", step), ("speculate", speculative)):
+            timed(f"ours-{operation}-{moments.name.lower()}-moments", bytes_moved, partial(ours.run, command))
     theirs = CPUAdamBuilder().load()
     theirs.create_adam(0, 1e-5, 0.9, 0.999, 1e-8, 0.01, True, False)
     master_weights, first, second, gradient = (torch.zeros(numel) for _ in range(4))

@@ -166,6 +166,7 @@ def spec_of(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
         "train.gradient_clipping": str(1000 * setting.clipping),
         "offload.mode": setting.mode,
         "offload.ratio": str(setting.ratio),
+        "offload.states": setting.states,
         "offload.cpu_adam_cores_fraction": str(setting.cores),
         "model.activation_checkpointing": setting.kept,
     }

@@ -38,10 +38,14 @@ class Setting:
     kept: str = "full"
     clipping: float = 1.0
     cores: float = 0.9
+    states: str = "fp32"
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        values = asdict(self)
+        if self.states == "fp32":
+            del values["states"]  # rows from before there were other formats keep their keys
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 OFFLOAD, ZERO, GPU = "superoffload", "zerooffload", "gpu"
@@ -62,6 +66,12 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("4b", ZERO, 2, ratio=0.5),
         Setting("4b", OFFLOAD, 2, micro_batch=8),
         Setting("8b", OFFLOAD, 2, micro_batch=2, ratio=0.7, kept="selective", clipping=0.0),
+    ),
+    "states": (
+        Setting("4b", OFFLOAD, 1),
+        Setting("4b", OFFLOAD, 1, states="bf16-moments"),
+        Setting("4b", OFFLOAD, 1, states="int8-moments"),
+        Setting("1.7b", OFFLOAD, 1, micro_batch=2, ratio=1.0, kept="selective", accumulation=2, states="int8-moments"),
     ),
     "check": (
         Setting("4b", OFFLOAD, 1),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Literal
 
 OWN_LARGEST_BUCKET = 100_000_000
 """Most parameters in a reduce bucket of the project's own engine."""
@@ -63,14 +64,26 @@ def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
     return bisect_right(list(accumulate(numels)), budget)
 
 
-def state_bytes(weight_bytes: int, *, accumulates: bool) -> int:
+StatesFormat = Literal["fp32", "bf16-moments", "int8-moments"]
+"""Format of Adam's states in host memory. Master weights are always fp32."""
+
+MOMENT_BLOCK = 128
+"""8-bit moments with a common exponent."""
+
+
+def moments_bytes(states: StatesFormat) -> float:
+    """Return the bytes per parameter of both moments, with a byte for every block of 8-bit moments."""
+    return {"fp32": 8.0, "bf16-moments": 4.0, "int8-moments": 2 + 2 / MOMENT_BLOCK}[states]
+
+
+def state_bytes(weight_bytes: int, states: StatesFormat, *, accumulates: bool) -> float:
     """Return the host memory per parameter of the engine's states: master weight, two moments, staging buffer, summed gradient."""
-    return 12 + weight_bytes + (4 if accumulates else 0)
+    return 4 + moments_bytes(states) + weight_bytes + (4 if accumulates else 0)
 
 
-def speculation_bytes(weight_bytes: int) -> int:
+def speculation_bytes(weight_bytes: int, states: StatesFormat) -> float:
     """Return the host memory per parameter of a second set of states: master weight, two moments, and the new weight."""
-    return state_bytes(weight_bytes, accumulates=False)
+    return state_bytes(weight_bytes, states, accumulates=False)
 
 
 def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:

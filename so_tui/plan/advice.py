@@ -9,11 +9,13 @@ from typing import cast
 
 import msgspec
 
-from so_tui.plan.alternatives import less_speculation, more_gpus, more_recomputation, shorter_sequences, smaller_batches
+from so_tui.model.sharding import moments_bytes
+from so_tui.plan.alternatives import compact_states, less_speculation, more_gpus, more_recomputation, shorter_sequences, smaller_batches
 from so_tui.plan.facts import (
     Caution,
     Change,
     ClippingWaits,
+    CompactStatesFit,
     FasterOffload,
     FitsHere,
     GpuMemoryUnknown,
@@ -56,7 +58,9 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool = False) -> Iterat
     """
     if not searched and (fitting := _fitting_here(spec, target)) is not None:
         yield fitting
-    elif not target.resources.has_gpu:
+        return
+    yield from _fitting_with_compact_states(spec, target)
+    if not target.resources.has_gpu:
         yield OtherMachineNeeded()
     elif (larger := _fitting_on_more_gpus(spec, target)) is not None:
         yield larger
@@ -81,6 +85,16 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     batch = Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch)
     steps = Change("train.gradient_accumulation", spec.gradient_accumulation_steps, smaller.spec.gradient_accumulation_steps)
     return FitsHere(changes=(batch, steps))
+
+
+def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[CompactStatesFit]:
+    """Yield the most exact format of the moments with which it fits on the same GPUs, where fp32 moments do not."""
+    for alternative in compact_states(spec):
+        found, states = best(alternative.spec, target), alternative.spec.offload.states
+        if found.verdict != "does not fit":
+            each = moments_bytes(spec.offload.states) - moments_bytes(states)
+            yield CompactStatesFit(states=states, saved_bytes=int(each * found.layout.cpu_numel) * target.resources.ranks)
+            return
 
 
 def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:

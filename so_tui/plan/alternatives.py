@@ -20,9 +20,10 @@ from so_tui.plan.messages import message
 from so_tui.plan.placement import Placement
 from so_tui.plan.speculation import can_speculate, second_states
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import RunSpec, StatesFormat
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
@@ -50,6 +51,7 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from less_speculation(spec, "off")
         yield from less_offload(spec)
         yield from no_accumulation(spec)
+        yield from compact_states(spec)
 
 
 def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[Alternative]:
@@ -117,6 +119,14 @@ def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator
     """Yield second states as far as the host has memory, or none, where the spec asks for them whatever the host has."""
     if can_speculate(spec) and spec.offload.speculation == "on":
         yield _changed(spec, "offload", speculation=instead)
+
+
+def compact_states(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield smaller formats of the moments in host memory, where our engine has them there."""
+    offload = spec.offload
+    if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
+        for states in _FORMATS[_FORMATS.index(offload.states) + 1 :]:
+            yield _changed(spec, "offload", states=states)
 
 
 def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from so_tui.model.activations import Policy
 from so_tui.spec.errors import Problem
+from so_tui.spec.types import StatesFormat
 
 Mode = Literal["superoffload", "zerooffload", "gpu"]
 """Offload modes once ``auto`` is decided."""
@@ -111,6 +112,14 @@ class FitsHere(_Fact, frozen=True):
     """Changes with which the run fits on the same GPUs."""
 
     changes: tuple[Change, ...]
+
+
+class CompactStatesFit(_Fact, frozen=True):
+    """A format of the moments in host memory with which the run fits on the same GPUs. Losses differ slightly from those with fp32."""
+
+    states: StatesFormat
+    saved_bytes: int
+    """Of host memory, on all ranks of this machine."""
 
 
 class MoreGpusFit(_Fact, frozen=True):
@@ -346,7 +355,7 @@ class MoreGpusKeepMargin(_Fact, frozen=True):
 
 Blocker = AmdGpu | ModeNeedsGpu | EngineNeedsGpu | TooFewGpus | NoSuchGpu | NotBindable
 Need = Shortage | MemoryNeeded
-Remedy = FitsHere | MoreGpusFit | LargerHostFits | MoreMachinesFit | OtherMachineNeeded
+Remedy = FitsHere | CompactStatesFit | MoreGpusFit | LargerHostFits | MoreMachinesFit | OtherMachineNeeded
 Choice = (
     AutoMode
     | AutoCheckpointing

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from so_tui.model.activations import policy_of
 from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
+from so_tui.model.sharding import StatesFormat, moments_bytes
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
 from so_tui.plan.constants import constants
 from so_tui.plan.host_memory import disk_terms, host_terms, shared_terms
@@ -22,6 +23,11 @@ from so_tui.plan.terms import ACTIVATION_STACK, Formula, Location, MemoryTerm, P
 LOST_EXPERT_TENSORS = 3
 """GPU memory lost between activations as large as the gradients of a layer's experts, in multiples of the largest of these tensors.
 Measured in mixtures of experts on an H200."""
+_MOMENTS: dict[StatesFormat, str] = {
+    "fp32": "two fp32 moments",
+    "bf16-moments": "two bf16 moments",
+    "int8-moments": "two 8-bit moments and their exponents",
+}
 _STORED_PHASES: tuple[Phase, ...] = ("loss", "backward")
 """Phases in which activations are stored."""
 
@@ -80,17 +86,18 @@ def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     layout, moved, buffer = placement.layout, placement.layout.cpu_numel, placement.gradient_bytes
     weights = Formula("4 B x {} (fp32 weights)", (moved,))
     yield MemoryTerm(TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights)
-    moments = MemoryTerm(TermKind.MOMENTS, "node", layout.moments_bytes("cpu"), "exact", Formula("8 B x {} (two fp32 moments)", (moved,)))
     if own_engine(placement.spec):
         yield MemoryTerm(TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula("2 B x {} (bf16 gradients, then weights)", (moved,)))
         if placement.spec.gradient_accumulation_steps > 1:
             yield MemoryTerm(
                 TermKind.ACCUMULATED_GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32)", (moved,))
             )
-        yield moments
+        states = placement.spec.offload.states
+        formula = Formula("{} B x {} ({})", (f"{moments_bytes(states):g}", moved, _MOMENTS[states]))
+        yield MemoryTerm(TermKind.MOMENTS, "node", int(moments_bytes(states) * moved), "exact", formula)
         return
     yield MemoryTerm(TermKind.GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32), pinned", (moved,)))
-    yield moments
+    yield MemoryTerm(TermKind.MOMENTS, "node", layout.moments_bytes("cpu"), "exact", Formula("8 B x {} (two fp32 moments)", (moved,)))
     partition = buffer * layout.numel
     yield MemoryTerm(
         TermKind.GRADIENT_PARTITION, "node", partition, "exact", Formula("{} B x {}, pinned, of any ratio", (buffer, layout.numel))

@@ -125,6 +125,11 @@ def _remedy(fact: Remedy) -> str:
     match fact:
         case facts.FitsHere():
             return " with ".join(f"{change.key} = {_setting(change)}" for change in fact.changes) + " fits here"
+        case facts.CompactStatesFit():
+            return (
+                f'offload.states = "{fact.states}" fits here: {memory_size(fact.saved_bytes)} less host memory, for moments that are '
+                "rounded, so losses differ slightly"
+            )
         case facts.MoreGpusFit():
             return f"{fact.gpus} GPUs of this machine fit the run{_with_micro_batch(fact.micro_batch)}"
         case facts.LargerHostFits():

@@ -25,8 +25,7 @@ from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step
 from so_tui.plan.messages import message, pool_name, speed_source_text
 from so_tui.plan.resources import Gpus, Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, rate, with_fitting_cores
-from so_tui.plan.speculation import BYTES as SECOND_STATES_BYTES
-from so_tui.plan.speculation import can_speculate
+from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import Mode, Plan, PlanRow
 from so_tui.plan.workload import Workload, seen
@@ -286,7 +285,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     if can_speculate(found.spec) and found.layout.cpu_numel:
         second = _second_states_bytes(found)
         held_back = held_back_step(found) if second else None
-        share = second / (SECOND_STATES_BYTES * found.layout.cpu_numel)
+        share = min(1.0, second / (second_states_bytes(found.spec) * found.layout.cpu_numel))
         seconds = held_back.total_s if held_back else None
         yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if target := spec.train.tokens_per_step:
@@ -300,7 +299,7 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     if found.speculation_gains_nothing:
         return "slower"
     given = found.spec.offload.speculation_gib * 2**30
-    smallest = SECOND_STATES_BYTES * min(group.numel for group in found.layout.sub_groups if group.device == "cpu")
+    smallest = second_states_bytes(found.spec) * min(group.numel for group in found.layout.sub_groups if group.device == "cpu")
     return "budget" if 0 < given < smallest else "memory"
 
 

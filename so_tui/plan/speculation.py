@@ -5,6 +5,7 @@ The host's memory goes to the states first, then to what a run needs beside them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
@@ -15,9 +16,6 @@ from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.terms import Formula, MemoryTerm, TermKind
 from so_tui.spec.types import RunSpec
 
-BYTES = speculation_bytes(WEIGHT_BYTES)
-"""Per parameter."""
-
 
 class SecondStates(Struct, frozen=True):
     """The sub-groups of one rank that have a second set of states."""
@@ -26,15 +24,21 @@ class SecondStates(Struct, frozen=True):
     numel: int
     budget_bytes: int
     """What they may take, and what they were chosen for: with the same budget, the engine chooses the same."""
+    parameter_bytes: float
 
     @property
     def bytes(self) -> int:
-        return BYTES * self.numel
+        return int(self.parameter_bytes * self.numel)
 
     @property
     def term(self) -> MemoryTerm:
-        formula = Formula("{} B x {} (a second set of states and weights)", (BYTES, self.numel))
+        formula = Formula("{} B x {} (a second set of states and weights)", (f"{self.parameter_bytes:g}", self.numel))
         return MemoryTerm(TermKind.SECOND_STATES, "node", self.bytes, "exact", formula)
+
+
+def second_states_bytes(spec: RunSpec) -> float:
+    """Return the bytes per parameter of a second set of states."""
+    return speculation_bytes(WEIGHT_BYTES, spec.offload.states)
 
 
 def can_speculate(spec: RunSpec) -> bool:
@@ -56,11 +60,12 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     if spec.offload.speculation == "auto":
         most.append(max(0, room()))
     groups = _in_order_of_use(placement)
-    budget = min(*most, BYTES * placement.layout.cpu_numel) if most else BYTES * placement.layout.cpu_numel
-    found = [groups[position] for position in speculating([group.numel for group in groups], budget // BYTES)]
+    each = second_states_bytes(spec)
+    budget = min([*most, math.ceil(each * placement.layout.cpu_numel)])
+    found = [groups[position] for position in speculating([group.numel for group in groups], int(budget / each))]
     if not found:
         return None
-    return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found), budget)
+    return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found), budget, each)
 
 
 def _in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:

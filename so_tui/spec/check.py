@@ -20,6 +20,7 @@ Problem codes of combinations of keys:
     missing-architecture: Random weights without ``[model.config]``.
     no-experts: A router loss for a model without experts.
     parameter-offload: ``offload.parameters = "cpu"``, which is not supported.
+    states-format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other.
     several-evaluations: Both ``held_out`` and other evaluation data are set.
     no-evaluation-data: An evaluation interval without data to evaluate on.
     no-gpu, repeated-gpu: The list of GPUs is empty, or names one twice.
@@ -177,7 +178,9 @@ def _fault(info: FieldInfo | None, value: Any, reason: str) -> tuple[str, str]:
         return "wrong-type", f"is not {info.expected}"
     if info.path == "name":
         return "invalid-name", "is not a valid name"
-    return ("out-of-range", "is out of range") if info.range_text else ("empty", "must not be empty")
+    if info.range_text:
+        return "out-of-range", "is out of range"
+    return ("invalid-text", "is not a value that this key takes") if value else ("empty", "must not be empty")
 
 
 def _has_type(info: FieldInfo, value: Any) -> bool:
@@ -203,7 +206,17 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     yield from _length_problems(train, _section(tree, "benchmark"))
     yield from _model_problems(model, train)
     yield from table_problems(model)
-    if _section(tree, "offload").get("parameters") == "cpu":
+    offload = _section(tree, "offload")
+    states = offload.get("states", "fp32")
+    if states != "fp32" and (offload.get("mode") == "zerooffload" or offload.get("engine") == "deepspeed"):
+        yield Problem(
+            code="states-format",
+            field="offload.states",
+            value=shown(states),
+            message="is not supported by DeepSpeed's optimizers, which have fp32 moments",
+            remedy='Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
+        )
+    if offload.get("parameters") == "cpu":
         yield Problem(
             code="parameter-offload",
             field="offload.parameters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
 from so_tui.plan.alternatives import batch_splits, less_gpu_memory, memory_advice, more_gpus, shorter_sequences, smaller_batches
 from so_tui.plan.facts import Change, FitsHere, MemorySaving
@@ -48,9 +49,20 @@ def test_a_target_of_tokens_needs_no_other_accumulation() -> None:
 
 
 def test_the_host_is_relieved_by_the_gpu() -> None:
-    (saving,) = memory_advice(spec_of("qwen3-14b", offload__mode="superoffload"), "node").savings
+    saving, *_ = memory_advice(spec_of("qwen3-14b", offload__mode="superoffload"), "node").savings
     assert saving.changes == (Change("offload.ratio", 0.9, 0.7),)
     assert saving.saves_bytes > 2**30
+
+
+def test_the_host_is_relieved_by_compact_moments() -> None:
+    spec = spec_of("qwen3-14b", offload__mode="superoffload")
+    _, bf16, int8 = memory_advice(spec, "node").savings
+    assert bf16.changes == (Change("offload.states", "fp32", "bf16-moments"),)
+    numel = profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel
+    assert bf16.saves_bytes == 4 * numel
+    assert int8.saves_bytes == pytest.approx(5.98 * numel, rel=1e-3)
+    theirs = spec_of("qwen3-14b", offload__mode="zerooffload")
+    assert not any(change.key == "offload.states" for saving in memory_advice(theirs, "node").savings for change in saving.changes)
 
 
 def test_offloading_is_proposed_with_its_ratio() -> None:

@@ -23,12 +23,12 @@ class States:
     """One sub-group of fp32 weights in memory of its own, and the kernel that steps it."""
 
     def __init__(self, weights: Floats) -> None:
-        size = worker.MemorySize((NUMEL,), 4, accumulate=False)
+        size = worker.MemorySize(((worker.Segment(NUMEL),),), 4, accumulate=False)
         sizes = worker.layout(size)
         memory = mmap.mmap(-1, sizes.bytes)
         with kernel.opened(kernel.library()) as descriptor:
             self._kernel = worker.Kernel(kernel.loadable(descriptor), memory, size)
-        starts = (sizes.staging, *sizes.states[0])
+        starts = (sizes.staging, *sizes.states[0][:3])
         self.staging, self.weights, self.first, self.second = (np.frombuffer(memory, np.float32, NUMEL, start[0]) for start in starts)
         self.staging[:] = weights
         self._kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))

@@ -15,6 +15,7 @@ import superoffload
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from superoffload.shared_states import MEMORY_NAME, SharedStates
+from superoffload.worker import MemorySize, Segment
 
 SHARED = Path("/dev/shm")
 
@@ -22,6 +23,10 @@ SHARED = Path("/dev/shm")
 def free_bytes() -> int:
     room = os.statvfs(SHARED)
     return room.f_bfree * room.f_frsize
+
+
+def bf16(numel: int) -> MemorySize:
+    return MemorySize(((Segment(numel),),), 2, accumulate=False)
 
 
 def own_memory() -> list[str]:
@@ -32,7 +37,7 @@ def own_memory() -> list[str]:
 
 def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
     names, free = set(SHARED.iterdir()), free_bytes()
-    states = SharedStates([4_000_000], torch.bfloat16, accumulate=False, pin=False)
+    states = SharedStates(bf16(4_000_000), torch.bfloat16, pin=False)
     for view in (states.staging(0), *states.states(0)):
         view.fill_(1.0)  # pages are allocated on the first write
     assert own_memory()
@@ -50,7 +55,7 @@ def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
 def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
     numel = 10**14
     with pytest.raises(superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory") as caught:
-        SharedStates([numel], torch.bfloat16, accumulate=False, pin=False)
+        SharedStates(bf16(numel), torch.bfloat16, pin=False)
     assert caught.value.code == "host-memory"
     available = re.search(r"only ([\d.]+) GB", str(caught.value))
     assert available is not None
@@ -64,7 +69,7 @@ def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
     try:
         with pytest.raises(superoffload.OffloadError, match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit") as caught:
-            SharedStates([30_000_000], torch.bfloat16, accumulate=False, pin=False)
+            SharedStates(bf16(30_000_000), torch.bfloat16, pin=False)
         assert caught.value.code == "host-memory-limit"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
@@ -85,5 +90,5 @@ def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     available = partial(available_bytes, SystemFiles(tmp_path))
     with pytest.raises(superoffload.OffloadError, match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available"):
-        SharedStates([300_000_000], torch.bfloat16, accumulate=False, pin=False, available_bytes=available)
-    SharedStates([250_000_000], torch.bfloat16, accumulate=False, pin=False, available_bytes=available).close()
+        SharedStates(bf16(300_000_000), torch.bfloat16, pin=False, available_bytes=available)
+    SharedStates(bf16(250_000_000), torch.bfloat16, pin=False, available_bytes=available).close()

@@ -9,7 +9,7 @@ import pytest
 import superoffload
 from so_tui.model.sharding import partition_numel
 from superoffload.errors import Mismatch
-from superoffload.resharding import overlaps
+from superoffload.resharding import cut_blocks, overlaps
 from tests.support import engine as support
 
 MODES: list[tuple[support.Mode, float]] = [
@@ -90,6 +90,21 @@ def test_the_overlaps_of_all_ranks_cover_every_parameter_once(saved_ranks: int, 
                 assert overlap.offset == len(filled)
                 filled += saved[overlap.saved_rank][overlap.saved_offset : overlap.saved_offset + overlap.numel]
             assert filled == whole[rank * shard : (rank + 1) * shard]
+
+
+@pytest.mark.parametrize(
+    ("numel", "saved_ranks", "ranks", "expected"),
+    [
+        (1024, 2, 1, [0]),  # shards of 512 end with a block
+        (1000, 2, 1, [1]),  # at element 500
+        (1000, 1, 2, [0, 0]),  # parts of a block keep its values
+        (1200, 4, 2, [1, 1]),  # at 300, 600 and 900, of which 600 stays a boundary
+        (1200, 3, 2, [1, 1]),  # at 400 and 800
+        (100, 8, 1, [1]),  # seven boundaries in one block
+    ],
+)
+def test_blocks_that_lay_in_several_shards_are_counted(numel: int, saved_ranks: int, ranks: int, expected: list[int]) -> None:
+    assert [cut_blocks(numel, saved_ranks, rank, ranks) for rank in range(ranks)] == expected
 
 
 def test_a_torn_or_missing_state_is_refused(tmp_path: Path) -> None:

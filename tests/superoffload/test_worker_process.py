@@ -17,7 +17,7 @@ from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding
 from superoffload.shared_states import MEMORY_NAME
 from superoffload.transfers import HostTransfers, Transfer
-from superoffload.worker import Command, GradientSource, Operation, bytes_moved
+from superoffload.worker import Command, GradientSource, Moments, Operation, bytes_moved
 from tests.support import engine as support
 
 
@@ -81,3 +81,7 @@ def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
     assert bytes_moved(step, 1, 2) == bytes_moved(step._replace(operation=Operation.SPECULATE), 1, 2) == ADAM_BYTES
     assert bytes_moved(step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING), 1, 2) == ADAM_BYTES + 4
     assert bytes_moved(Command(Operation.ACCUMULATE, 0), 1, 2) == ACCUMULATE_BYTES
+
+
+def test_compact_moments_save_traffic() -> None:
+    assert [bytes_moved(Command(Operation.STEP, 0), 1, 2, moments) for moments in Moments] == [28, 20, 16]

@@ -11,7 +11,7 @@ from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters
-from so_tui.spec import find_preset, with_values
+from so_tui.spec import InputError, find_preset, with_values
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
 from superoffload.errors import OffloadError
@@ -50,10 +50,23 @@ def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
         epsilon=1e-7,
         weight_decay=0.02,
         max_skipped_steps=7,
+        states="fp32",
+        seed=run.train.seed,
         adam_cpus=binding().adam_cpus,
         run_ahead_parameters=run_ahead_parameters(profile_of(run.model).largest_layer),
         available_bytes=found.available_bytes,
     )
+
+
+def test_only_our_engine_has_compact_moments() -> None:
+    ours = spec(offload__engine="so-tui", offload__states="int8-moments")
+    assert engine_settings(ours, binding()).states == "int8-moments"
+    without_offload = spec(offload__engine="so-tui", offload__states="int8-moments", offload__mode="gpu")
+    assert engine_settings(without_offload, binding()).states == "fp32"
+    for theirs in ({"offload__mode": "zerooffload", "offload__engine": "so-tui"}, {"offload__engine": "deepspeed"}):
+        with pytest.raises(InputError) as caught:
+            spec(offload__states="int8-moments", **theirs)
+        assert [problem.code for problem in caught.value.problems] == ["states-format"]
 
 
 def test_second_states_take_what_was_planned_and_no_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:

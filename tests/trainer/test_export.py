@@ -156,7 +156,10 @@ def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int
     ranks, named = 2, [(f"{PREFIX}{name}", parameter.detach()) for name, parameter in model.named_parameters()]
     groups = [named[: len(named) // 2], named[len(named) // 2 :]]
     for rank in range(ranks):
-        states = [SubGroupState("cpu", share, share, share, share, 1, lambda step: None) for share in shares(groups, rank, ranks)]
+        states = [
+            SubGroupState("cpu", share, share, lambda share=share: (share, share), lambda first, second: None, 1, lambda step: None)  # type: ignore[misc]
+            for share in shares(groups, rank, ranks)
+        ]
         members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]
         manifest = on_disk.Manifest(
             deepspeed="0.19.8",

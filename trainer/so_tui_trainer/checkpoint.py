@@ -102,20 +102,24 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
 
 
-def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> None:
+def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> int:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
     With another number of ranks the random number generators stay as seeded; only dropout uses them in training. So they do with the
     files of earlier versions, which were pickles: loading one can run any code.
 
+    Returns:
+        As ``superoffload.load_state``.
+
     Raises:
         TrainingError: A rank cannot load it; raised on all ranks.
     """
     with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
-        superoffload.load_state(engine, optimizer_folder(checkpoint))
+        cut = superoffload.load_state(engine, optimizer_folder(checkpoint))
         path = _random_file(checkpoint, ranks.rank)
         if manifest.ranks == ranks.size and path.exists():
             _restore_random_state(msgspec.msgpack.decode(read_bounded(path, _LARGEST_RANDOM_BYTES), type=_RandomState))
+    return cut
 
 
 def _random_file(checkpoint: Path, rank: int) -> Path:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
 from so_tui.plan.fit import HOST_MARGIN
-from so_tui.plan.speculation import BYTES as SECOND_STATES_BYTES
-from so_tui.plan.speculation import can_speculate
+from so_tui.plan.placement import own_engine
+from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.types import RankBinding
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import RunSpec, StatesFormat
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 
@@ -33,6 +35,8 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
         engine=offload.engine,
         ratio=offload.ratio,
         speculation_bytes=_speculation_bytes(spec),
+        states=states_format(spec),
+        seed=train.seed,
         max_skipped_steps=train.max_skipped_steps,
         learning_rate=train.learning_rate,
         beta1=train.beta1,
@@ -45,13 +49,18 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
     )
 
 
+def states_format(spec: RunSpec) -> StatesFormat:
+    """Return the format of a run's moments in host memory: DeepSpeed's optimizers have one only."""
+    return spec.offload.states if own_engine(spec) else "fp32"
+
+
 def planned_speculation_bytes(spec: RunSpec) -> int:
     """Return the host memory that the plan gives to second states on each rank; 0 where there are none."""
     offload = spec.offload
     given = int(offload.speculation_gib * 2**30)
     if not can_speculate(spec) or (offload.speculation == "auto" and not given):  # the planner has found the memory for ``auto``
         return 0
-    return given or SECOND_STATES_BYTES * _cpu_numel(spec)
+    return given or math.ceil(second_states_bytes(spec) * _cpu_numel(spec))
 
 
 def _speculation_bytes(spec: RunSpec) -> int:
@@ -62,8 +71,8 @@ def _speculation_bytes(spec: RunSpec) -> int:
     planned, available = planned_speculation_bytes(spec), available_bytes(SystemFiles())
     if not planned or available is None:
         return planned
-    states = state_bytes(WEIGHT_BYTES, accumulates=spec.gradient_accumulation_steps > 1) * _cpu_numel(spec)
-    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks) - states))
+    each = state_bytes(WEIGHT_BYTES, spec.offload.states, accumulates=spec.gradient_accumulation_steps > 1)
+    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks - each * _cpu_numel(spec))))
 
 
 def _cpu_numel(spec: RunSpec) -> int:

@@ -38,7 +38,7 @@ from so_tui.spec import RunSpec
 from so_tui.units import memory_size
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError, SupersededError
-from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
+from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes, states_format
 from so_tui_trainer.failures import Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
@@ -164,7 +164,7 @@ class Session:
 
     def _request_stop(self) -> None:
         try:
-            run_control.request(self.run, "stop", reason=f"rank {self.rank} received SIGUSR1")
+            run_control.request(self.run, "stop", reason=f"rank {self.rank} received SIGUSR1", warned=True)
         except OSError as error:  # The supervisor and the other ranks receive the signal too.
             print(f"the stop request cannot be written: {error}", file=sys.stderr, flush=True)
 
@@ -277,7 +277,14 @@ class Session:
             )
             suggestion = "Resume with the same data, seed, sequence length and packing to neither skip nor repeat sequences."
             self._warn("data-changed", message, suggestion)
-        checkpoint.load(self.engine, found.path, found.manifest, ranks)
+        states = states_format(before), states_format(now)
+        if states[0] != states[1]:
+            message = f"the checkpoint's moments are {states[0]} and this run's are {states[1]}: what the new format cannot hold is rounded"
+            self._warn("states-format-changed", message, f'Resume with offload.states = "{states[0]}" to continue bit for bit.')
+        cut = checkpoint.load(self.engine, found.path, found.manifest, ranks)
+        if cut and states == ("int8-moments", "int8-moments"):
+            message = f"on rank 0, {cut} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
+            self._warn("blocks-rounded-again", message, f"Resume on {found.manifest.ranks} GPUs to continue bit for bit.")
         loop.resume(str(found.path), found.manifest)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:

@@ -1,10 +1,10 @@
 // AdamW on the CPU in one pass over memory. The Adam worker calls these functions.
 //
-// A sub-group of n parameters has three fp32 arrays (master weights, first and second moment), a fourth for the accumulated gradient
-// if there are several gradient accumulation steps, and a staging buffer of the weights' own type (bf16 or fp32), through which the
-// gradient arrives from the GPU and the new weights return. With bf16 and no accumulation, an update moves 28 bytes per parameter:
-// 12 read and 12 written for the fp32 arrays, 2 for the gradient, 2 for the weight. All arithmetic is fp32, in the order of
-// torch.optim.AdamW.
+// A sub-group of n parameters has fp32 master weights, two moments in one of three formats (moments.h), an fp32 array for the accumulated
+// gradient if there are several gradient accumulation steps, and a staging buffer of the weights' own type (bf16 or fp32), through which
+// the gradient arrives from the GPU and the new weights return. With bf16 weights and no accumulation an update moves 28 bytes per
+// parameter with fp32 moments (12 read and 12 written for the states, 2 for the gradient, 2 for the weight), 20 with bf16 and 16 with
+// 8-bit moments.
 //
 // A speculative step writes to a second set of arrays and to another buffer, and changes nothing that it reads. Its stores bypass the
 // caches: a processor otherwise reads every line from memory before it is overwritten, 14 bytes more per parameter.
@@ -15,15 +15,10 @@
 // token that is not in the batch, decays into them after some 700 steps and stays there, because 0.9 times the smallest ones rounds to
 // itself. Arithmetic with them is microcoded: with 12 % of such parameters the step takes half as long again.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <initializer_list>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "moments.h"
 
 namespace {
 
@@ -52,25 +47,20 @@ private:
 constexpr int64_t CHUNK = 1 << 16;  // elements that a thread takes at a time and counts as progress
 constexpr int64_t TILE = 1 << 10;   // elements that stay in the L1 cache between the loops over them
 
+static_assert(CHUNK % TILE == 0 && TILE % BLOCK == 0);  // no thread shares a block with another
+
 struct bfloat16 {
     uint16_t bits;
 };
 
-inline float to_float(bfloat16 value)
-{
-    uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof(result));
-    return result;
-}
+inline float to_float(bfloat16 value) { return float_of(static_cast<uint32_t>(value.bits) << 16); }
 
 inline float to_float(float value) { return value; }
 
 inline void store(bfloat16& target, float value)
 {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
     target.bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 
@@ -84,20 +74,27 @@ inline double sum_of_squares(const float* values, int64_t count)
     return sum;
 }
 
-// Copies count values to a target that is aligned to 64 bytes. On x86 they bypass the caches, and finish_streaming must follow; Arm cores
+// Copies count values from the L1 cache to memory. On x86 whole lines bypass the caches, and finish_streaming must follow; Arm cores
 // themselves detect that whole lines are overwritten.
 template <typename T>
 inline void stream(T* target, const T* source, int64_t count)
 {
     int64_t done = 0;
+#if defined(__x86_64__)
 #if defined(__AVX512F__)
-    constexpr int64_t WIDTH = 64 / sizeof(T);
+    constexpr int64_t LINE = 64;
+#else
+    constexpr int64_t LINE = 16;
+#endif
+    constexpr int64_t WIDTH = LINE / sizeof(T);
+    const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % LINE / sizeof(T));
+    for (; done < head && done < count; done++) target[done] = source[done];
     for (; done + WIDTH <= count; done += WIDTH)
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(target + done), _mm512_load_si512(source + done));
-#elif defined(__x86_64__)
-    constexpr int64_t WIDTH = 16 / sizeof(T);
-    for (; done + WIDTH <= count; done += WIDTH)
-        _mm_stream_si128(reinterpret_cast<__m128i*>(target + done), _mm_load_si128(reinterpret_cast<const __m128i*>(source + done)));
+#if defined(__AVX512F__)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(target + done), _mm512_loadu_si512(source + done));
+#else
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + done), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + done)));
+#endif
 #endif
     std::memcpy(target + done, source + done, (count - done) * sizeof(T));
 }
@@ -110,22 +107,77 @@ inline void finish_streaming()
 #endif
 }
 
-// Runs body(begin, count) -> double over all tiles and returns the sum of the results, added in the order of the chunks.
-template <typename Body>
-double over_chunks(int64_t n, uint64_t* progress, const Body& body)
+}  // namespace
+
+extern "C" {
+
+// One set of a sub-group's states; all null for a set that does not exist. The exponents exist for 8-bit moments only.
+struct States {
+    float* p;
+    void *m, *v;
+    uint8_t *m_exponents, *v_exponents;
+};
+
+// This rank's shard of one parameter. The segments of a sub-group follow each other without gaps.
+struct Segment {
+    int64_t count;
+    int64_t place;   // its first element, in the whole parameter
+    int64_t random;  // selects the parameter's random bits
+};
+
+struct SubGroup {
+    const Segment* segments;
+    int64_t segment_count;
+    int32_t has_bf16_weights;
+    int32_t format;  // of the moments: 0 fp32, 1 bf16, 2 8-bit
+};
+}
+
+namespace {
+
+// Returns the chunks of a sub-group in order. They end where a chunk of the whole parameter does.
+std::vector<Span> chunks(const SubGroup& group)
 {
-    const int64_t chunks = (n + CHUNK - 1) / CHUNK;
-    std::vector<double> partial(chunks);
+    std::vector<Span> result;
+    int64_t begin = 0, block = 0;
+    for (const Segment* segment = group.segments; segment < group.segments + group.segment_count; segment++) {
+        const int64_t end = segment->place + segment->count, first_block = segment->place / BLOCK;
+        for (int64_t place = segment->place; place < end;) {
+            const int64_t whole = (place / CHUNK + 1) * CHUNK, stop = whole < end ? whole : end;
+            result.push_back({begin, stop - place, place, block + place / BLOCK - first_block, static_cast<uint32_t>(segment->random)});
+            begin += stop - place;
+            place = stop;
+        }
+        if (segment->count) block += (end - 1) / BLOCK - first_block + 1;
+    }
+    return result;
+}
+
+// Runs body(tile) for the tiles of a chunk, which end where a tile of the whole parameter does.
+template <typename Body>
+void over_tiles(const Span& chunk, const Body& body)
+{
+    for (int64_t at = 0; at < chunk.count;) {
+        const int64_t place = chunk.place + at, whole = TILE - place % TILE, count = chunk.count - at < whole ? chunk.count - at : whole;
+        body(Span{chunk.begin + at, count, place, chunk.block + place / BLOCK - chunk.place / BLOCK, chunk.random});
+        at += count;
+    }
+}
+
+// Runs body(tile) -> double over all tiles of a sub-group and returns the sum of the results, added in the order of the chunks.
+template <typename Body>
+double sum_over(const SubGroup& group, uint64_t* progress, const Body& body)
+{
+    const std::vector<Span> all = chunks(group);
+    std::vector<double> partial(all.size());
 #pragma omp parallel
     {
         const WithoutDenormals guard;
 #pragma omp for schedule(static)
-        for (int64_t chunk = 0; chunk < chunks; chunk++) {
-            const int64_t begin = chunk * CHUNK;
+        for (size_t i = 0; i < all.size(); i++) {
             double sum = 0;
-            for (int64_t tile = begin; tile < begin + CHUNK && tile < n; tile += TILE)
-                sum += body(tile, n - tile < TILE ? n - tile : TILE);
-            partial[chunk] = sum;
+            over_tiles(all[i], [&](const Span& tile) { sum += body(tile); });
+            partial[i] = sum;
             __atomic_fetch_add(progress, 1, __ATOMIC_RELAXED);
         }
         finish_streaming();
@@ -135,38 +187,19 @@ double over_chunks(int64_t n, uint64_t* progress, const Body& body)
     return total;
 }
 
-}  // namespace
-
-extern "C" {
-
-struct AdamWScalars {
-    float scale;                  // factor of the gradient, from clipping
-    float decay_factor;           // 1 - learning rate * weight decay
-    float beta1, one_minus_beta1;
-    float beta2, one_minus_beta2;
-    float step_size;              // learning rate / (1 - beta1 ** step)
-    float root_bias_correction2;  // sqrt(1 - beta2 ** step)
-    float epsilon;
-};
+template <typename Format>
+Moments<typename Format::Type> moments(const States& states)
+{
+    using T = typename Format::Type;
+    return {static_cast<T*>(states.m), static_cast<T*>(states.v), states.m_exponents, states.v_exponents};
 }
 
-namespace {
-
-// One set of a sub-group's fp32 arrays.
-struct States {
-    float* p;
-    float* m;
-    float* v;
-
-    States from(int64_t begin) const { return {p + begin, m + begin, v + begin}; }
-};
-
 // Where a speculative step puts one tile before it is streamed to memory.
-template <typename T>
+template <typename T, typename Moment>
 struct alignas(64) NewTile {
     float p[TILE];
-    float m[TILE];
-    float v[TILE];
+    Moment m[TILE];
+    Moment v[TILE];
     T weights[TILE];
 };
 
@@ -181,88 +214,105 @@ inline void load_gradient(float* gradient, const float* accumulated, const T* st
         for (int64_t i = 0; i < count; i++) gradient[i] = to_float(staging[i]);
 }
 
-// Steps count parameters from one set of arrays into another, which may be the same.
-template <typename T>
-inline void adamw(const AdamWScalars& c, const float* gradient, const States& from, const States& to, T* weights, int64_t count)
-{
-#pragma omp simd
-    for (int64_t i = 0; i < count; i++) {
-        const float g = gradient[i] * c.scale;
-        const float first = from.m[i] + c.one_minus_beta1 * (g - from.m[i]);
-        const float second = c.beta2 * from.v[i] + c.one_minus_beta2 * g * g;
-        const float denominator = std::sqrt(second) / c.root_bias_correction2 + c.epsilon;
-        to.m[i] = first;
-        to.v[i] = second;
-        to.p[i] = from.p[i] * c.decay_factor - c.step_size * (first / denominator);
-    }
-    for (int64_t i = 0; i < count; i++) store(weights[i], to.p[i]);
-}
-
-template <typename T>
-double step(const AdamWScalars c, const States states, const float* accumulated, T* staging, bool add_staging, int64_t n,
+template <typename Format, typename T>
+double step(const SubGroup& group, const AdamWScalars c, const States states, const float* accumulated, T* staging, bool add_staging,
             uint64_t* progress)
 {
-    return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
+    const auto all = moments<Format>(states);
+    return sum_over(group, progress, [=](const Span& tile) {
         float gradient[TILE];
-        load_gradient(gradient, accumulated ? accumulated + begin : nullptr, staging + begin, add_staging, count);
-        const double sum = sum_of_squares(gradient, count);
-        adamw(c, gradient, states.from(begin), states.from(begin), staging + begin, count);
+        float* const p = states.p + tile.begin;
+        T* const weights = staging + tile.begin;
+        load_gradient(gradient, accumulated ? accumulated + tile.begin : nullptr, weights, add_staging, tile.count);
+        const double sum = sum_of_squares(gradient, tile.count);
+        Format::step(c, tile, gradient, p, all.at(tile), p, all.at(tile));
+        for (int64_t i = 0; i < tile.count; i++) store(weights[i], p[i]);
+        return sum;
+    });
+}
+
+template <typename Format, typename T>
+double speculate(const SubGroup& group, const AdamWScalars c, const States old_states, const States new_states, const float* accumulated,
+                 const T* staging, T* new_weights, bool add_staging, uint64_t* progress)
+{
+    const auto from = moments<Format>(old_states), to = moments<Format>(new_states);
+    return sum_over(group, progress, [=](const Span& tile) {
+        float gradient[TILE];
+        NewTile<T, typename Format::Type> made;
+        load_gradient(gradient, accumulated ? accumulated + tile.begin : nullptr, staging + tile.begin, add_staging, tile.count);
+        const double sum = sum_of_squares(gradient, tile.count);
+        auto target = to.at(tile);
+        Format::step(c, tile, gradient, old_states.p + tile.begin, from.at(tile), made.p,
+                     {made.m, made.v, target.m_exponents, target.v_exponents});
+        for (int64_t i = 0; i < tile.count; i++) store(made.weights[i], made.p[i]);
+        stream(new_states.p + tile.begin, made.p, tile.count);
+        stream(target.m, made.m, tile.count);
+        stream(target.v, made.v, tile.count);
+        stream(new_weights + tile.begin, made.weights, tile.count);
         return sum;
     });
 }
 
 template <typename T>
-double speculate(const AdamWScalars c, const States old_states, const States new_states, const float* accumulated, const T* staging,
-                 T* new_weights, bool add_staging, int64_t n, uint64_t* progress)
+double accumulate(const SubGroup& group, float* accumulated, const T* staging, bool first, uint64_t* progress)
 {
-    return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
-        float gradient[TILE];
-        NewTile<T> tile;
-        load_gradient(gradient, accumulated ? accumulated + begin : nullptr, staging + begin, add_staging, count);
-        const double sum = sum_of_squares(gradient, count);
-        adamw(c, gradient, old_states.from(begin), States{tile.p, tile.m, tile.v}, tile.weights, count);
-        stream(new_states.p + begin, tile.p, count);
-        stream(new_states.m + begin, tile.m, count);
-        stream(new_states.v + begin, tile.v, count);
-        stream(new_weights + begin, tile.weights, count);
-        return sum;
-    });
-}
-
-template <typename T>
-double accumulate(float* accumulated, const T* staging, bool first, int64_t n, uint64_t* progress)
-{
-    return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
-        float* const at = accumulated + begin;
-        const T* const st = staging + begin;
+    return sum_over(group, progress, [=](const Span& tile) {
+        float* const at = accumulated + tile.begin;
+        const T* const st = staging + tile.begin;
         if (first)
-            for (int64_t i = 0; i < count; i++) at[i] = to_float(st[i]);
+            for (int64_t i = 0; i < tile.count; i++) at[i] = to_float(st[i]);
         else
-            for (int64_t i = 0; i < count; i++) at[i] += to_float(st[i]);
-        return sum_of_squares(at, count);
+            for (int64_t i = 0; i < tile.count; i++) at[i] += to_float(st[i]);
+        return sum_of_squares(at, tile.count);
     });
 }
 
-template <typename T>
-double initialize(const States states, const States second, float* accumulated, const T* staging, T* new_weights, int64_t n,
+template <typename Format>
+void zero(const States& states, const Span& tile)
+{
+    if (!states.m) return;
+    const auto target = moments<Format>(states).at(tile);
+    std::memset(target.m, 0, tile.count * sizeof(*target.m));
+    std::memset(target.v, 0, tile.count * sizeof(*target.v));
+    if (!states.m_exponents) return;
+    const int64_t blocks = (tile.place + tile.count - 1) / BLOCK - tile.place / BLOCK + 1;
+    std::memset(target.m_exponents, 0, blocks);
+    std::memset(target.v_exponents, 0, blocks);
+}
+
+template <typename Format, typename T>
+double initialize(const SubGroup& group, const States states, const States second, float* accumulated, const T* staging, T* new_weights,
                   uint64_t* progress)
 {
-    return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
-        for (int64_t i = begin; i < begin + count; i++) states.p[i] = to_float(staging[i]);
-        for (float* array : {states.m, states.v, second.p, second.m, second.v, accumulated})
-            if (array) std::memset(array + begin, 0, count * sizeof(float));
-        if (new_weights) std::memset(new_weights + begin, 0, count * sizeof(T));
+    return sum_over(group, progress, [=](const Span& tile) {
+        const int64_t begin = tile.begin;
+        for (int64_t i = begin; i < begin + tile.count; i++) states.p[i] = to_float(staging[i]);
+        for (float* array : {second.p, accumulated})
+            if (array) std::memset(array + begin, 0, tile.count * sizeof(float));
+        zero<Format>(states, tile);
+        zero<Format>(second, tile);
+        if (new_weights) std::memset(new_weights + begin, 0, tile.count * sizeof(T));
         return 0.0;
     });
 }
 
 template <typename T>
-double restore(const float* p, T* staging, int64_t n, uint64_t* progress)
+double restore(const SubGroup& group, const float* p, T* staging, uint64_t* progress)
 {
-    return over_chunks(n, progress, [=](int64_t begin, int64_t count) {
-        for (int64_t i = begin; i < begin + count; i++) store(staging[i], p[i]);
+    return sum_over(group, progress, [=](const Span& tile) {
+        for (int64_t i = tile.begin; i < tile.begin + tile.count; i++) store(staging[i], p[i]);
         return 0.0;
     });
+}
+
+// Calls function(format, pointer to the weights' type) with the types of a sub-group.
+template <typename Function>
+auto with_types(const SubGroup& group, const Function& function)
+{
+    const auto with_format = [&](auto format) {
+        return group.has_bf16_weights ? function(format, static_cast<bfloat16*>(nullptr)) : function(format, static_cast<float*>(nullptr));
+    };
+    return group.format == 0 ? with_format(Fp32()) : group.format == 1 ? with_format(Bf16()) : with_format(Int8());
 }
 
 }  // namespace
@@ -272,43 +322,66 @@ extern "C" {
 // Copies the weights in the staging buffer to the master weights and zeroes the other arrays; those of second, new_weights and
 // accumulated may be null. Its threads are the first to touch the pages.
 double superoffload_initialize(const States* states, const States* second, float* accumulated, void* staging, void* new_weights,
-                               int is_bf16, int64_t n, uint64_t* progress)
+                               const SubGroup* group, uint64_t* progress)
 {
-    return is_bf16 ? initialize(*states, *second, accumulated, static_cast<bfloat16*>(staging), static_cast<bfloat16*>(new_weights), n,
-                                progress)
-                   : initialize(*states, *second, accumulated, static_cast<float*>(staging), static_cast<float*>(new_weights), n, progress);
+    return with_types(*group, [&](auto format, auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        return initialize<decltype(format)>(*group, *states, *second, accumulated, static_cast<const T*>(staging),
+                                            static_cast<T*>(new_weights), progress);
+    });
 }
 
 // Adds the staging buffer to accumulated, or overwrites accumulated with it if first. Returns the sum of squares of accumulated.
-double superoffload_accumulate(float* accumulated, void* staging, int first, int is_bf16, int64_t n, uint64_t* progress)
+double superoffload_accumulate(float* accumulated, void* staging, int first, const SubGroup* group, uint64_t* progress)
 {
-    return is_bf16 ? accumulate(accumulated, static_cast<bfloat16*>(staging), first, n, progress)
-                   : accumulate(accumulated, static_cast<float*>(staging), first, n, progress);
+    return with_types(*group, [&](auto, auto* type) {
+        return accumulate(*group, accumulated, static_cast<decltype(type)>(staging), first, progress);
+    });
 }
 
 // Takes one AdamW step and leaves the new weights in the staging buffer. The gradient is accumulated + staging; accumulated may be
 // null, and staging is left out unless add_staging. Returns the sum of squares of the gradient before scaling.
-double superoffload_step(const AdamWScalars* c, const States* states, float* accumulated, void* staging, int add_staging, int is_bf16,
-                         int64_t n, uint64_t* progress)
+double superoffload_step(const AdamWScalars* c, const States* states, float* accumulated, void* staging, int add_staging,
+                         const SubGroup* group, uint64_t* progress)
 {
-    return is_bf16 ? step(*c, *states, accumulated, static_cast<bfloat16*>(staging), add_staging, n, progress)
-                   : step(*c, *states, accumulated, static_cast<float*>(staging), add_staging, n, progress);
+    return with_types(*group, [&](auto format, auto* type) {
+        return step<decltype(format)>(*group, *c, *states, accumulated, static_cast<decltype(type)>(staging), add_staging, progress);
+    });
 }
 
 // The same from old_states to new_states and new_weights, with the same results bit for bit.
 double superoffload_speculate(const AdamWScalars* c, const States* old_states, const States* new_states, float* accumulated,
-                              void* staging, void* new_weights, int add_staging, int is_bf16, int64_t n, uint64_t* progress)
+                              void* staging, void* new_weights, int add_staging, const SubGroup* group, uint64_t* progress)
 {
-    return is_bf16 ? speculate(*c, *old_states, *new_states, accumulated, static_cast<bfloat16*>(staging),
-                               static_cast<bfloat16*>(new_weights), add_staging, n, progress)
-                   : speculate(*c, *old_states, *new_states, accumulated, static_cast<float*>(staging), static_cast<float*>(new_weights),
-                               add_staging, n, progress);
+    return with_types(*group, [&](auto format, auto* type) {
+        return speculate<decltype(format)>(*group, *c, *old_states, *new_states, accumulated, static_cast<decltype(type)>(staging),
+                                           static_cast<decltype(type)>(new_weights), add_staging, progress);
+    });
 }
 
 // Leaves the weights of these states in the staging buffer.
-double superoffload_restore(const States* states, void* staging, int is_bf16, int64_t n, uint64_t* progress)
+double superoffload_restore(const States* states, void* staging, const SubGroup* group, uint64_t* progress)
 {
-    return is_bf16 ? restore(states->p, static_cast<bfloat16*>(staging), n, progress)
-                   : restore(states->p, static_cast<float*>(staging), n, progress);
+    return with_types(*group, [&](auto, auto* type) { return restore(*group, states->p, static_cast<decltype(type)>(staging), progress); });
+}
+
+// Writes the moments of these states to two fp32 arrays, in the calling thread.
+void superoffload_decode(const States* states, float* m, float* v, const SubGroup* group)
+{
+    with_types(*group, [&](auto format, auto*) {
+        using Format = decltype(format);
+        const auto all = moments<Format>(*states);
+        for (const Span& chunk : chunks(*group)) Format::decode(chunk, all.at(chunk), m + chunk.begin, v + chunk.begin);
+    });
+}
+
+// Sets the moments of these states, rounded to nearest, in the calling thread. What decode returned is set without rounding.
+void superoffload_encode(const States* states, const float* m, const float* v, const SubGroup* group)
+{
+    with_types(*group, [&](auto format, auto*) {
+        using Format = decltype(format);
+        const auto all = moments<Format>(*states);
+        for (const Span& chunk : chunks(*group)) Format::encode(chunk, m + chunk.begin, v + chunk.begin, all.at(chunk));
+    });
 }
 }

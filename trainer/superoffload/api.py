@@ -100,10 +100,14 @@ def save_state(engine: Any, folder: Path) -> int:
     return checkpoint.write(Path(folder), _manifest(engine, states), states)
 
 
-def load_state(engine: Any, folder: Path) -> None:
+def load_state(engine: Any, folder: Path) -> int:
     """Load this rank's shards of a saved state and cast the weights from it, so that training continues as if it had never stopped.
 
-    Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name.
+    Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name. Compact moments
+    are saved as fp32, and are not rounded again where they are loaded in the same format.
+
+    Returns:
+        With 8-bit moments that other ranks saved, how many of this rank's blocks are rounded once more, because shards had cut them.
 
     Raises:
         StateMismatchError: If it belongs to another model or lacks the moments. Nothing was changed.
@@ -111,9 +115,10 @@ def load_state(engine: Any, folder: Path) -> None:
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)
-    resharding.read(Path(folder), _manifest(engine, states), states)
+    cut = resharding.read(Path(folder), _manifest(engine, states), states)
     adapter.replay_bias_correction(engine)
     adapter.publish_weights(engine)
+    return cut if engine.superoffload_settings.states == "int8-moments" else 0
 
 
 def verify_state(folder: Path) -> None:

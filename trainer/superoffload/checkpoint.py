@@ -75,7 +75,7 @@ def records(states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple
             state.master_weights.numel(),
             state.device,
             state.step,
-            state.exp_avg is not None,
+            state.moments is not None,
             tuple(name for name, _ in members),
             tuple(numel for _, numel in members),
         )
@@ -200,9 +200,8 @@ def open_states(folder: Path, manifest: Manifest) -> FileIO:
 def tensors_of(state: SubGroupState) -> Iterator[torch.Tensor]:
     """Yield master weights, first and second moment, in the order of the file; only the master weights if the moments are out of reach."""
     yield state.master_weights
-    if state.exp_avg is not None and state.exp_avg_sq is not None:
-        yield state.exp_avg
-        yield state.exp_avg_sq
+    if state.moments is not None:
+        yield from state.moments()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from so_tui.model.sharding import StatesFormat
 from superoffload import kernel, worker
 from superoffload.meter import Meter
 from superoffload.norm import non_finite
@@ -27,6 +29,12 @@ from superoffload.shared_states import SharedStates, host_available_bytes
 from superoffload.sub_groups import SubGroup
 from superoffload.transfers import CompletedEvent, Copy, Event, Transfers
 from superoffload.worker_client import WorkerClient
+
+_FORMATS: dict[StatesFormat, worker.Moments] = {
+    "fp32": worker.Moments.FP32,
+    "bf16-moments": worker.Moments.BF16,
+    "int8-moments": worker.Moments.INT8,
+}
 
 
 class CpuStates:
@@ -43,6 +51,8 @@ class CpuStates:
         meter: Meter,
         *,
         speculating: Sequence[int],
+        states: StatesFormat,
+        seed: int,
         accumulate: bool,
         cpus: Sequence[int],
         watchdog_timeout_s: float,
@@ -59,6 +69,7 @@ class CpuStates:
         self.squares: dict[int, float] = {}
         """Sums of squares of the gradients that the worker has accumulated or stepped with, as far as results have arrived."""
         self._speculating = tuple(self.slot[index] for index in speculating)
+        self._moments = _FORMATS[states]
         self._current = dict.fromkeys(self.indices, 0)
         """Which of its sets of states a sub-group's last accepted step is in."""
         self._speculative: set[int] = set()
@@ -75,10 +86,12 @@ class CpuStates:
         self._weights_copied: dict[int, Event] = {}
         """The event of the copy of a sub-group's new weights."""
         self._states: SharedStates | None = None
+        self._kernel: worker.Kernel | None = None
+        """Decodes and encodes compact moments in this process; None if they are fp32."""
         self._client: WorkerClient | None = None
         if self.indices:
             try:
-                self._start(accumulate, cpus, watchdog_timeout_s, available_bytes)
+                self._start(seed, accumulate, cpus, watchdog_timeout_s, available_bytes)
             except BaseException:
                 self.close()
                 raise
@@ -172,33 +185,56 @@ class CpuStates:
         self._meter.current.weight_waits.append((begin, self._transfers.mark()))
 
     def master_weights(self, index: int) -> torch.Tensor:
-        return self._arrays(index)[0]
+        assert self._states is not None
+        return self._states.master_weights(self.slot[index], self._current[index])
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        _, first, second = self._arrays(index)
+        """Return the first and second moment, in fp32: the state itself, or copies of compact moments."""
+        assert self._states is not None
+        if self._kernel is None:
+            _, first, second = self._states.states(self.slot[index], self._current[index])
+            return first, second
+        numel = self._sub_groups[index].weights.numel()
+        first, second = torch.empty(numel), torch.empty(numel)
+        self._kernel.decode(self.slot[index], self._current[index], first.data_ptr(), second.data_ptr())
         return first, second
+
+    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        if self._kernel is None:
+            for target, values in zip(self.moments(index), (first, second), strict=True):
+                if values.data_ptr() != target.data_ptr():
+                    target.copy_(values)
+            return
+        first, second = (values.to("cpu", torch.float32).contiguous() for values in (first, second))
+        self._kernel.encode(self.slot[index], self._current[index], first.data_ptr(), second.data_ptr())
 
     def close(self) -> None:
         """End the worker and release the memory. Safe to call twice."""
         if self._client:
             self._client.close()
+        self._kernel = None
         if self._states:
             device = self._sub_groups[0].weights.device
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # no copy may be in flight when its pages are unpinned
             self._states.close()
 
-    def _start(self, accumulate: bool, cpus: Sequence[int], watchdog_timeout_s: float, available_bytes: Callable[[], int | None]) -> None:
+    def _start(
+        self,
+        seed: int,
+        accumulate: bool,
+        cpus: Sequence[int],
+        watchdog_timeout_s: float,
+        available_bytes: Callable[[], int | None],
+    ) -> None:
         library = kernel.library()
-        weights = [self._sub_groups[index].weights for index in self.indices]
-        self._states = SharedStates(
-            [flat.numel() for flat in weights],
-            weights[0].dtype,
-            accumulate=accumulate,
-            pin=weights[0].device.type == "cuda",
-            speculating=self._speculating,
-            available_bytes=available_bytes,
-        )
+        weights = self._sub_groups[self.indices[0]].weights
+        segments = tuple(_segments(self._sub_groups[index], seed) for index in self.indices)
+        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments)
+        self._states = SharedStates(size, weights.dtype, pin=weights.device.type == "cuda", available_bytes=available_bytes)
+        if self._moments is not worker.Moments.FP32:
+            with kernel.opened(library) as descriptor:
+                self._kernel = self._states.kernel(kernel.loadable(descriptor))
         self._client = WorkerClient(self._states, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s)
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
         self._states.pin_staging()
@@ -220,7 +256,7 @@ class CpuStates:
             return
         weights = self._sub_groups[index].weights
         self._meter.current.adam_busy_s += result.seconds
-        self._meter.current.adam_bytes += worker.bytes_moved(command, weights.numel(), weights.dtype.itemsize)
+        self._meter.current.adam_bytes += worker.bytes_moved(command, weights.numel(), weights.dtype.itemsize, self._moments)
         match result.operation:
             case worker.Operation.ACCUMULATE:
                 self.squares[index] = result.sum_of_squares
@@ -250,10 +286,6 @@ class CpuStates:
         assert self._states is not None
         return self._states.new_weights(self.slot[index])
 
-    def _arrays(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert self._states is not None
-        return self._states.states(self.slot[index], self._current[index])
-
     def _send(self, command: worker.Command, after: Event) -> None:
         """Send a command when it is ready: sums of gradients first, then the sub-group that the next forward needs first."""
         assert self._client is not None
@@ -265,3 +297,12 @@ class CpuStates:
         begin = time.perf_counter()
         self._client.wait(ready)
         self._meter.current.host_wait_s += time.perf_counter() - begin
+
+
+def _segments(group: SubGroup, seed: int) -> tuple[worker.Segment, ...]:
+    """Return the parts of a sub-group; a parameter's random bits depend on its name and the seed."""
+    places = group.places or (0,) * len(group.names)
+    return tuple(
+        worker.Segment(end - begin, place, zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
+        for name, place, (begin, end) in zip(group.names, places, map(group.span, range(len(group.names))), strict=True)
+    )

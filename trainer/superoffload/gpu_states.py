@@ -65,6 +65,10 @@ class GpuStates:
             state["exp_avg_sq"] = torch.zeros_like(master_weights)
         return state["exp_avg"], state["exp_avg_sq"]
 
+    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        for target, values in zip(self.moments(index), (first, second), strict=True):
+            target.copy_(values)
+
     def set_steps_taken(self, steps: int) -> None:
         for index in self.indices:
             self.moments(index)

@@ -1,4 +1,4 @@
-"""Compiles ``adam.cpp`` for this CPU. It takes a second and happens once: the user's cache serves nodes without a compiler, too.
+"""Compiles ``adam.cpp`` for this CPU. It takes seconds and happens once: the user's cache serves nodes without a compiler, too.
 
 Only a library that nobody else can have written is loaded, from a folder that nobody else can write.
 """
@@ -22,8 +22,12 @@ from superoffload.errors import OffloadError
 from superoffload.private_files import is_own, make_private, open_own
 
 SOURCE = Path(__file__).with_name("adam.cpp")
-# No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are vectorised.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+HEADER = SOURCE.with_name("moments.h")
+# No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are vectorised. The source says what is fused.
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-shared", "-fPIC"),
+)
 
 
 def library() -> Path:
@@ -125,7 +129,7 @@ def _folder_of_this_process(unusable: Path) -> Path:
 
 def _cpu_key() -> str:
     """Return a key for the source, the flags and this CPU's instructions, since a home folder may serve different machines."""
-    return _digest(SOURCE.read_text(), *FLAGS, platform.machine(), _instructions())
+    return _digest(SOURCE.read_text(), HEADER.read_text(), *FLAGS, platform.machine(), _instructions())
 
 
 def _compiler_key(compiler: str) -> str:

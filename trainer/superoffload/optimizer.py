@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import torch
 from msgspec.structs import replace
 
+from so_tui.model.sharding import StatesFormat
 from superoffload import worker
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
@@ -85,6 +86,8 @@ class SuperOffload:
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
         speculation_bytes: Most host memory for second sets of states, which only clipping needs. They take no more than the states leave.
+        states: Format of the moments in host memory.
+        seed: Selects the random bits by which compact moments are rounded.
         max_skipped_steps: How many steps in a row may be skipped because their gradients are not finite. Without clipping none can be.
         cpus: The Adam worker's cores.
         all_reduce: Sums a tensor over all ranks, in place.
@@ -103,6 +106,8 @@ class SuperOffload:
         gradient_accumulation_steps: int,
         clipping: float,
         speculation_bytes: int = 0,
+        states: StatesFormat = "fp32",
+        seed: int = 0,
         max_skipped_steps: int = 0,
         cpus: Sequence[int],
         all_reduce: Callable[[torch.Tensor], None],
@@ -127,8 +132,8 @@ class SuperOffload:
         self._speculating: frozenset[int] = frozenset()
         """Sub-groups that have a second set of states."""
         if clipping and speculation_bytes:
-            spare = spare_bytes(self.sub_groups, available_bytes(), accumulates=self._policy.accumulates)
-            self._speculating = frozenset(speculating_within(self.sub_groups, min(speculation_bytes, spare)))
+            spare = spare_bytes(self.sub_groups, available_bytes(), states, accumulates=self._policy.accumulates)
+            self._speculating = frozenset(speculating_within(self.sub_groups, states, min(speculation_bytes, spare)))
         self._speculation = Speculation()
         self._step = _StepInProgress(speculates=bool(self._speculating))
         self._closed = False
@@ -142,6 +147,8 @@ class SuperOffload:
             self._transfers,
             self._meter,
             speculating=sorted(self._speculating),
+            states=states,
+            seed=seed,
             accumulate=self._policy.accumulates,
             cpus=cpus,
             watchdog_timeout_s=watchdog_timeout_s,
@@ -400,8 +407,12 @@ class SuperOffload:
         return (self._gpu if self.sub_groups[index].on_gpu else self._cpu).master_weights(index)
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a sub-group's first and second moment, likewise."""
+        """Return a sub-group's first and second moment, in fp32: the state itself or, of compact moments, copies."""
         return (self._gpu if self.sub_groups[index].on_gpu else self._cpu).moments(index)
+
+    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments`` returned is not rounded at all."""
+        (self._gpu if self.sub_groups[index].on_gpu else self._cpu).set_moments(index, first, second)
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the step count of all sub-groups, after loading their states."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from so_tui.model.sharding import partition_numel
+from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
 from superoffload.checkpoint import Manifest, manifests, open_states, read_into, tensors_of
 from superoffload.errors import Mismatch, StateMismatchError
 from superoffload.sub_groups import SubGroupState
@@ -34,13 +34,16 @@ class Overlap(NamedTuple):
     numel: int
 
 
-def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> None:
+def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> int:
     """Read this rank's shards of a saved state into ``states``, in place.
 
     Args:
         folder: Folder with the files of all ranks that saved.
         expected: This rank's manifest, as it would be saved now.
         states: This rank's states, in the order of ``expected.sub_groups``.
+
+    Returns:
+        The blocks of ``cut_blocks``, of all its parameters.
 
     Raises:
         StateMismatchError: If the state belongs to another model. Nothing was changed.
@@ -53,16 +56,20 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> N
     with ExitStack() as stack:
         files = [stack.enter_context(open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
-            for kind, tensor in enumerate(tensors_of(state)):
-                target = tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
+            tensors = tuple(tensors_of(state))
+            targets = [tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+            for kind, target in enumerate(targets):
                 offset = 0
                 for name, numel in zip(group.names, group.numels, strict=True):
                     shard = target[offset : offset + partition_numel(numel, expected.ranks)]
                     _read_shard(files, locations[name], kind, numel, expected.rank, expected.ranks, shard)
                     offset += len(shard)
-                if target is not tensor:
-                    tensor.copy_(target)
+            if targets[_MASTER_WEIGHTS] is not tensors[_MASTER_WEIGHTS]:
+                tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
+            state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
             state.set_step(saved[0].sub_groups[0].step)
+    numels = [numel for group in expected.sub_groups for numel in group.numels]
+    return sum(cut_blocks(numel, len(saved), expected.rank, expected.ranks) for numel in numels)
 
 
 def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,6 +99,16 @@ def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[Ov
         stop = min(end, (saved_rank + 1) * saved_shard)
         yield Overlap(saved_rank, position - saved_rank * saved_shard, position - begin, stop - position)
         position = stop
+
+
+def cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
+    """Return how many blocks of 8-bit moments in a shard of ``rank`` lie in several saved shards.
+
+    Their parts had exponents of their own, so they are rounded once more. All other blocks keep their values.
+    """
+    begin = min(rank * partition_numel(numel, ranks), numel)
+    starts = [begin + overlap.offset for overlap in overlaps(numel, saved_ranks, rank, ranks)]
+    return len({start // MOMENT_BLOCK for start in starts[1:] if start % MOMENT_BLOCK})
 
 
 def mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismatch]:

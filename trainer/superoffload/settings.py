@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from so_tui.model.sharding import GATHERED_AHEAD
+from so_tui.model.sharding import GATHERED_AHEAD, StatesFormat
 from superoffload.shared_states import host_available_bytes
 
 
@@ -23,6 +23,10 @@ class Settings:
     """Offload ratio: share of the optimizer states in host memory."""
     speculation_bytes: int = 0
     """Host memory for second sets of states, so that clipping need not wait for the norm. Of no use without clipping."""
+    states: StatesFormat = "fp32"
+    """Format of the moments in host memory. Those on the GPU are fp32."""
+    seed: int = 0
+    """Selects the random bits by which compact moments are rounded."""
     max_skipped_steps: int = 0
     """How many steps in a row may be skipped because a gradient is not finite. Without clipping none can be, nor can the very first."""
     learning_rate: float

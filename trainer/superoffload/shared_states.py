@@ -1,7 +1,7 @@
 """Host memory that the training process and its Adam worker share: every CPU sub-group's arrays, allocated once.
 
 It is an anonymous file (memfd). Unlike a file in /dev/shm it needs no room there, has no name that could be left behind, and ends with the
-last process that maps it. Only the staging buffers are pinned, 2 of 14 bytes a parameter: nothing else is copied to or from the GPU.
+last process that maps it. Only the staging buffers are pinned, 2 bytes a parameter: nothing else is copied to or from the GPU.
 A sub-group that speculates has everything twice: a second set of states, and a second buffer for its new weights.
 Pages are allocated by the memory policy of whichever process first writes to them. That is the worker, which inherits the training
 process's policy.
@@ -12,14 +12,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from superoffload.errors import OffloadError
-from superoffload.worker import MemorySize, StateOffsets, layout
+from superoffload.worker import Kernel, MemorySize, layout
 
 MEMORY_NAME = "superoffload-states"
 """Shown in /proc for the memory's descriptor and mappings."""
@@ -38,11 +38,9 @@ class SharedStates:
     """The arrays of all CPU sub-groups of one rank.
 
     Args:
-        numels: Elements of each sub-group.
+        size: What decides their layout.
         dtype: Type of the weights, and with them of the staging buffers.
-        accumulate: Whether to allocate room for accumulated gradients.
         pin: Whether ``pin_staging`` pins the staging buffers; False without a GPU.
-        speculating: Positions of the sub-groups that speculate.
         available_bytes: Returns how much memory this process can still allocate, None if unknown.
 
     Raises:
@@ -51,17 +49,16 @@ class SharedStates:
 
     def __init__(
         self,
-        numels: Sequence[int],
+        size: MemorySize,
         dtype: torch.dtype,
         *,
-        accumulate: bool,
         pin: bool,
-        speculating: Sequence[int] = (),
         available_bytes: Callable[[], int | None] = host_available_bytes,
     ) -> None:
-        self.size = MemorySize(tuple(numels), dtype.itemsize, accumulate, tuple(speculating))
+        self.size = size
         self._dtype = dtype
-        self._layout = layout(self.size)
+        self._numels = size.numels
+        self._layout = layout(size)
         _check_available(self._layout.bytes, available_bytes())
         self.descriptor = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         try:
@@ -96,10 +93,18 @@ class SharedStates:
         return self._view(self._layout.new_weights, index, self._dtype)
 
     def states(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the master weights, first and second moment of one of the two sets."""
-        offsets: StateOffsets = self._layout.states[which]
-        first, second, third = (self._view(region, index, torch.float32) for region in offsets)
-        return first, second, third
+        """Return the master weights, first and second moment of one of the two sets, if the moments are fp32."""
+        regions = self._layout.states[which][:3]
+        weights, first, second = (self._view(region, index, torch.float32) for region in regions)
+        return weights, first, second
+
+    def master_weights(self, index: int, which: int = 0) -> torch.Tensor:
+        """Return the master weights of one of the two sets."""
+        return self._view(self._layout.states[which].master_weights, index, torch.float32)
+
+    def kernel(self, library: str) -> Kernel:
+        """Return the compiled functions, bound to this memory in this process."""
+        return Kernel(library, self._memory, self.size)
 
     def pin_staging(self) -> None:
         """Pin the staging buffers, so that copies run at the full rate of the bus and concurrently with computation.
@@ -136,7 +141,7 @@ class SharedStates:
         return self._bytes.data_ptr() + self._layout.staging_start, self._layout.staging_bytes
 
     def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes.narrow(0, offsets[index], self.size.numels[index] * dtype.itemsize).view(dtype)
+        return self._bytes.narrow(0, offsets[index], self._numels[index] * dtype.itemsize).view(dtype)
 
 
 def gigabytes(size_bytes: int) -> str:

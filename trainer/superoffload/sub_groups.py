@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from so_tui.model.sharding import speculating, speculation_bytes, state_bytes
+from so_tui.model.sharding import StatesFormat, speculating, speculation_bytes, state_bytes
 from superoffload.errors import OffloadError
 
 _ROUNDING_BYTES = 16 << 20
@@ -28,6 +28,8 @@ class SubGroup:
     """First element of each parameter's shard."""
     on_gpu: bool
     """Whether the optimizer states are on the GPU."""
+    places: tuple[int, ...] = ()
+    """Where each shard begins in the whole parameter; empty if all begin with it."""
     first_use: int = 0
     """When a forward pass first needs the weights: the position of the earliest parameter in the model's order."""
 
@@ -50,35 +52,38 @@ class Gradient:
 
 @dataclass(frozen=True)
 class SubGroupState:
-    """The optimizer state of one sub-group of one rank: flat tensors of equal length, padding included."""
+    """The optimizer state of one sub-group of one rank: flat tensors of equal length, padding included.
+
+    All but ``weights`` are fp32. ``set_moments`` takes what ``moments`` returned, or tensors of the same form.
+    """
 
     device: str
     """``gpu`` or ``cpu``; where DeepSpeed offloads nothing, the type of the torch device."""
     weights: torch.Tensor
     """What the model computes with (bf16, on the GPU): a cast of ``master_weights``."""
     master_weights: torch.Tensor
-    exp_avg: torch.Tensor | None
-    """First moment; None where it is out of reach, in the process of DeepSpeed's own SuperOffload worker."""
-    exp_avg_sq: torch.Tensor | None
-    """Second moment, likewise."""
+    moments: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None
+    """Returns the first and second moment: the state itself, or copies of compact moments. None where they are out of reach, in the process
+    of DeepSpeed's own SuperOffload worker."""
+    set_moments: Callable[[torch.Tensor, torch.Tensor], None]
     step: int
     set_step: Callable[[int], None]
 
 
-def spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, *, accumulates: bool) -> int:
+def spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, states: StatesFormat, *, accumulates: bool) -> int:
     """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
     if available_bytes is None:
         return sys.maxsize
-    each = state_bytes(sub_groups[0].weights.dtype.itemsize, accumulates=accumulates)
-    states = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
-    return max(0, available_bytes - states - _ROUNDING_BYTES)
+    each = state_bytes(sub_groups[0].weights.dtype.itemsize, states, accumulates=accumulates)
+    needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
+    return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
 
 
-def speculating_within(sub_groups: Sequence[SubGroup], budget_bytes: int) -> list[int]:
+def speculating_within(sub_groups: Sequence[SubGroup], states: StatesFormat, budget_bytes: int) -> list[int]:
     """Return the CPU sub-groups that can have a second set of states within this much host memory."""
     on_cpu = sorted((index for index, group in enumerate(sub_groups) if not group.on_gpu), key=lambda index: sub_groups[index].first_use)
     numels = [sub_groups[index].weights.numel() for index in on_cpu]
-    chosen = speculating(numels, budget_bytes // speculation_bytes(sub_groups[0].weights.dtype.itemsize))
+    chosen = speculating(numels, int(budget_bytes / speculation_bytes(sub_groups[0].weights.dtype.itemsize, states)))
     return [on_cpu[position] for position in chosen]
 
 

@@ -29,6 +29,24 @@ SUB_GROUP_ALIGNMENT = 64
 """Bytes. A cache line, so that threads working on adjacent sub-groups share none."""
 
 
+BLOCK = 128
+"""Elements of 8-bit moments that have one exponent, counted from the start of the whole parameter (``so_tui.model.sharding.MOMENT_BLOCK``,
+which this process cannot import)."""
+
+
+class Moments(IntEnum):
+    """Format of Adam's moments (``moments.h``)."""
+
+    FP32 = 0
+    BF16 = 1
+    INT8 = 2
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one moment; 8-bit moments have an exponent for each block besides."""
+        return (4, 2, 1)[self]
+
+
 class Operation(IntEnum):
     INITIALIZE = 0
     """Copy the weights in the staging buffer to the fp32 master weights, and zero the moments."""
@@ -87,11 +105,14 @@ RESULT = struct.Struct("<iiqdd")
 
 
 class StateOffsets(NamedTuple):
-    """Byte offsets of one set of fp32 states."""
+    """Byte offsets of one set of states."""
 
     master_weights: tuple[int, ...]
     first_moment: tuple[int, ...]
     second_moment: tuple[int, ...]
+    first_exponents: tuple[int, ...]
+    """One byte for each block of 8-bit moments; of no size in other formats."""
+    second_exponents: tuple[int, ...]
 
 
 class MemoryLayout(NamedTuple):
@@ -109,21 +130,52 @@ class MemoryLayout(NamedTuple):
     """Size of the whole memory."""
 
 
+class Segment(NamedTuple):
+    """This rank's shard of one parameter, in a sub-group."""
+
+    numel: int
+    place: int = 0
+    """Its first element, in the whole parameter."""
+    random: int = 0
+    """32 bits that select the random bits by which compact moments are rounded."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 8-bit moments that it has a part of."""
+        return (self.place + self.numel - 1) // BLOCK - self.place // BLOCK + 1 if self.numel else 0
+
+
 class MemorySize(NamedTuple):
     """What decides the layout of the shared memory."""
 
-    numels: tuple[int, ...]
-    """Elements of each sub-group."""
+    sub_groups: tuple[tuple[Segment, ...], ...]
     weight_bytes: int
     """Of one weight: 2 for bf16, 4 for fp32."""
     accumulate: bool
     """Whether there is room for accumulated gradients."""
     speculating: tuple[int, ...] = ()
     """Positions of the sub-groups that have a second set of states."""
+    moments: Moments = Moments.FP32
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each sub-group."""
+        return tuple(sum(segment.numel for segment in segments) for segments in self.sub_groups)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Exponents of each sub-group's first or second moments."""
+        if self.moments is not Moments.INT8:
+            return (0,) * len(self.sub_groups)
+        return tuple(sum(segment.blocks for segment in segments) for segments in self.sub_groups)
 
 
 def layout(size: MemorySize) -> MemoryLayout:
-    """Lay out the shared memory: 14 bytes a parameter for bf16 weights; 14 more for one that speculates, 4 with gradient accumulation."""
+    """Lay out the shared memory.
+
+    With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments (and 2 for every block); as many again for
+    one that speculates, and 4 with gradient accumulation.
+    """
     end = REGION_ALIGNMENT
 
     def region(element_bytes: int, numels: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,30 +188,40 @@ def layout(size: MemorySize) -> MemoryLayout:
         return tuple(offsets)
 
     numels = size.numels
-    second = tuple(numel if index in size.speculating else 0 for index, numel in enumerate(numels))
-    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, second)
+
+    def of_second(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(each if index in size.speculating else 0 for index, each in enumerate(sizes))
+
+    def states_of(numels: tuple[int, ...], blocks: tuple[int, ...]) -> StateOffsets:
+        moment = size.moments.element_bytes
+        return StateOffsets(region(4, numels), region(moment, numels), region(moment, numels), region(1, blocks), region(1, blocks))
+
+    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, of_second(numels))
     staging_bytes = end - REGION_ALIGNMENT
-    states = tuple(StateOffsets(region(4, each), region(4, each), region(4, each)) for each in (numels, second))
+    states = states_of(numels, size.blocks), states_of(of_second(numels), of_second(size.blocks))
     accumulated = region(4, numels) if size.accumulate else ()
-    return MemoryLayout(staging, new_weights, (states[0], states[1]), accumulated, REGION_ALIGNMENT, staging_bytes, end)
+    return MemoryLayout(staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end)
 
 
 class AdamWScalars(ctypes.Structure):
-    """The scalars of one AdamW step, as in ``adam.cpp``: computed in double precision, as torch does, and rounded once."""
+    """The scalars of one AdamW step, as in ``moments.h``: computed in double precision, as torch does, and rounded once."""
 
     _fields_ = [
-        (name, ctypes.c_float)
-        for name in (
-            "scale",
-            "decay_factor",
-            "beta1",
-            "one_minus_beta1",
-            "beta2",
-            "one_minus_beta2",
-            "step_size",
-            "root_bias_correction2",
-            "epsilon",
-        )
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "scale",
+                "decay_factor",
+                "beta1",
+                "one_minus_beta1",
+                "beta2",
+                "one_minus_beta2",
+                "step_size",
+                "root_bias_correction2",
+                "epsilon",
+            )
+        ),
+        ("random", ctypes.c_uint32),
     ]
 
 
@@ -175,13 +237,36 @@ def adamw_scalars(command: Command) -> AdamWScalars:
         command.learning_rate / (1 - command.beta1**command.step),
         math.sqrt(1 - command.beta2**command.step),
         command.epsilon,
+        command.step * 0x9E3779B1 & 0xFFFFFFFF,  # odd, so that no two of 2**32 steps have the same
     )
 
 
 class States(ctypes.Structure):
-    """One set of a sub-group's fp32 arrays, as in ``adam.cpp``; all null for a set that does not exist."""
+    """One set of a sub-group's arrays, as in ``adam.cpp``; all null for a set that does not exist."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("master_weights", "first_moment", "second_moment")]
+    _fields_ = [(name, ctypes.c_void_p) for name in StateOffsets._fields]
+
+
+class SegmentFields(ctypes.Structure):
+    """A ``Segment``, as in ``adam.cpp``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in Segment._fields]
+
+
+class SubGroupFields(ctypes.Structure):
+    """A sub-group, as in ``adam.cpp``."""
+
+    _fields_ = [
+        ("segments", ctypes.POINTER(SegmentFields)),
+        ("segment_count", ctypes.c_int64),
+        ("has_bf16_weights", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+    ]
+
+
+def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> SubGroupFields:
+    array = (SegmentFields * len(segments))(*(SegmentFields(*segment) for segment in segments))
+    return SubGroupFields(array, len(segments), size.weight_bytes == 2, size.moments)
 
 
 class Kernel:
@@ -190,14 +275,15 @@ class Kernel:
     def __init__(self, library: str, memory: mmap.mmap, size: MemorySize) -> None:
         self._size = size
         self._layout = layout(size)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._memory = ctypes.c_char.from_buffer(memory)  # which keeps it mapped
+        self._base = ctypes.addressof(self._memory)
+        self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
         functions = ctypes.CDLL(library)
         pointer, integer = ctypes.c_void_p, ctypes.c_int
-        of_all = [integer, ctypes.c_int64, pointer]  # whether bf16, elements, progress counter
 
-        def bound(name: str, *arguments: Any) -> Any:
+        def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
             function = getattr(functions, f"superoffload_{name}")
-            function.argtypes, function.restype = [*arguments, *of_all], ctypes.c_double
+            function.argtypes, function.restype = [*arguments, pointer, *([pointer] if returns else [])], returns
             return function
 
         self._initialize = bound("initialize", *[pointer] * 5)
@@ -205,11 +291,13 @@ class Kernel:
         self._step = bound("step", *[pointer] * 4, integer)
         self._speculate = bound("speculate", *[pointer] * 6, integer)
         self._restore = bound("restore", pointer, pointer)
+        self._decode = bound("decode", pointer, pointer, pointer, returns=None)
+        self._encode = bound("encode", pointer, pointer, pointer, returns=None)
 
     def run(self, command: Command) -> float:
         """Execute a command and return the gradient's sum of squares; 0 if it has none."""
         index, offsets = command.sub_group, self._layout
-        of_all = int(self._size.weight_bytes == 2), self._size.numels[index], self._base
+        of_all = ctypes.byref(self._sub_groups[index]), self._base
         current, other = self._states(command.states, index), self._states(1 - command.states, index)
         staging, new_weights = self._base + offsets.staging[index], self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
@@ -231,10 +319,20 @@ class Kernel:
                 squares = self._initialize(current, other, accumulated, staging, second, *of_all)
         return float(squares)
 
+    def decode(self, index: int, states: int, first: int, second: int) -> None:
+        """Write the moments of one set of states to two fp32 arrays at these addresses."""
+        self._decode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
+
+    def encode(self, index: int, states: int, first: int, second: int) -> None:
+        """Set the moments of one set of states, rounded to nearest. Those that ``decode`` returned are set without rounding."""
+        self._encode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
+
     def _states(self, which: int, index: int) -> Any:
         if which == 1 and index not in self._size.speculating:
             return ctypes.byref(States())
-        return ctypes.byref(States(*(self._base + region[index] for region in self._layout.states[which])))
+        regions = self._layout.states[which]
+        existing = regions if self._size.moments is Moments.INT8 else regions[:3]
+        return ctypes.byref(States(*(self._base + region[index] for region in existing)))
 
 
 def serve(channel: socket.socket, kernel: Kernel) -> None:
@@ -248,14 +346,14 @@ def serve(channel: socket.socket, kernel: Kernel) -> None:
             channel.send(RESULT.pack(*result))
 
 
-def bytes_moved(command: Command, numel: int, weight_bytes: int) -> int:
+def bytes_moved(command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32) -> int:
     """Return the host memory traffic of a command: what it must read and write of a sub-group of ``numel`` parameters."""
     if command.operation == Operation.ACCUMULATE:
         return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
     if command.operation not in (Operation.STEP, Operation.SPECULATE):
         return 0
     gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(GradientSource(command.gradient), 4 + weight_bytes)
-    return numel * (24 + gradient + weight_bytes)
+    return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)
 
 
 def _die_with(parent: int) -> None:
@@ -267,19 +365,20 @@ def _die_with(parent: int) -> None:
         sys.exit("The training process is gone.")
 
 
-def main(arguments: list[str]) -> None:
-    settings = json.loads(arguments[0])
+def main() -> None:
+    settings = json.load(sys.stdin)
     _die_with(settings["parent"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Signals reach the whole process group. The training process decides what they mean, and this process ends with it.
         signal.signal(number, signal.SIG_IGN)
     os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded, which creates its threads accordingly
-    numels, weight_bytes, accumulate, speculating = settings["size"]
-    size = MemorySize(tuple(numels), weight_bytes, accumulate, tuple(speculating))
+    sub_groups, weight_bytes, accumulate, speculating, moments = settings["size"]
+    segments = tuple(tuple(Segment(*segment) for segment in group) for group in sub_groups)
+    size = MemorySize(segments, weight_bytes, accumulate, tuple(speculating), Moments(moments))
     with mmap.mmap(settings["memory"], 0) as memory, socket.socket(fileno=settings["channel"]) as channel:
         serve(channel, Kernel(settings["library"], memory, size))
         os._exit(0)  # the kernel still points into the memory, so leaving the block, which closes it, would fail
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -238,12 +238,16 @@ def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: in
     environment |= {"OMP_NUM_THREADS": str(len(cpus)), "OMP_DYNAMIC": "false", "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}
     try:
         with kernel.opened(library) as descriptor:
-            return subprocess.Popen(
-                [sys.executable, "-I", "-S", worker.__file__, json.dumps(settings | {"library": kernel.loadable(descriptor)})],
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", worker.__file__],
                 env=environment,
                 pass_fds=(states.descriptor, channel, descriptor),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
             )
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin:  # a worker that has ended already is reported by whoever waits for it
+                process.stdin.write(json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode())
+            return process
     except OSError as error:
         raise OffloadError(f"The Adam worker could not be started: {error}", code="worker-start") from error
 

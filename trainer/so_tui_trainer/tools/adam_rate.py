@@ -27,7 +27,7 @@ def main(request: dict[str, Any]) -> None:
     worker = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(worker)
     numel = request["parameters"]
-    size = worker.MemorySize((numel,), 2, True)
+    size = worker.MemorySize(((worker.Segment(numel),),), 2, True)
     memory = mmap.mmap(-1, worker.layout(size).bytes)
     kernel = worker.Kernel(request["library"], memory, size)
     kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))

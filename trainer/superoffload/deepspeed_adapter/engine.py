@@ -135,9 +135,15 @@ def sub_group_states(engine: Engine) -> list[SubGroupState]:
 
 def _own_state(core: SuperOffload, index: int) -> SubGroupState:
     group = core.sub_groups[index]
-    first, second = core.moments(index)
-    device = "gpu" if group.on_gpu else "cpu"
-    return SubGroupState(device, group.weights, core.master_weights(index), first, second, core.steps_taken, core.set_steps_taken)
+    return SubGroupState(
+        "gpu" if group.on_gpu else "cpu",
+        group.weights,
+        core.master_weights(index),
+        partial(core.moments, index),
+        partial(core.set_moments, index),
+        core.steps_taken,
+        core.set_steps_taken,
+    )
 
 
 def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
@@ -147,7 +153,7 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
     # The tensor is a leaf that requires grad; only its storage is read and written here.
     flat = leaf.detach()
     if device == "cpu" and hasattr(optimizer, "superoffload_cpu_optimizer"):
-        return SubGroupState(device, weights, flat, None, None, 0, lambda step: None)
+        return SubGroupState(device, weights, flat, None, lambda first, second: None, 0, lambda step: None)
     on_backup = optimizer.offload_optimizer and device != "cpu"
     inner = optimizer.backup_optimizer if on_backup else optimizer.optimizer
     state = inner.state[leaf]
@@ -162,7 +168,11 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
         else:
             state["step"] = step
 
-    return SubGroupState(device, weights, flat, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), set_step)
+    def set_moments(first: torch.Tensor, second: torch.Tensor) -> None:
+        state["exp_avg"].copy_(first)
+        state["exp_avg_sq"].copy_(second)
+
+    return SubGroupState(device, weights, flat, lambda: (state["exp_avg"], state["exp_avg_sq"]), set_moments, int(state["step"]), set_step)
 
 
 def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:

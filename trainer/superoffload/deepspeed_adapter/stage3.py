@@ -79,6 +79,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             clipping=self.clip_grad,
             speculation_bytes=settings.speculation_bytes,
+            states=settings.states,
+            seed=settings.seed,
             max_skipped_steps=settings.max_skipped_steps,
             cpus=settings.worker_cpus,
             all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
@@ -116,6 +118,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             names=tuple(self.param_names[parameter] for parameter in parameters),
             offsets=tuple(offsets[:-1]),
             on_gpu=on_gpu,
+            places=tuple(rank * parameter.partition_numel() for parameter in parameters),
             first_use=min(order[parameter.ds_id] for parameter in parameters),
         )
 
@@ -184,8 +187,17 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.fp32_partitioned_groups_flat = [self.core.master_weights(index) for index in range(len(self.core.sub_groups))]
 
     def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
-        """Return this rank's shard of the master weights or of a moment, for DeepSpeed's ``safe_get_*`` and ``safe_set_*``."""
+        """Return this rank's shard of the master weights or of a moment, for DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
+
+        Raises OffloadError (``compact-moments``) for a ``safe_set_*`` of compact moments, which would change a copy only.
+        """
         self.core.synchronize()
+        # Only the functions that set pass False.
+        if optim_state_key is not None and not release_swap_buffers and self._settings.states != "fp32":
+            raise OffloadError(
+                f'Moments cannot be set one by one with states "{self._settings.states}". Use Settings(states="fp32").',
+                code="compact-moments",
+            )
         index, member = self._member[param.ds_id]
         first, second = self.core.moments(index)
         states = {None: self.core.master_weights(index), "exp_avg": first, "exp_avg_sq": second}
@@ -250,8 +262,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for index, weights in enumerate(flat):
             self.core.master_weights(index).copy_(weights)
             if load_optimizer_states:
-                for target, name in zip(self.core.moments(index), ("exp_avg", "exp_avg_sq"), strict=True):
-                    target.copy_(optimizer_state["state"][index][name])
+                state = optimizer_state["state"][index]
+                self.core.set_moments(index, state["exp_avg"], state["exp_avg_sq"])
         if load_optimizer_states:
             for group, values in zip(self.optimizer.param_groups, optimizer_state["param_groups"], strict=True):
                 group.update(values)

@@ -1,0 +1,67 @@
+"""Compact moments in plans: what they take, what fits with them, and when they are offered."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.model.profile import profile_of
+from so_tui.plan import make_plan, recommend
+from so_tui.plan.facts import CompactStatesFit, MoreGpusFit
+from so_tui.plan.messages import message
+from so_tui.plan.terms import TermKind
+from so_tui.spec.types import StatesFormat
+from tests.support.machines import superchips
+from tests.support.planning import BIG, QUAD, facts_of, only, spec_of
+
+FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
+TWO_BIG = superchips(2, node_mib=490_037, name="NVIDIA GH200 480GB")
+
+
+def test_moments_and_second_states_take_what_the_format_takes() -> None:
+    spec = spec_of("qwen3-4b-random", offload__mode="superoffload", offload__speculation="on")
+    numel = profile_of(spec.model).layout(1, spec.offload).cpu_numel
+    for states, moments in zip(FORMATS, (8, 4, 2 + 2 / 128), strict=True):
+        plan = make_plan(spec_of("qwen3-4b-random", offload__mode="superoffload", offload__speculation="on", offload__states=states), BIG)
+        found = {term.kind: term.bytes for term in plan.breakdown if term.location == "node"}
+        assert found[TermKind.MOMENTS] == int(moments * numel)
+        assert found[TermKind.SECOND_STATES] == pytest.approx((6 + moments) * numel, rel=1e-6)
+
+
+def test_without_offload_the_format_changes_nothing() -> None:
+    plans = [make_plan(spec_of("qwen3-4b-random", offload__mode="gpu", offload__states=states), BIG) for states in FORMATS]
+    assert plans[0].breakdown == plans[1].breakdown == plans[2].breakdown
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "machine", "verdicts"),
+    [
+        ("qwen3-14b", 1, superchips(1), ("does not fit", "does not fit", "fits")),
+        ("phi-4", 1, superchips(1), ("does not fit", "does not fit", "fits")),
+        ("seed-oss-36b", 1, BIG, ("does not fit", "fits", "fits")),
+        ("llama-3.3-70b", 2, TWO_BIG, ("does not fit", "tight", "tight")),
+        ("llama-3.3-70b", 4, QUAD, ("does not fit", "does not fit", "does not fit")),
+    ],
+)
+def test_what_fits_on_grace_hopper_parts(model: str, gpus: int, machine: object, verdicts: tuple[str, ...]) -> None:
+    """The table in docs/offload.md."""
+    found = [recommend(spec_of(model, gpus=str(gpus), offload__states=states), machine, gpus) for states in FORMATS]  # type: ignore[arg-type]
+    assert tuple(plan.verdict for plan in found) == verdicts
+
+
+def test_the_most_exact_format_that_fits_is_offered_where_nothing_else_does() -> None:
+    plan = recommend(spec_of("seed-oss-36b", gpus="1"), BIG, 1)
+    assert plan.verdict == "does not fit"
+    offered = only(plan.remedies, CompactStatesFit)
+    assert offered.states == "bf16-moments"
+    assert 120e9 < offered.saved_bytes < 160e9
+    assert 'offload.states = "bf16-moments"' in message(offered)
+
+
+def test_it_is_offered_beside_more_gpus_and_not_where_the_run_fits_or_could_not() -> None:
+    plan = recommend(spec_of("qwen3-14b", gpus="1"), QUAD, 1)
+    assert only(plan.remedies, CompactStatesFit).states == "int8-moments"
+    assert only(plan.remedies, MoreGpusFit).gpus == 2
+    assert not facts_of(recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1).remedies, CompactStatesFit)
+    assert not facts_of(recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4).remedies, CompactStatesFit)
+    theirs = spec_of("qwen3-14b", gpus="1", offload__mode="zerooffload")
+    assert not facts_of(make_plan(theirs, QUAD).remedies, CompactStatesFit)

@@ -1,0 +1,284 @@
+"""Moments in bf16 and in 8 bits: how they round, and that a run with them does not depend on ranks, threads, speculation or resuming."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+import superoffload
+from so_tui.model.sharding import MOMENT_BLOCK, StatesFormat, state_bytes
+from superoffload import kernel, worker
+from superoffload.deepspeed_adapter.engine import sub_group_states
+from superoffload.worker import BLOCK, Moments, Segment
+from tests.support import engine as support
+
+Floats = npt.NDArray[np.float32]
+
+FORMATS: tuple[StatesFormat, ...] = ("bf16-moments", "int8-moments")
+ALL = 1 << 30
+NUMEL = 3 * (1 << 16) + 77
+PRECISION = {Moments.BF16: 2**-7, Moments.INT8: 2**-3}
+"""Largest relative error of a moment that is rounded up or down."""
+
+
+class States:
+    """One sub-group of bf16 weights in memory of its own, and the kernel that steps it."""
+
+    def __init__(self, moments: Moments, segments: Sequence[Segment] = (Segment(NUMEL, 0, 5),), *, speculating: bool = False) -> None:
+        size = worker.MemorySize((tuple(segments),), 2, False, (0,) if speculating else (), moments)
+        (self.numel,) = size.numels
+        memory = mmap.mmap(-1, worker.layout(size).bytes)
+        with kernel.opened(kernel.library()) as descriptor:
+            self.kernel = worker.Kernel(kernel.loadable(descriptor), memory, size)
+        self._staging = np.frombuffer(memory, np.uint16, self.numel, worker.layout(size).staging[0])
+        self._weights = [
+            np.frombuffer(memory, np.float32, self.numel, states.master_weights[0]) if not which or speculating else np.empty(0)
+            for which, states in enumerate(worker.layout(size).states)
+        ]
+        self._staging[:] = 0x3F80  # 1.0
+        self.kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
+
+    def run(self, number: int, gradient: Floats, operation: worker.Operation = worker.Operation.STEP) -> None:
+        self._staging[:] = (gradient.view(np.uint32) >> 16).astype(np.uint16)
+        settings: dict[str, float] = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
+        self.kernel.run(worker.Command(operation, 0, number, **cast(Any, settings)))
+
+    def found(self, which: int = 0) -> tuple[Floats, Floats, Floats]:
+        """Return copies of weights and moments."""
+        first, second = np.empty(self.numel, np.float32), np.empty(self.numel, np.float32)
+        self.kernel.decode(0, which, first.ctypes.data, second.ctypes.data)
+        return cast(Floats, self._weights[which].copy()), first, second
+
+    def set_moments(self, first: Floats, second: Floats) -> None:
+        self.kernel.encode(0, 0, first.ctypes.data, second.ctypes.data)
+
+
+def gradients(numel: int = NUMEL, seed: int = 0) -> Floats:
+    """Return gradients that bf16 holds exactly, over many orders of magnitude."""
+    generator = np.random.default_rng(seed)
+    values = generator.standard_normal(numel, dtype=np.float32) * np.exp2(generator.integers(-9, 1, numel)).astype(np.float32)
+    return cast(Floats, (values.view(np.uint32) & 0xFFFF0000).view(np.float32))
+
+
+def same(found: tuple[Floats, ...], expected: tuple[Floats, ...]) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_worker_and_planner_count_the_same_blocks() -> None:
+    assert BLOCK == MOMENT_BLOCK
+    segments = [Segment(numel, place) for numel, place in ((0, 5), (1, 127), (2, 127), (128, 0), (129, 0), (256, 64))]
+    assert [segment.blocks for segment in segments] == [0, 1, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("moments", PRECISION)
+def test_a_step_rounds_each_moment_to_a_neighbour_and_is_right_on_average(moments: Moments) -> None:
+    states, exact = States(moments), States(Moments.FP32)
+    gradient = gradients()
+    for each in (states, exact):
+        each.run(1, gradient)
+    for found, expected in zip(states.found()[1:], exact.found()[1:], strict=True):
+        sizeable = np.abs(gradient) > 2**-10  # what is smaller than the codes reach is not tested here
+        error = (found - expected)[sizeable] / expected[sizeable]
+        assert np.abs(error).max() < PRECISION[moments]
+        assert abs(error.mean()) < 6 * error.std() / len(error) ** 0.5
+        assert error.std() > 0.1 * PRECISION[moments]
+    assert same(states.found()[:1], exact.found()[:1])  # from moments that were zero, and so exact
+
+
+@pytest.mark.parametrize("moments", PRECISION)
+def test_small_changes_of_a_second_moment_are_not_lost(moments: Moments) -> None:
+    """After the gradient has become smaller, it decays by a thousandth a step: far less than the distance of two codes."""
+    states, large, small = States(moments), np.full(NUMEL, 1.0, np.float32), np.full(NUMEL, 2.0**-9, np.float32)
+    states.run(1, large)
+    for number in range(2, 302):
+        states.run(number, small)
+    expected = 1e-3 * 0.999**300
+    assert states.found()[2].mean() == pytest.approx(expected, rel=0.01)
+
+
+def test_a_second_moment_is_never_rounded_to_zero_and_zero_stays_zero() -> None:
+    gradient = np.zeros(NUMEL, np.float32)
+    gradient[::2] = 2.0**-40
+    gradient[0::BLOCK] = 1.0
+    states = States(Moments.INT8)
+    states.run(1, gradient)
+    weights, first, second = states.found()
+    assert (second[::2] > 0).all()
+    assert not first[1::2].any()
+    assert not second[1::2].any()
+    assert np.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("moments", PRECISION)
+@pytest.mark.parametrize("place", [0, 77])
+def test_what_was_decoded_is_encoded_without_rounding(moments: Moments, place: int) -> None:
+    states = States(moments, (Segment(1000, place, 1), Segment(333, 0, 2), Segment(NUMEL, place, 3)))
+    for number in range(1, 4):
+        states.run(number, gradients(states.numel, number))
+    before = states.found()
+    states.set_moments(*(np.zeros(states.numel, np.float32) for _ in range(2)))
+    assert not states.found()[1].any()
+    states.set_moments(*before[1:])
+    assert same(states.found(), before)
+
+
+@pytest.mark.parametrize("moments", PRECISION)
+def test_a_speculative_step_has_the_bits_of_a_step_in_place(moments: Moments) -> None:
+    segments = (Segment(1000, 77, 1), Segment(NUMEL, 0, 3))
+    states = States(moments, segments, speculating=True)
+    for number in range(1, 4):
+        states.run(number, gradients(states.numel, number))
+    before = states.found()
+    states.run(4, gradients(states.numel, 4), worker.Operation.SPECULATE)
+    speculated = states.found(1)
+    assert same(states.found(), before)
+    states.run(4, gradients(states.numel, 4))
+    assert same(states.found(), speculated)
+    assert not same(states.found(), before)
+
+
+@pytest.mark.parametrize("moments", PRECISION)
+@pytest.mark.parametrize("cut", [BLOCK * 100, (1 << 16) + 5 * BLOCK])
+def test_shards_that_end_with_a_block_have_the_bits_of_the_whole(moments: Moments, cut: int) -> None:
+    whole = States(moments)
+    parts = States(moments, (Segment(cut, 0, 5),)), States(moments, (Segment(NUMEL - cut, cut, 5),))
+    for number in range(1, 4):
+        gradient = gradients(NUMEL, number)
+        whole.run(number, gradient)
+        for part, values in zip(parts, (gradient[:cut], gradient[cut:]), strict=True):
+            part.run(number, values)
+    joined = tuple(np.concatenate(arrays) for arrays in zip(*(part.found() for part in parts), strict=True))
+    assert same(joined, whole.found())
+
+
+def test_other_parameters_steps_and_elements_round_differently() -> None:
+    gradient = np.full(NUMEL, 1 + 2.0**-7, np.float32)
+
+    def first(random: int, number: int) -> Floats:
+        states = States(Moments.BF16, (Segment(NUMEL, 0, random),))
+        states.run(number, gradient)
+        return states.found()[1]
+
+    base = first(5, 1)
+    assert 0.2 < (base == base[0]).mean() < 0.8
+    for other in (first(6, 1), first(5, 2), np.roll(base, 1)):
+        assert 0.3 < (other == base).mean() < 0.7
+
+
+@pytest.mark.slow
+def test_the_number_of_threads_changes_nothing() -> None:
+    script = (
+        "import hashlib; from tests.superoffload.test_compact_states import *\n"
+        "for moments in PRECISION:\n"
+        "    s = States(moments)\n"
+        "    for number in (1, 2, 3): s.run(number, gradients(NUMEL, number))\n"
+        "    print(hashlib.sha256(b''.join(array.tobytes() for array in s.found())).hexdigest())"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": threads}, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[-2:]
+        for threads in ("1", "3")
+    ]
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("states", ["fp32", *FORMATS])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulation: int) -> None:
+    """Of a sub-group as large as they are in practice."""
+    numel = 100_000_000
+    moments = {"fp32": Moments.FP32, "bf16-moments": Moments.BF16, "int8-moments": Moments.INT8}[states]
+    size = worker.MemorySize(((Segment(numel),),), 2, accumulation > 1, (), moments)
+    assert worker.layout(size).bytes == pytest.approx(state_bytes(2, states, accumulates=accumulation > 1) * numel, rel=0.005)
+
+
+def trained(states: StatesFormat, data: list[torch.Tensor], folder: Path, *, clipping: float = 10.7, **settings: Any) -> tuple[Any, ...]:
+    with support.engine(support.spec("superoffload", 0.8, clipping=clipping), states=states, **settings) as made:
+        losses = support.train(made, data)
+        return losses, support.states(made, folder), superoffload.stats(made)
+
+
+@pytest.mark.parametrize("states", [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"])
+def test_losses_stay_close_to_those_of_fp32_moments(states: StatesFormat, tmp_path: Path) -> None:
+    data = support.batches(2) * 15
+    expected, *_ = trained("fp32", data, tmp_path / "fp32")
+    found, *_ = trained(states, data, tmp_path / states)
+    assert found != expected
+    assert expected[-1] < 0.6 * expected[0]
+    assert found[-1] == pytest.approx(expected[-1], rel=0.15)
+
+
+@pytest.mark.parametrize("states", [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"])
+def test_steps_before_the_norm_is_known_have_the_bits_of_steps_that_are_held_back(states: StatesFormat, tmp_path: Path) -> None:
+    data = support.batches(20)
+    held = trained(states, data, tmp_path / "held")
+    early = trained(states, data, tmp_path / "early", speculation_bytes=ALL)
+    assert early[:2] == held[:2]
+    assert min(early[2].kept_steps, early[2].redone_steps) >= 2
+
+
+@pytest.mark.parametrize("states", [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"])
+def test_a_resumed_run_continues_bit_for_bit(states: StatesFormat, tmp_path: Path) -> None:
+    data, run = support.batches(6), support.spec("superoffload", 1.0, clipping=1.0)
+    with support.engine(run, states=states) as made:
+        support.train(made, data[:3])
+        superoffload.save_state(made, tmp_path / "saved")
+        expected = support.train(made, data[3:]), support.states(made, tmp_path / "expected")
+    with support.engine(run, states=states) as made:
+        superoffload.load_state(made, tmp_path / "saved")
+        assert (support.train(made, data[3:]), support.states(made, tmp_path / "found")) == expected
+
+
+def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
+    """In both directions, from fp32 and back: the moments are rounded once, the weights are not."""
+    data, run = support.batches(6), support.spec("superoffload", 1.0)
+    with support.engine(run) as made:
+        support.train(made, data)
+        superoffload.save_state(made, tmp_path / "fp32")
+        exact = [state.moments() for state in sub_group_states(made) if state.moments]
+        weights = [state.master_weights.clone() for state in sub_group_states(made)]
+        for states, precision in zip(FORMATS, (2**-8, 2**-4), strict=True):
+            with support.engine(run, states=states) as other:
+                superoffload.load_state(other, tmp_path / "fp32")
+                for state, moments, expected in zip(sub_group_states(other), exact, weights, strict=True):
+                    assert state.moments is not None
+                    assert torch.equal(state.master_weights, expected)
+                    for found, wanted in zip(state.moments(), moments, strict=True):
+                        sizeable = wanted.abs() > wanted.abs().max() * 2**-12
+                        assert torch.allclose(found[sizeable], wanted[sizeable], rtol=precision * 1.01, atol=0)
+                superoffload.save_state(other, tmp_path / states)
+                rounded = [state.moments() for state in sub_group_states(other) if state.moments]
+            superoffload.load_state(made, tmp_path / states)
+            for state, kept in zip(sub_group_states(made), rounded, strict=True):
+                assert state.moments is not None
+                assert all(torch.equal(found, wanted) for found, wanted in zip(state.moments(), kept, strict=True))
+
+
+def test_the_seed_selects_the_random_bits(tmp_path: Path) -> None:
+    data = support.batches(4)
+    runs = [trained("int8-moments", data, tmp_path / str(seed), seed=seed)[0] for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_moments_are_read_and_not_set_one_by_one() -> None:
+    with support.engine(support.spec("superoffload", 1.0), states="bf16-moments") as made:
+        support.train(made, support.batches(1))
+        parameter = made.module.blocks[0].up.weight
+        moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+        assert moment.abs().max() > 0
+        with pytest.raises(superoffload.OffloadError) as caught:
+            safe_set_full_optimizer_state(parameter, torch.zeros_like(moment), "exp_avg")
+        assert caught.value.code == "compact-moments"
