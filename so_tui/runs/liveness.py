@@ -25,6 +25,8 @@ from so_tui.trust.ownership import distrust_of_folder
 STALE_S = 60.0
 """Time without a heartbeat after which a run on another host counts as lost, by the clock of the process that watches it. The supervisor
 writes one per second; a network file system may delay writes of other hosts by half a minute."""
+FRESH_S = 15.0
+"""Age of a heartbeat up to which it is believed before it was seen to move."""
 OLD_S = 300.0
 """The same by the age of the file alone: clocks of hosts may differ by minutes."""
 
@@ -118,6 +120,14 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     restarted = here.name == there.name and not same_boot(here, there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(liveness=liveness, host=state.host, by_processes=False, restarted=restarted, heartbeat_age_s=age_s)
+
+
+def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bool:
+    """Return whether nothing but an old heartbeat says that a run is live: ``watch`` will see it move, or the run will count as lost."""
+    if state.state in FINAL_STATES or state.state == "queued" or watch.moved(run):
+        return False
+    seen = sighting(run, state, watch)
+    return not seen.by_processes and (seen.heartbeat_age_s is None or seen.heartbeat_age_s > FRESH_S)
 
 
 def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> RunState:

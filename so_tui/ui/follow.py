@@ -16,6 +16,7 @@ from so_tui.machine import load_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, control, deleted, read_spec
+from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -84,6 +85,8 @@ class Snapshot:
     deleted: bool = False
     """The run's folder does not exist any more; everything else is as of the poll before."""
     stop_asked: bool = False
+    checking: bool = False
+    """Whether the run still lives is not known yet: its processes cannot be seen from here, and its heartbeat is old."""
 
     @property
     def live(self) -> bool:
@@ -92,7 +95,7 @@ class Snapshot:
     @property
     def training(self) -> bool:
         """Whether steps are being made, so that the newest figures are current."""
-        return self.live and self.state is not None and self.state.state == "training"
+        return self.live and not self.checking and self.state is not None and self.state.state == "training"
 
     @property
     def on_gpus(self) -> bool:
@@ -149,6 +152,7 @@ class RunFollower:
         """Whether the series lack steps, or have steps that do not count any more."""
         self._closer: StepSeries | None = None
         self._restart_series()
+        self._checking = False
 
     def _decay(self) -> float:
         return smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
@@ -187,6 +191,8 @@ class RunFollower:
             self._read_window(window)
         except OSError as error:
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
+            state = self._reader.state
+            self._checking = state is not None and unconfirmed(self.run, state, self._watch)
         return self._snapshot(tuple(lines), read_error)
 
     def _seed(self) -> None:
@@ -270,6 +276,7 @@ class RunFollower:
         if records != self._evaluations:
             self._evaluations = records
             series = Series()
+            checking=self._checking,
             for record in records:
                 series.append(record.loss)
             times, steps = array("d", (record.time for record in records)), array("d", (float(record.step) for record in records))

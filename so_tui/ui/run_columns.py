@@ -27,12 +27,12 @@ DISPENSABLE = ("host", "tokens/s", "model", CURVE)
 def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, marked: bool) -> Cells:
     """Return the cells of a run; ``colours`` are the theme's, by name."""
     state = row.state
-    sign, style = SIGNS.get(state.state, ("?", "$faint"))
+    sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
     faint = colours["faint"]
     step = f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step)
     return {
         MARK: Text("▸" if marked else " ", style=colours["accent"]),
-        "state": Text(f"{sign} {state.state}", style=colours[style.removeprefix("$")]),
+        "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(model_of(row), 24), style=faint),
         "step": Text(step, justify="right"),

@@ -21,7 +21,7 @@ MOST_FOLDS = 3
 def facts(row: RunRow, width: int) -> Content:
     """Return state and reason, model and checkpoints of a run, for a screen of ``width`` columns."""
     state = row.state
-    lines = [state_content(state.state)]
+    lines = [state_content(row.shown_state)]
     if state.reason:
         lines.append(Content.styled(brief_message(state.reason), "$error" if state.state in ("failed", "lost") else "$warning"))
     if state.suggestion:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec, state_with_truth
+from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, RunSpec
 
@@ -25,10 +26,17 @@ class RunRow:
     spec: RunSpec | None
     """None when its ``spec.json`` cannot be read."""
     state: RunState
+    checking: bool = False
+    """Whether the run still lives is not known yet."""
 
     @property
     def live(self) -> bool:
         return self.state.state not in FINAL_STATES
+
+    @property
+    def shown_state(self) -> str:
+        """The state as it is shown."""
+        return "checking" if self.checking else self.state.state
 
 
 class RunLister:
@@ -52,7 +60,8 @@ class RunLister:
             if known is not None and known[0] == changed:
                 rows.append(known[1])
                 continue
-            row = RunRow(run, _spec(run), self._state(run))
+            state = self._state(run)
+            row = RunRow(run, _spec(run), state, unconfirmed(run, state, self._watch))
             if row.live:
                 self._keep_supervised(run, own_processes)
             if not row.live:

@@ -45,6 +45,10 @@ class Series:
         """Return minimum and maximum of the values ``[start, stop)``; None if there is none to draw."""
         return self._extremes.extremes(start, stop)
 
+    def gaps(self, length: int) -> int:
+        """Return how many of the first ``length`` entries are gaps."""
+        return bisect_left(self._gaps, length)
+
     def has_gap(self, start: int, stop: int) -> bool:
         """Return whether a gap lies in ``[start, stop)``."""
         position = bisect_left(self._gaps, start)

@@ -24,11 +24,13 @@ from so_tui_trainer import failures
 from so_tui_trainer.clocks import StepClock, StepPart
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
+from so_tui_trainer.loop import log_line
 from so_tui_trainer.metrics import Metrics, Recorder, Step
 from so_tui_trainer.ranks import Ranks
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 from superoffload.meter import OffloadStats
 from tests.support.launching import tiny
+from tests.support.records import step_record
 
 BIND = """
 import sys, threading, msgspec
@@ -183,3 +185,9 @@ def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:
     found = failures.reported(run, 1, 2)
     assert found is not None
     assert found.reason == "cause"
+
+
+@pytest.mark.parametrize(("memory", "unit"), [(None, "TFLOPS/rank"), (80 << 30, "TFLOPS/GPU")])
+def test_the_log_gives_the_speed_by_gpu_only_where_there_are_gpus(memory: int | None, unit: str) -> None:
+    line = log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
+    assert re.findall(r"TFLOPS/\w+", line) == [unit]

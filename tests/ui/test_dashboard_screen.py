@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -135,6 +136,52 @@ async def test_the_speed_of_ranks_without_gpus_is_given_by_rank(runs_dir: Path) 
         assert "TFLOPS/GPU" not in ui.text()
 
 
+@pytest.mark.parametrize("size", SIZES)
+async def test_steps_without_a_loss_are_marked_and_counted(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5, nan_steps=range(60, 63))
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.until(lambda: "3 NaN" in ui.heading("#loss"))
+        assert "now " in ui.heading("#loss")
+
+        def marks() -> str:
+            chart = ui.find("#loss", Chart)
+            return chart.render_line(chart.size.height - 1).text
+
+        assert 1 <= marks().count("✗") <= 3
+        await ui.press("x")
+        assert 1 <= marks().count("✗") <= 3
+
+
+@pytest.mark.parametrize("scrolled_up", [False, True])
+async def test_the_log_of_a_run_opened_second_is_followed_to_its_end(runs_dir: Path, scrolled_up: bool) -> None:
+    first, second = (write_run(runs_dir, preset=name, steps=120, seconds_of_samples=5) for name in ("phi-4", "qwen3-14b"))
+    async with opened(runs_dir, open_run=first) as ui:
+        log = ui.find("LogView", LogView)
+        await ui.until(lambda: log.lines and log.scroll_y == log.max_scroll_y)
+        if scrolled_up:
+            log.focus()
+            await ui.press("home")
+            await ui.until(lambda: not log.following)
+        ui.app.open_run(second)
+        await ui.until(lambda: log.lines and log.max_scroll_y > 0)
+        await ui.until(lambda: log.following and log.scroll_y == log.max_scroll_y)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.state_shown("training")
+        panels = ui.screen.query_one("#panels")
+        before = [child.region.offset for child in panels.children], panels.max_scroll_y
+        await ui.press("slash")
+        await ui.pilot.pause()
+        assert ([child.region.offset for child in panels.children], panels.max_scroll_y) == before
+        await ui.press("escape")
+        await ui.pilot.pause()
+        assert panels.max_scroll_y == before[1]
+
+
 async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5)
     with run.log_path(1, "quad-gh200").open("a") as file:
@@ -198,3 +245,40 @@ async def test_a_run_whose_folder_is_deleted_offers_nothing(runs_dir: Path, stat
         assert "its folder has been deleted" in text
         assert state not in text.split("its folder")[0]
         assert "so-tui resume" not in text
+
+
+async def test_a_run_that_may_be_lost_is_checked_before_it_is_called_training(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2)
+    before = time.time() - 120
+    os.utime(run.state_path, (before, before))
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("checking")
+        assert "training" not in ui.shown("#title")
+        assert "now " not in ui.heading("#loss")
+        assert "r Resume" not in ui.key_line
+        write_state(run, msgspec.structs.replace(read_state(run), heartbeat=2))
+        await ui.state_shown("training")
+
+
+async def test_a_run_found_lost_is_resumed_by_the_users_word(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
+    before = time.time() - 120
+    os.utime(run.state_path, (before, before))
+    monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 2.0)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("checking")
+        await ui.state_shown("lost")
+        await ui.until(lambda: "r Resume" in ui.key_line)
+        await ui.press("r")
+        await ui.until(lambda: "Has far ended?" in ui.text())
+
+
+async def test_the_list_checks_a_run_that_may_be_lost(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2)
+    before = time.time() - 120
+    os.utime(run.state_path, (before, before))
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: "○ checking" in ui.text() and "● training" not in ui.text())
+        write_state(run, msgspec.structs.replace(read_state(run), heartbeat=2))
+        await ui.until(lambda: "● training" in ui.text())

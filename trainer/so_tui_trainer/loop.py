@@ -173,7 +173,7 @@ class Loop:
         record = self.metrics.log(step, superoffload.gradient_norm(self.engine), superoffload.stats(self.engine))
         self.last_loss = record.loss
         if self.ranks.first:
-            print(_line(record, self.total_steps), flush=True)
+            print(log_line(record, self.total_steps), flush=True)
         if step.number == 1 and self.expected_first_loss is not None:
             self._check_first_loss(record.loss, self.expected_first_loss)
 
@@ -268,8 +268,10 @@ class Loop:
             self.recorder.write(warning)
 
 
-def _line(record: StepRecord, total_steps: int) -> str:
+def log_line(record: StepRecord, total_steps: int) -> str:
+    """Return a step as a line of the log; ranks without GPUs have their speed by rank."""
     norm = "" if record.gradient_norm is None else f"  gradient norm {record.gradient_norm:.3g}"
     tokens = units.rate(record.useful_tokens_per_s_total)
-    speed = f"{tokens} tokens/s  {record.model_tflops_per_gpu:.4g} TFLOPS/GPU  {record.step_s:.3f} s"
+    per = "rank" if record.gpu_memory_peak_bytes is None else "GPU"
+    speed = f"{tokens} tokens/s  {record.model_tflops_per_gpu:.4g} TFLOPS/{per}  {record.step_s:.3f} s"
     return f"step {record.step}/{total_steps}  loss {record.loss:.4f}{norm}  {speed}"

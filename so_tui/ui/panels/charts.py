@@ -17,6 +17,7 @@ from so_tui.ui.view import View
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.drawing import GUTTER, Mark
+from so_tui.units import thousands
 
 ROOMY = 52
 """Cells of a chart from which on its heading has room for whole words."""
@@ -37,7 +38,7 @@ class ChartPanel(Horizontal):
         super().__init__(id=id)
 
     def compose(self) -> ComposeResult:
-        yield Chart("loss", glyphs=self._glyphs, id="loss")
+        yield Chart("loss", mark_gaps=True, glyphs=self._glyphs, id="loss")
         yield Chart("throughput", zero=True, glyphs=self._glyphs, id="throughput")
         yield Chart("gradient norm", glyphs=self._glyphs, id="norm")
 
@@ -85,6 +86,7 @@ class ChartPanel(Horizontal):
             marks=marks,
             cursor=view.cursor,
             notes=view.range_notes,
+            alarm=_nan_text(snapshot),
         )
 
     def _show_throughput(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
@@ -107,3 +109,9 @@ class ChartPanel(Horizontal):
         notes = [] if latest is None or view.cursor is not None else [f"learning rate {significant(latest.learning_rate)}"]
         lines = [snapshot.line("gradient_norm", "raw", axis), snapshot.line("norm_ema", "main", axis)]
         self.norm.show(lines, [".", ""], axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes)
+
+
+def _nan_text(snapshot: Snapshot) -> str:
+    """Return how many steps have a loss that is not a number; a row that stands for several steps shows at least one."""
+    count = snapshot.series["loss"].gaps(snapshot.length)
+    return f"{thousands(count)}{'+' if snapshot.whole.coarse_until else ''} NaN" if count else ""

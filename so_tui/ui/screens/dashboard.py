@@ -55,8 +55,8 @@ class DashboardScreen(Page):
     ALLOW_IN_MAXIMIZED_VIEW = "TopLine, RunHeader, #search, KeyLine"
     HELP_TEXT = (
         "Everything shares one axis: steps, or time (x). Raw values are dim, their moving average is bright, evaluations have a colour of "
-        "their own; ◆ is a checkpoint, ↻ a resume; gaps are values that are not numbers. A node's dim band reaches from its idlest to its "
-        "busiest core. Cells are cores: A runs Adam, m the training process. Leaving this screen does not touch the run."
+        "their own; ◆ is a checkpoint, ↻ a resume; ✗ under a gap is a loss that is not a number. A node's dim band reaches from its idlest "
+        "to its busiest core. Cells are cores: A runs Adam, m the training process. Leaving this screen does not touch the run."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
@@ -203,7 +203,7 @@ class DashboardScreen(Page):
         rows = rows_for(height, len(snapshot.nodes), self.numa.gpu_rows, fixed)
         self.charts.set_rows(rows.charts)
         self.numa.set_rows(rows.plot, heading=not crowded)
-        self.log_panel.set_rows(rows.log)
+        self.log_panel.set_rows(max(1, rows.log - int(self.search.display)))  # the search bar takes its row from the log alone
 
     def on_resize(self) -> None:
         self._show_again()
@@ -278,6 +278,7 @@ class DashboardScreen(Page):
 
     def action_find(self) -> None:
         self.search.open()
+        self._show_again()
 
     @on(Input.Changed, "#search")
     def _search_typed(self, event: Input.Changed) -> None:
@@ -301,6 +302,7 @@ class DashboardScreen(Page):
             self.minimize()
         elif self.search.close():
             self.charts.focus_first()
+            self._show_again()
         elif self.view.cursor is not None:
             self.view = replace(self.view, cursor=None)
         else:
@@ -313,7 +315,9 @@ class DashboardScreen(Page):
             snapshot = self.snapshot
             if snapshot is None or snapshot.state is None or snapshot.deleted:
                 return False
-            return snapshot.state.state in run_actions.RESUMABLE if action == "resume" else snapshot.live
+            if action == "resume":
+                return snapshot.state.state in run_actions.RESUMABLE
+            return snapshot.live and not (snapshot.checking and action == "checkpoint")
         if action == "maximise":
             return parameters == (self.maximized is None,)
         return True

@@ -16,7 +16,7 @@ from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, gutter_text, plot_key, plot_rows, repaint, value_at, x_text
-from so_tui.ui.widgets.plot import GLYPHS, Scale, fit_scale
+from so_tui.ui.widgets.plot import GLYPHS, Scale, fit_scale, spans
 
 
 class Chart(DrawsPrintable, can_focus=True):
@@ -84,6 +84,7 @@ class Chart(DrawsPrintable, can_focus=True):
         format_value: Callable[[float], str] = significant,
         zero: bool = False,
         ceiling: float | None = None,
+        mark_gaps: bool = False,
         glyphs: GlyphName = "braille",
         id: str | None = None,
         classes: str | None = None,
@@ -91,6 +92,9 @@ class Chart(DrawsPrintable, can_focus=True):
         super().__init__(id=id, classes=classes)
         self.title, self.unit, self.format_value = title, unit, format_value
         self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
+        self.mark_gaps = mark_gaps
+        """Whether gaps of the first line are marked on the axis."""
+        self.alarm = ""
         self.log_scale = False
         self.notes: tuple[str, ...] = ()
         self.lines: tuple[Line, ...] = ()
@@ -115,8 +119,10 @@ class Chart(DrawsPrintable, can_focus=True):
         marks: Sequence[Mark] = (),
         cursor: float | None = None,
         notes: Sequence[str] = (),
+        alarm: str = "",
     ) -> None:
-        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it."""
+        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it. ``alarm`` follows the title."""
+        self.alarm = alarm
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
         self.marks, self.cursor, self.notes = tuple(marks), cursor, tuple(notes)
         window = None if axis is None else (axis.unit, axis.low, axis.high)
@@ -128,6 +134,7 @@ class Chart(DrawsPrintable, can_focus=True):
             self.marks,
             cursor,
             self.notes,
+            self.alarm,
             self.waiting,
         )
         if shown != self._shown:
@@ -176,8 +183,17 @@ class Chart(DrawsPrintable, can_focus=True):
             body = [self._with_cursor(row, plot_width, styles) for row in body]
             rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
             corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
-            rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, plot_width, self.marks, styles)])
+            marks = self._all_marks(self.axis, plot_width)
+            rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, plot_width, marks, styles)])
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
+
+    def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
+        """Return the marks, and one for each of ``width`` columns where the first line has a gap: those cover the others."""
+        if not self.mark_gaps or not self.lines[0].series.gaps(self.lines[0].length):
+            return self.marks
+        edges = axis.edges(width)
+        middles = [(edges[column] + edges[column + 1]) / 2 for column in spans(self.lines[0], axis, width)[1]]
+        return [*self.marks, *(Mark(middle, middle, "✗", "bad") for middle in middles)]
 
     def _plot(self, width: int, height: int, styles: dict[str, Style]) -> tuple[list[list[Segment]], Scale]:
         """Return the plot area, cached while neither range nor lines change; values beyond the range are no change."""
@@ -205,6 +221,8 @@ class Chart(DrawsPrintable, can_focus=True):
 
     def _pieces(self, styles: Mapping[str, Style]) -> Iterator[list[Segment]]:
         yield [Segment(self.title, styles["title"])]
+        if self.alarm:
+            yield [Segment(f"  {self.alarm}", styles["bad"])]
         axis = self.axis
         for line, name in zip(self.lines, self.names, strict=True):
             if not name or axis is None or not line.length:

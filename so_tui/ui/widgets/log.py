@@ -65,8 +65,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         super().notify_style_update()
 
     def clear(self) -> None:
-        """Forget every line, for another run."""
+        """Forget every line, for another run, which is followed from its end."""
         self.lines, self.partial, self._found, self._widest = [], "", -1, 0
+        self.following = True
         self._resize_content()
 
     def extend(self, new: Iterable[str], partial: str) -> None:

@@ -18,6 +18,7 @@ SIGNS = {
     "loading": ("●", "$accent"),
     "training": ("●", "$success"),
     "saving": ("●", "$accent"),
+    "checking": ("○", "$warning"),
     "finished": ("✓", "$success"),
     "stopped": ("■", "$warning"),
     "failed": ("✗", "$error"),
@@ -31,7 +32,7 @@ _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part"
 
 
 def state_content(name: str) -> Content:
-    """Return ``● training``."""
+    """Return ``● training``. Besides the states of runs there is ``checking``, for one that may have been lost."""
     sign, style = SIGNS.get(name, ("?", "$faint"))
     return Content.styled(f"{sign} {name}", f"bold {style}")
 
@@ -42,8 +43,9 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     pieces = [Content.styled(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
         return Content("  ").join([*pieces, Content.styled("its state cannot be read yet", "$warning")])
-    pieces.append(Content.styled("✗ deleted", "bold $error") if snapshot.deleted else state_content(state.state))
-    if snapshot.live and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error):
+    shown = "checking" if snapshot.checking else state.state
+    pieces.append(Content.styled("✗ deleted", "bold $error") if snapshot.deleted else state_content(shown))
+    if snapshot.live and not snapshot.checking and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error):
         pieces.append(Content.styled(f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning"))
     latest, total = snapshot.latest, state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
     step = latest.step if latest is not None else state.step
@@ -99,6 +101,8 @@ def news_line(snapshot: Snapshot) -> Content | None:
         return Content.assemble(
             ("cannot read the run right now: ", "$warning"), f"{brief_message(snapshot.read_error)}; older data is shown"
         )
+    if snapshot.checking and state is not None:
+        return Content.assemble(("checking: ", "$warning"), f"it was {state.state} on {brief_message(state.host)}; known within a minute")
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
         return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
     if snapshot.latest is None and snapshot.phase is not None:
