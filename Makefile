@@ -31,7 +31,7 @@ help:
 	@echo "make demo         set up everything here, then train the embedded tiny model on two ranks and show it"
 	@echo "make test         everything that needs no GPU and launches no ranks, and one real run (at most 5 minutes on two cores)"
 	@echo "make test-all     make test, then every test that launches ranks (at most 20 minutes)"
-	@echo "make test-system  the wheel in an empty environment, packages and kernel on aarch64 (at most 25 minutes; needs a package index)"
+	@echo "make test-system  the wheel in an empty environment, packages and kernel on aarch64, Slurm (at most 25 minutes; needs a package index)"
 	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/ from a real run"
@@ -69,8 +69,8 @@ test-all: test
 test-slow: $(TRAIN)
 	@$(PYTEST) --tier slow -m "slow and not gpu"
 
-test-system: $(LIGHT)
-	@$(PYTEST) --tier system -m system tests/system
+test-system: $(TRAIN)
+	@$(PYTEST) --tier system -m system tests/system tests/slurm
 
 test-gpu: $(TRAIN)
 	@$(BIN)/python -m pytest -m gpu

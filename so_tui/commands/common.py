@@ -13,6 +13,7 @@ from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, 
 from so_tui.trust.printable import printable_line, printable_source
 from so_tui.trust.streams import beneath, console
 
+_SLURM_OPTIONS = {"partition": "slurm.partition", "account": "slurm.account", "time": "slurm.time_limit"}
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
@@ -24,7 +25,7 @@ def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
 
 
 def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the dotted keys and values of ``--set`` and ``--gpus``.
+    """Return the dotted keys and values of ``--set``, ``--gpus`` and the options of Slurm.
 
     Raises:
         InputError: With the codes ``no-equals-sign``, ``not-gpus``, ``contradicting-options``.
@@ -42,6 +43,11 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
             message, remedy = f"contradicts --set gpus={changes['gpus']}", "Give only one of the two."
             raise InputError([Problem(code="contradicting-options", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
         changes["gpus"] = str(given)
+    for option, key in _SLURM_OPTIONS.items():
+        value = getattr(arguments, option, None)
+        if value is not None and changes.setdefault(key, value) != value:
+            message, remedy = f"contradicts --set {key}={changes[key]}", "Give only one of the two."
+            raise InputError([Problem(code="contradicting-options", field=f"--{option}", value=value, message=message, remedy=remedy)])
     return changes
 
 
@@ -63,14 +69,21 @@ def given_gpus(text: str) -> int | list[int]:
 
 
 def chosen_machine(arguments: argparse.Namespace) -> Machine:
-    """Return the machine of ``--machine FILE``, or this one."""
+    """Return the machine of ``--machine NAME|FILE``, or this one."""
     if arguments.machine:
-        from so_tui.machine import load_machine
+        from so_tui.machine.described import machine_of
 
-        return load_machine(arguments.machine)
+        return machine_of(arguments.machine)
     from so_tui.machine import inspect_machine
 
     return inspect_machine()
+
+
+def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
+    """Return the machine to plan a spec for: that of ``--machine FILE``, or of the place where the spec runs."""
+    from so_tui.launch import machine_of
+
+    return chosen_machine(arguments) if arguments.machine else machine_of(spec)
 
 
 def usable_terminal() -> bool:

@@ -33,6 +33,27 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def machines(arguments: argparse.Namespace) -> int:
+    """List the machines that ``--machine`` knows by name, or show one as ``inspect`` shows this machine."""
+    import msgspec
+
+    from so_tui.machine import machine_json
+    from so_tui.machine.described import MACHINES, named_machine
+    from so_tui.machine.show import render, render_described
+
+    if arguments.name:
+        machine = named_machine(arguments.name)
+        if arguments.json:
+            print_json(machine_json(machine))
+        else:
+            print_rich(render(machine))
+    elif arguments.json:
+        print_json(msgspec.json.encode({"machines": MACHINES}))
+    else:
+        print_rich(render_described(MACHINES))
+    return 0
+
+
 def _fix(out: TextIO) -> None:
     """Compile the kernels that the first run would otherwise compile while all its ranks wait."""
     from so_tui.launch.helpers import call_tool

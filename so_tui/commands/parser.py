@@ -17,6 +17,8 @@ first steps: so-tui inspect        what this machine has
              so-tui plan           what it can train
              so-tui run tiny       one minute of real training, anywhere
 """
+_MACHINE = "NAME|FILE"
+_MACHINE_HELP = "a name such as gh200-480 (`machines` lists them), or a file that `inspect --json` wrote"
 _PRESET = "PRESET|FILE"
 _PLAIN = "print progress lines instead of opening the dashboard"
 _FORCE = "start although the plan says it does not fit"
@@ -31,6 +33,7 @@ class _Options(NamedTuple):
     machine: argparse.ArgumentParser
     runs_dir: argparse.ArgumentParser
     changes: argparse.ArgumentParser
+    slurm: argparse.ArgumentParser
 
 
 class _ShowVersion(argparse.Action):
@@ -67,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show version and commit, and exit")
-    parser.add_argument("--machine", metavar="FILE", help="plan for the machine that `inspect --json` described in FILE")
+    parser.add_argument("--machine", metavar=_MACHINE, help=f"plan for another machine: {_MACHINE_HELP}")
     parser.set_defaults(handler="screen:open_screen", runs_dir=None, takes_machine=True)
     commands = _Commands(parser)
     _add_machine_commands(commands)
@@ -82,17 +85,21 @@ def _shared_options() -> _Options:
     options = _Options(*(argparse.ArgumentParser(add_help=False) for _ in _Options._fields))
     options.json.add_argument("--json", action="store_true", help="print JSON for programs")
     # Suppressed, because a default would replace a --machine before the command.
-    options.machine.add_argument("--machine", metavar="FILE", default=argparse.SUPPRESS, help="plan for the machine described in FILE")
+    text = f"plan for another machine: {_MACHINE_HELP}"
+    options.machine.add_argument("--machine", metavar=_MACHINE, default=argparse.SUPPRESS, help=text)
     text = "folder of the runs (default: so-tui/runs in the XDG state folder)"
     options.runs_dir.add_argument("--runs-dir", type=_folder, metavar="DIR", help=text)
     text = "change any key of the preset, e.g. offload.ratio=0.5"
     options.changes.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help=text)
     options.changes.add_argument("--gpus", metavar="N|LIST", help="short for --set gpus=N, or a list such as 0,2")
+    options.slurm.add_argument("--partition", metavar="NAME", help="run on this Slurm partition: short for --set slurm.partition=NAME")
+    options.slurm.add_argument("--account", metavar="NAME", help="Slurm account: short for --set slurm.account=NAME")
+    options.slurm.add_argument("--time", metavar="LIMIT", help="time limit of a job, HH:MM:SS: short for --set slurm.time_limit=LIMIT")
     return options
 
 
 def _add_machine_commands(commands: _Commands) -> None:
-    json, machine, runs_dir, changes = commands.options
+    json, machine, runs_dir, changes, _ = commands.options
     inspect = commands.add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json)
     inspect.add_argument("--sysroot", metavar="DIR", help="read another /sys and /proc")
     inspect.add_argument("--hostname", metavar="NAME", help="name of the machine of --sysroot, if its files do not contain one")
@@ -100,13 +107,15 @@ def _add_machine_commands(commands: _Commands) -> None:
     doctor = commands.add("doctor", "machine:doctor", text, json, machine, runs_dir, changes)
     doctor.add_argument("preset", nargs="?", metavar=_PRESET)
     doctor.add_argument("--fix", action="store_true", help="fix what can be fixed: compile the CPU Adam kernel ahead of time")
+    machines = commands.add("machines", "machine:machines", "list machines to plan for by name; with a name, show that one", json)
+    machines.add_argument("name", nargs="?", metavar="NAME")
     text = "measure this machine's rates in under a minute; later plans use them"
     commands.add("calibrate", "calibrate:calibrate", text, json)
 
 
 def _add_plan(commands: _Commands) -> None:
-    json, machine, _, changes = commands.options
-    plan = commands.add("plan", "plan:plan", "show what fits here and how fast; with a preset, all figures", json, machine, changes)
+    json, machine, _, changes, slurm = commands.options
+    plan = commands.add("plan", "plan:plan", "show what fits here and how fast; with a preset, all figures", json, machine, changes, slurm)
     plan.add_argument("preset", nargs="?", metavar=_PRESET)
     plan.add_argument(
         "--probe",
@@ -121,7 +130,7 @@ def _add_plan(commands: _Commands) -> None:
 
 
 def _add_preset_commands(commands: _Commands) -> None:
-    json, _, _, changes = commands.options
+    json, _, _, changes, _ = commands.options
     text = "list the presets; with a name, print that one; `add MODEL` makes a new one"
     presets = commands.add("presets", "presets:presets", text, json, changes)
     presets.add_argument("preset", nargs="?", metavar=f"{_PRESET}|add", help="`add` makes a preset from MODEL; ./add is a file")
@@ -139,8 +148,8 @@ def _add_preset_commands(commands: _Commands) -> None:
 
 
 def _add_run(commands: _Commands) -> None:
-    json, machine, runs_dir, changes = commands.options
-    run = commands.add("run", "run:run", "train: start the run and show it", json, machine, runs_dir, changes)
+    json, machine, runs_dir, changes, slurm = commands.options
+    run = commands.add("run", "run:run", "train: start the run and show it", json, machine, runs_dir, changes, slurm)
     run.add_argument("preset", metavar=_PRESET)
     how = run.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="start nothing; print the plan, the binding and the exact command")
@@ -151,7 +160,7 @@ def _add_run(commands: _Commands) -> None:
 
 
 def _add_run_commands(commands: _Commands) -> None:
-    json, _, runs_dir, changes = commands.options
+    json, _, runs_dir, changes, slurm = commands.options
 
     def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add(name, handler, text, runs_dir, *parents)
@@ -165,7 +174,7 @@ def _add_run_commands(commands: _Commands) -> None:
     grace = "kill it after this time (default %(default)g)"
     stop.add_argument("--grace", type=number_from(0, 86_400), default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
     stop.add_argument("--assume-dead", action="store_true", help=_ASSUME_DEAD)
-    resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes)
+    resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes, slurm)
     resume.add_argument("--plain", action="store_true", help=_PLAIN)
     resume.add_argument("--force", action="store_true", help=_FORCE)
     resume.add_argument("--detach", action="store_true", help=_DETACH)
@@ -180,6 +189,7 @@ def _add_run_commands(commands: _Commands) -> None:
     supervise = commands.add("supervise", "run:supervise", text)
     supervise.add_argument("run", metavar="RUN")
     supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
+    supervise.add_argument("--in-job", action="store_true", help="plan for this node of a scheduler's job first")
 
 
 def _folder(text: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, print_json, print_rich
+from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, machine_for, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, find_preset, load_catalog
@@ -17,7 +17,6 @@ def plan(arguments: argparse.Namespace) -> int:
     from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
     from so_tui.plan.render import render_plan, render_table
 
-    machine = chosen_machine(arguments)
     if arguments.probe and (arguments.machine or not arguments.preset):
         code = "not-this-machine" if arguments.machine else "preset-needed"
         message = "a probe trains on this machine" if arguments.machine else "a probe needs a preset"
@@ -25,6 +24,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise InputError([Problem(code=code, field="--probe", value=arguments.probe, message=message, remedy=remedy)])
     if arguments.preset:
         spec = chosen_spec(arguments)
+        machine = machine_for(spec, arguments)
         changes = chosen_changes(arguments)
         fixed = arguments.as_given or bool(settings_of(spec).keys() & changes.keys())
         chosen = make_plan(spec, machine) if fixed else recommend(spec, machine)
@@ -42,6 +42,7 @@ def plan(arguments: argparse.Namespace) -> int:
             elif fixed:
                 print("\nThis is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.")
         return 0 if chosen.fits else 3
+    machine = _machine_of_table(arguments)
     counts = _counts(arguments)
     catalog = load_catalog()
     rows = plan_table(list(catalog.presets.values()), machine, counts)
@@ -52,6 +53,12 @@ def plan(arguments: argparse.Namespace) -> int:
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
         print_rich(render_table(rows, machine), *left_out, *(str(problem) for problem in catalog.problems))
     return 0
+
+
+def _machine_of_table(arguments: argparse.Namespace) -> Machine:
+    from so_tui.launch.places import machine_of_partition
+
+    return machine_of_partition(arguments.partition) if arguments.partition and not arguments.machine else chosen_machine(arguments)
 
 
 def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:

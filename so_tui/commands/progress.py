@@ -7,7 +7,7 @@ import sys
 import time
 from datetime import datetime
 
-from so_tui.runs import RunDirectory, RunReader, control, state_with_truth
+from so_tui.runs import RunDirectory, RunReader, control
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -35,7 +35,9 @@ STEP_LINE_S = 2.0
 
 def exit_code_of(run: RunDirectory) -> int | None:
     """Return the exit code of a run that has ended; None while it is live."""
-    return EXIT_CODES.get(state_with_truth(run).state)
+    from so_tui.launch import current_state
+
+    return EXIT_CODES.get(current_state(run).state)
 
 
 def follow(run: RunDirectory, *, owner: bool) -> int:
@@ -48,21 +50,24 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
     Raises:
         SoTuiError: The run directory was deleted.
     """
-    from so_tui.launch import ensure_supervised
+    from so_tui.launch import current_state, ensure_supervised
 
     if owner:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda received, _: _ask_to_stop(run, signal.Signals(received)))
     print(printable_line(f"run {run.name} in {run.path}"), flush=True)
-    reader = RunReader(run)
+    reader = RunReader(run, state_of=current_state)
     printer = _Printer()
-    stopping = False
+    stopping, waiting = False, ""
     checked = time.monotonic()
     while True:
         try:
             update = reader.poll()
             for record in update.records:
                 printer.show(record)
+            if update.state is not None and update.state.state == "queued" and update.state.detail != waiting:
+                waiting = update.state.detail
+                print(brief_message(f"queued: {waiting}"), flush=True)
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 return printer.finish(run, update.state)
             # The supervisor may have been killed; every reader replaces it.

@@ -8,10 +8,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, print_json, print_rich, usable_terminal
+from so_tui.commands.common import chosen_changes, chosen_spec, machine_for, print_json, print_rich, usable_terminal
 from so_tui.commands.progress import exit_code_of, follow
-from so_tui.runs import RunDirectory, find_run, read_state
-from so_tui.spec import InputError, Problem
+from so_tui.runs import RunDirectory, find_run, read_spec, read_state
+from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
@@ -19,23 +19,35 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run, show it, and return its exit code."""
-    from so_tui.launch import missing_inputs, preflight, prepare, start
+    from so_tui.launch import missing_inputs, preflight, start
+    from so_tui.launch.executors import executor_of
 
     spec = chosen_spec(arguments)
-    if arguments.machine and not arguments.dry_run:
+    if arguments.machine and executor_of(spec).here and not arguments.dry_run:
         message, remedy = "is not used to start a run, which starts on this machine", "Add --dry-run, or start it on that machine."
         raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
-    machine = chosen_machine(arguments)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
             _report_warnings(tuple(str(problem) for problem in missing_inputs(spec)))
-        _print_launch(prepare(spec, machine, force=arguments.force), as_json=arguments.json)
+        _print_launch(_prepared(spec, arguments), as_json=arguments.json)
         return 0
     _interrupt_on_termination(arguments)
-    launch = prepare(spec, machine, force=arguments.force)
+    launch = _prepared(spec, arguments)
     if not arguments.no_preflight:
         _report_warnings(preflight(launch, runs_dir=arguments.runs_dir))
     return _show(start(launch, runs_dir=arguments.runs_dir), arguments, owner=True)
+
+
+def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
+    """Plan a spec for the machine of its place. Raises as ``prepare``, with how to describe a partition's machine."""
+    from so_tui.launch import prepare
+    from so_tui.launch.places import with_remedy
+
+    machine = machine_for(spec, arguments)
+    try:
+        return prepare(spec, machine, force=arguments.force)
+    except Refused as error:
+        raise with_remedy(error, spec, described=bool(arguments.machine)) from None
 
 
 def _print_launch(launch: Launch, *, as_json: bool) -> None:
@@ -64,16 +76,18 @@ def _report_warnings(warnings: tuple[str, ...]) -> None:
 
 def resume(arguments: argparse.Namespace) -> int:
     """Start another attempt of a run from its last checkpoint, with changed settings if some are given."""
-    from so_tui.launch import prepare_resume
+    from so_tui.launch import current_state, machine_of, prepare_resume
     from so_tui.launch import resume as resume_run
-    from so_tui.machine import inspect_machine
 
     target = find_run(arguments.run, arguments.runs_dir)
+    current_state(target)  # records the end of a job whose node has failed, which its heartbeat shows only minutes later
     _interrupt_on_termination(arguments)
+    changes = chosen_changes(arguments)
+    spec = read_spec(target)
     launch = prepare_resume(
         target,
-        inspect_machine(),
-        values=chosen_changes(arguments),
+        machine_of(with_values(spec, changes) if changes else spec),
+        values=changes,
         force=arguments.force,
         start_over=arguments.start_over,
         assume_dead=arguments.assume_dead,
@@ -119,4 +133,8 @@ def supervise(arguments: argparse.Namespace) -> int:
     from so_tui.launch.starter import take_token
 
     token = take_token(os.environ)  # before anything is started, which would inherit it
+    if arguments.in_job:
+        from so_tui.launch.in_job import supervise_in_job
+
+        return supervise_in_job(RunDirectory(arguments.run), arguments.attempt, token)
     return supervise_run(RunDirectory(arguments.run), arguments.attempt, token)

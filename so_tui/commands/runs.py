@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from so_tui.commands.common import print_json, print_rich
-from so_tui.runs import RunDirectory, find_run, list_runs, state_with_truth
+from so_tui.runs import RunDirectory, find_run, list_runs
 from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.liveness import sighting
 from so_tui.runs.own import refuse_another_users
@@ -43,7 +43,7 @@ def runs(arguments: argparse.Namespace) -> int:
         return 0
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
-    below = [] if beside else [f"\n{brief_message(f'{run.name}: {state.reason}')}" for run, state in listed if state.reason]
+    below = [] if beside else [f"\n{brief_message(f'{run.name}: {_why(state)}')}" for run, state in listed if _why(state)]
     print_rich(_table(listed, width, beside), *below)
     return 0
 
@@ -68,7 +68,7 @@ def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool
     if beside:
         table.add_column("reason", overflow="fold")
     for row, (_, state) in zip(rows, listed, strict=True):
-        table.add_row(*row[:shown], *((brief_message(state.reason),) if beside else ()))
+        table.add_row(*row[:shown], *((brief_message(_why(state)),) if beside else ()))
     return table
 
 
@@ -78,10 +78,17 @@ def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
     return printable_line(run.name), state.state, f"{state.step}/{state.total_steps}", loss, started
 
 
+def _why(state: RunState) -> str:
+    """Return why a run ended, or what a queued one waits for."""
+    return state.detail if state.state == "queued" else state.reason
+
+
 def _state(run: RunDirectory) -> RunState:
     """Return the run's state; for a damaged run a lost state with the problem as its reason."""
+    from so_tui.launch import current_state
+
     try:
-        return state_with_truth(run)
+        return current_state(run)
     except InputError as error:
         return RunState(name=run.name, state="lost", reason=str(error.problems[0].message))
 
@@ -105,10 +112,11 @@ def stop(arguments: argparse.Namespace) -> int:
         Refused: It is another user's run.
         InputError: Its processes cannot be seen from here, and it did not end in time (code ``run-may-be-live``).
     """
+    from so_tui.launch import current_state
     from so_tui.launch import stop as stop_run
 
     run = find_run(arguments.run, arguments.runs_dir)
-    state = state_with_truth(run)
+    state = current_state(run)
     if state.state in FINAL_STATES:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
@@ -120,7 +128,8 @@ def stop(arguments: argparse.Namespace) -> int:
     seen = sighting(run, state)
     if not seen.by_processes:
         print(printable_line(f"{run.name} {evidence(state, seen)}"), flush=True)
-    print(printable_line(f"asked {run.name} to stop; waiting for its checkpoint"), flush=True)
+    if state.state != "queued":
+        print(printable_line(f"asked {run.name} to stop; waiting for its checkpoint"), flush=True)
     state = stop_run(run, grace_s=arguments.grace)
     if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
         ended_state(run)  # refuses it, and says what was seen
@@ -131,6 +140,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
 def logs(arguments: argparse.Namespace) -> int:
     """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines until the run ends."""
+    from so_tui.launch import current_state
     from so_tui.runs import log_readers
 
     run = find_run(arguments.run, arguments.runs_dir)
@@ -139,7 +149,7 @@ def logs(arguments: argparse.Namespace) -> int:
         for line in reader.tail(arguments.lines):
             print(line)
     while arguments.follow:
-        ended = state_with_truth(run).state in FINAL_STATES
+        ended = current_state(run).state in FINAL_STATES
         for reader in readers:
             for line in reader.poll():
                 print(line, flush=True)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from so_tui.launch.checks import missing_inputs, preflight, writable
+    from so_tui.launch.current import current_state
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
     from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
+    from so_tui.launch.places import machine_of
     from so_tui.launch.preparation import Launch, launch_of, prepare, prepare_resume, preview
     from so_tui.launch.processes import OwnProcesses
     from so_tui.launch.supervision import supervise
@@ -18,8 +20,10 @@ __all__ = [
     "OwnProcesses",
     "ToolError",
     "call_tool",
+    "current_state",
     "ensure_supervised",
     "launch_of",
+    "machine_of",
     "missing_inputs",
     "preflight",
     "prepare",
@@ -34,6 +38,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "current": ("current_state",),
+    "places": ("machine_of",),
     "helpers": ("ToolError", "call_tool", "stream_tool"),
     "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
     "checks": ("missing_inputs", "preflight", "writable"),

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from so_tui.launch import locks
+from so_tui.launch.executors import executor_of
 from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
 from so_tui.launch.local_paths import missing_paths
 from so_tui.launch.preparation import Launch
@@ -26,10 +27,15 @@ _CHECK_TIMEOUT_S = 180.0
 def preflight(launch: Launch, *, runs_dir: Path | str | None = None) -> tuple[str, ...]:
     """Check everything that can be known before the start, and return warnings. Model, tokenizer and data need a helper process.
 
+    Of a run that starts elsewhere, only files and disk are checked: this host may lack the training packages.
+
     Raises:
         InputError: A data file is missing or has the wrong columns, the model is gated or absent, there is no token ...
         Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code ``doctor-blocks``, forceable).
     """
+    if not executor_of(launch.spec).here:
+        checks_elsewhere(launch, runs_dir=runs_dir)
+        return launch.plan.warning_texts
     warnings = quick_checks(launch, runs_dir=runs_dir)
     if not launch.forced:
         _refuse_what_doctor_blocks(launch.plan, launch.machine)
@@ -69,6 +75,20 @@ def quick_checks(launch: Launch, *, resuming: bool = False, runs_dir: Path | str
         _refuse_missing_compiler(plan, machine)
         _refuse_too_little_space(plan, resuming=resuming, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir())
     return _other_users(plan, machine)
+
+
+def checks_elsewhere(launch: Launch, *, resuming: bool = False, runs_dir: Path | str | None = None) -> None:
+    """Run the checks that this host can make of a run that starts on another: files and disk, which both share.
+
+    Raises:
+        InputError: A file is missing (``path-not-found``) or a folder cannot be written (``not-writable``).
+        Refused: With the code ``disk-too-small``, forceable.
+    """
+    if problems := missing_inputs(launch.spec):
+        raise InputError(problems)
+    if not launch.forced:
+        folder = Path(runs_dir) if runs_dir else default_runs_dir()
+        _refuse_too_little_space(launch.plan, resuming=resuming, runs_dir=folder, shared_memory=False)
 
 
 def writable(wanted: Path, field: str) -> Path:
@@ -141,7 +161,7 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
         raise Refused(taken)
 
 
-def _refuse_too_little_space(plan: Plan, *, resuming: bool, runs_dir: Path) -> None:
+def _refuse_too_little_space(plan: Plan, *, resuming: bool, runs_dir: Path, shared_memory: bool = True) -> None:
     """Refuse, forceable, when the plan's checkpoints or shared memory do not fit now."""
     refusals = []
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
@@ -157,7 +177,7 @@ def _refuse_too_little_space(plan: Plan, *, resuming: bool, runs_dir: Path) -> N
         )
         refusals.append(Refusal("disk-too-small", message))
     shm = Path("/dev/shm")
-    if plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
+    if shared_memory and plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
         message = (
             f"/dev/shm has {memory_size(free)} free, and the run needs {memory_size(plan.shm_bytes)}. "
             "Remount it larger (in Docker: --shm-size), or use offload.engine = so-tui"

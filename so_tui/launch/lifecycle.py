@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import socket
-import sys
 import time
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.checks import quick_checks
-from so_tui.launch.executors import Executor, SupervisorHandle
-from so_tui.launch.executors.local import LocalExecutor
+from so_tui.launch.checks import checks_elsewhere, quick_checks
+from so_tui.launch.current import current_state, newest_attempt
+from so_tui.launch.executors import Executor, SupervisorHandle, executor_of, executor_of_attempt
+from so_tui.launch.executors.local import LocalExecutor, supervisor_log
 from so_tui.launch.marker import markers
 from so_tui.launch.preparation import Launch
 from so_tui.launch.processes import OwnProcesses
 from so_tui.launch.shutdown import request_stop
-from so_tui.launch.starter import TOKEN_VARIABLE, new_token, record_token
+from so_tui.launch.starter import new_token, record_token
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
 from so_tui.machine.types import Machine
 from so_tui.runs import control
@@ -27,10 +28,13 @@ from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.ended import ended_state
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.listing import create_run
-from so_tui.runs.liveness import HeartbeatWatch, state_with_truth, supervised
+from so_tui.runs.liveness import HeartbeatWatch, supervised
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.own import not_own, refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.runs.state import read_state, write_spec
+from so_tui.runs.run_lock import run_lock
+from so_tui.runs.state import read_state, write_last_state, write_spec
+from so_tui.runs.unobserved import EXIT_CODES
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import close_to_others
@@ -42,22 +46,22 @@ _AFTER_KILL_S = 60.0
 
 
 def start(launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None) -> RunDirectory:
-    """Start a new run and return once its supervisor has taken over. Training continues by itself from there.
+    """Start a new run and return once its supervisor has taken over, or its job is queued. Training continues by itself from there.
 
     Args:
         launch: From ``prepare``.
         runs_dir: Where to make the run directory; by default the user's folder of runs.
-        executor: Where to start the supervisor; by default on this machine.
+        executor: Where to start the supervisor; by default where the spec says.
 
     Raises:
         InputError, Refused: A check failed; nothing was written.
         SoTuiError: The supervisor did not start; nothing is left behind.
     """
-    _refuse_other_host(launch.machine)
-    quick_checks(launch, runs_dir=runs_dir)
+    executor = executor or executor_of(launch.spec)
+    _check(launch, executor, runs_dir=runs_dir)
     run = create_run(launch.spec, Path(runs_dir) if runs_dir else None)
     try:
-        _start_attempt(run, new_attempt(run), launch, executor or LocalExecutor())
+        _start_attempt(run, new_attempt(run), launch, executor)
     except BaseException:
         if _never_supervised(run):
             shutil.rmtree(run.path, ignore_errors=True)
@@ -71,7 +75,7 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     Args:
         run: A run that has ended.
         launch: From ``prepare_resume``.
-        executor: Where to start the supervisor; by default on this machine.
+        executor: Where to start the supervisor; by default where the spec says.
 
     Raises:
         InputError: The run is live again; otherwise as for ``start``.
@@ -79,16 +83,16 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     """
     refuse_unless_own(run)
     ended_state(run, assume_dead=launch.assume_dead)
-    _refuse_other_host(launch.machine)
-    quick_checks(launch, resuming=True, runs_dir=run.path)
+    executor = executor or executor_of(launch.spec)
+    _check(launch, executor, resuming=True, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
     close_to_others(run.path)  # a run of an older version may be open to them
     attempt = new_attempt(run)
     try:
-        _start_attempt(run, attempt, launch, executor or LocalExecutor())
+        _start_attempt(run, attempt, launch, executor)
     finally:
-        if read_state(run).attempt != attempt:
+        if (state := read_state(run)).attempt != attempt and state.state != "queued":
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
         elif launch.changes:  # only now: if two resumes compete, the settings of the one that trains count
             write_spec(run, launch.spec)
@@ -105,9 +109,11 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
         InputError: The request may not be written (code ``control-not-writable``).
         OSError: It cannot be written for another reason, such as a full disk.
     """
-    state = state_with_truth(run)
+    state = current_state(run)
     if state.state in FINAL_STATES:
         return state
+    if state.state == "queued":
+        return _leave_queue(run, state)
     try:
         request_stop(run, grace_s=grace_s)
     except OSError as error:
@@ -119,8 +125,23 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
-    while (state := state_with_truth(run, watch)).state not in FINAL_STATES and time.monotonic() < deadline:
+    while (state := current_state(run, watch)).state not in FINAL_STATES and time.monotonic() < deadline:
         time.sleep(4 * _POLL_S)
+    return state
+
+
+def _leave_queue(run: RunDirectory, state: RunState) -> RunState:
+    """Take a run out of its scheduler's queue and record that. Raises Refused for another user's run, SoTuiError if it cannot be done."""
+    refuse_unless_own(run)
+    attempt = newest_attempt(run, state)
+    executor_of_attempt(run, attempt).cancel(run, attempt)
+    with run_lock(run) as lock:
+        if lock is None or read_state(run).state != "queued":  # it has started a moment ago, and the scheduler ends it
+            return current_state(run)
+        state = replace(
+            state, state="stopped", attempt=attempt, detail="", code=OutcomeCode.STOPPED, ended=time.time(), exit_code=EXIT_CODES["stopped"]
+        )
+        write_last_state(run, state)
     return state
 
 
@@ -141,24 +162,25 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
         if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
             return False
         with contextlib.suppress(OSError):  # a full disk: the next call tries again
-            LocalExecutor().start(_supervisor_argv(run, state.attempt), os.environ, _supervisor_log(run, state.attempt))
+            LocalExecutor().attach(run, state.attempt)
             return True
     return False
 
 
 def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Executor) -> None:
-    log = _supervisor_log(run, attempt)
     try:
         write_launch(run, attempt, launch)
         token = new_token()
         record_token(run, attempt, token)
-        handle = executor.start(_supervisor_argv(run, attempt), {**os.environ, TOKEN_VARIABLE: token}, log)
+        handle = executor.start(run, attempt, token)
     except OSError as error:
         message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir."
         problem = Problem(code="not-writable", field="--runs-dir", value=str(run.path.parent), message=message, remedy=remedy)
         raise InputError([problem]) from error
+    if handle is None:
+        return
     try:
-        _wait_for_supervisor(run, attempt, handle, log)
+        _wait_for_supervisor(run, attempt, handle, supervisor_log(run, attempt))
     except KeyboardInterrupt:  # the supervisor may be alive by now and would train a run that the user has cancelled
         control.request(run, "stop", reason="interrupted while it was started")
         raise
@@ -185,12 +207,13 @@ def _never_supervised(run: RunDirectory) -> bool:
     return True
 
 
-def _supervisor_argv(run: RunDirectory, attempt: int) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "so_tui", "supervise", str(run.path), "--attempt", str(attempt))
-
-
-def _supervisor_log(run: RunDirectory, attempt: int) -> Path:
-    return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
+def _check(launch: Launch, executor: Executor, *, resuming: bool = False, runs_dir: Path | str | None = None) -> None:
+    """Refuse what cannot start. What this host lacks says nothing about another one."""
+    if executor.here:
+        _refuse_other_host(launch.machine)
+        quick_checks(launch, resuming=resuming, runs_dir=runs_dir)
+    else:
+        checks_elsewhere(launch, resuming=resuming, runs_dir=runs_dir)
 
 
 def _refuse_other_host(machine: Machine) -> None:

@@ -57,6 +57,8 @@ _ADVICE: dict[str, str] = {
     OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",
     OutcomeCode.HOST_DIFFERS: "Start it again here, so that it is planned for this host",
     OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
+    OutcomeCode.OUT_OF_TIME: "Ask for more time (slurm.time_limit), or save more often (checkpoint.every_minutes)",
+    OutcomeCode.JOB_FAILED: "The end of its log in the attempt's folder (slurm.*.log) says why",
 }
 _REASONS: dict[str, str] = {
     OutcomeCode.OUT_OF_GPU_MEMORY: "out of GPU memory: {detail}",
@@ -71,6 +73,12 @@ _REASONS: dict[str, str] = {
     OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
     OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",
     OutcomeCode.NOT_STARTED: "could not be started: {detail}",
+    OutcomeCode.OUT_OF_TIME: "job {job} reached its time limit before a checkpoint was saved",
+    OutcomeCode.PREEMPTED: "job {job} was preempted: Slurm gave its node to another job",
+    OutcomeCode.NODE_FAILED: "the node of job {job} failed ({node})",
+    OutcomeCode.JOB_CANCELLED: "job {job} was cancelled",
+    OutcomeCode.JOB_FAILED: "job {job} ended before the run started: {detail}",
+    OutcomeCode.JOB_FORGOTTEN: "Slurm does not know its job any more, and nothing says how it ended",
 }
 _LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
 
@@ -96,7 +104,7 @@ class OutcomeText(NamedTuple):
 def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
     """Put an outcome into words. The suggestion for a failure ends with how to resume, and with changed settings where it needs them."""
     if outcome.state in ("finished", "stopped"):
-        return OutcomeText(outcome.reported, outcome.advice)
+        return OutcomeText(outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice)
     advice = outcome.advice if outcome.reported else _advice(outcome, run)
     again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
     return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
@@ -111,7 +119,9 @@ def _reason(outcome: Outcome) -> str:
         return f"{_who(outcome)} was ended by {_signal_name(outcome.signal)}"
     if pattern := _REASONS.get(outcome.code):
         plural = "" if outcome.count == 1 else "es"
-        return pattern.format(detail=outcome.detail, count=outcome.count, es=plural, limit_s=outcome.limit_s)
+        return pattern.format(
+            detail=outcome.detail, count=outcome.count, es=plural, limit_s=outcome.limit_s, job=outcome.job, node=outcome.node
+        )
     ending = f"with exit code {outcome.exit_code}" if outcome.exit_code else "without the trainer's end record"
     return outcome.detail or f"{_who(outcome)} ended {ending}"
 

@@ -8,12 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from so_tui.launch import environment, placeholders
+from so_tui.launch.executors import executor_of
 from so_tui.launch.preparation import Launch
 from so_tui.machine import cpu_ranges
 from so_tui.plan import plan_tree
 from so_tui.plan.messages import deepspeed_text
 from so_tui.plan.types import MemoryPolicy, RankBinding
-from so_tui.trust.printable import printable_line, quoted
+from so_tui.trust.printable import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
 
 _VERDICTS = {"fits": ("✓", "bold green"), "tight": ("~", "bold yellow"), "does not fit": ("✗", "bold red")}
@@ -28,6 +29,7 @@ def render_launch(launch: Launch) -> RenderableType:
         Text(f"  ~ {printable_line(warning)}", style="yellow") for warning in plan.warning_texts
     ]
     overridden = overrides(launch.ds_config)
+    script = executor_of(launch.spec).preview(launch)
     return Group(
         Text.assemble((f"{sign} {plan.verdict}", style), label),
         *notes,
@@ -40,6 +42,7 @@ def render_launch(launch: Launch) -> RenderableType:
         Text("the command", style="bold"),
         Text(quoted(*launch.argv), overflow="fold"),
         *(Text(f"  {name}: {meaning}, known at the start", style="dim") for name, meaning in _placeholders(launch).items()),
+        *((Text(), Text("the batch script", style="bold"), Text(printable(script), overflow="fold")) if script else ()),
     )
 
 
@@ -64,6 +67,7 @@ def launch_json(launch: Launch) -> bytes:
                 for rank in launch.plan.binding
             ],
             "plan": plan_tree(launch.plan),
+            "batch_script": executor_of(launch.spec).preview(launch),
         }
     )
 

@@ -23,15 +23,23 @@ class StopRequest(control.Request, frozen=True, kw_only=True):
     grace_s: float = DEFAULT_GRACE_S
 
 
-def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason: str = "") -> None:
+def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason: str = "", warned: bool = False) -> None:
     """Ask the run to stop within ``grace_s`` seconds. A later request replaces an earlier one.
+
+    Args:
+        run: The run.
+        grace_s: After how many seconds it is killed.
+        reason: Why, in words.
+        warned: A scheduler's warning asks.
 
     Raises:
         OSError: The run directory cannot be written.
     """
-    control.request(run, "stop", reason=reason)
+    control.request(run, "stop", reason=reason, warned=warned)
     asked = control.details(run, "stop")
-    bounded = StopRequest(by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s)
+    if asked is not None and asked.warned != warned:
+        return  # a person's request stays
+    bounded = StopRequest(by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s, warned=warned)
     write_run_file(run, run.control_dir / "stop", msgspec.json.encode(bounded))
 
 

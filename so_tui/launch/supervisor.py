@@ -169,7 +169,7 @@ class Supervisor:
 
     def _check_stop_request(self) -> None:
         if self._signal:
-            request_stop(self._run, reason=f"the supervisor received {self._signal.name}")
+            request_stop(self._run, reason=f"the supervisor received {self._signal.name}", warned=self._signal is signal.SIGUSR1)
             self._signal = None
         asked = stop_request(self._run)
         if asked is not None and asked != self._stop:

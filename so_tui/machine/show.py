@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,6 +11,7 @@ from rich.text import Text
 from rich.tree import Tree as RichTree
 
 from so_tui.machine.cpulist import cpu_ranges
+from so_tui.machine.described import Description
 from so_tui.machine.doctor.types import Finding, Severity
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
 from so_tui.trust.printable import printable_line
@@ -31,6 +32,16 @@ def render(machine: Machine) -> RenderableType:
         parts += [_software(machine.software), Text()]
     parts += [Text.assemble(("· ", "cyan"), printable_line(note)) for note in machine.notes]
     return Group(*parts)
+
+
+def render_described(machines: Mapping[str, Description]) -> RenderableType:
+    """Render the machines that are known by name."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, description in machines.items():
+        memory = memory_size(description.nodes * description.node_mib << 20)
+        table.add_row(Text(name, style="bold"), description.title, f"{memory} of host memory", Text(description.source, style="dim"))
+    told = "so-tui --machine NAME plans for one of them, and so do plan, doctor and run --dry-run. None was measured."
+    return Group(table, Text(), Text(told, style="dim"))
 
 
 def render_findings(findings: Sequence[Finding]) -> RenderableType:

@@ -26,21 +26,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     by: str
     time: float
     reason: str = ""
+    warned: bool = False
+    """Whether a scheduler's warning asks, before it ends the job, and no person: then another job may continue."""
 
 
 prepare(Request)
 
 
-def request(run: RunDirectory, action: Action, *, reason: str = "") -> None:
-    """Ask the run to stop (with a checkpoint) or to save a checkpoint.
+def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool = False) -> None:
+    """Ask the run to stop (with a checkpoint) or to save a checkpoint. A warning does not replace a person's request.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
         OSError: The folder cannot be written.
     """
     refuse_another_users(run)
+    if warned and (before := details(run, action)) is not None and not before.warned:
+        return
     run.control_dir.mkdir(exist_ok=True)
-    asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason)
+    asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason, warned=warned)
     write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))
 
 

@@ -84,6 +84,13 @@ class RunDirectory:
         """What the token that starts the attempt is checked against."""
         return self.attempt_dir(attempt) / "starter.json"
 
+    def submission_path(self, attempt: int) -> Path:
+        """What a scheduler was given, if the attempt was submitted to one."""
+        return self.attempt_dir(attempt) / "submission.json"
+
+    def job_script_path(self, attempt: int) -> Path:
+        return self.attempt_dir(attempt) / "job.sh"
+
     def command_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "command.json"
 

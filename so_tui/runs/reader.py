@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -67,18 +67,27 @@ class RunReader:
     index and drawn by ``overview``.
     """
 
-    def __init__(self, run: RunDirectory, *, watch: HeartbeatWatch | None = None, log_lines: int = 1000) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        watch: HeartbeatWatch | None = None,
+        log_lines: int = 1000,
+        state_of: Callable[[RunDirectory, HeartbeatWatch], RunState] = state_with_truth,
+    ) -> None:
         """Prepare to follow a run; nothing is read yet.
 
         Args:
             run: The run.
             watch: Times the heartbeats of runs on other hosts; shared by several readers.
             log_lines: Number of lines that the first poll returns of an existing log; later polls return all new lines.
+            state_of: Returns the state; one that also asks the scheduler of a submitted run, if there is one.
         """
         self.run = run
         self.metrics = MetricsReader(run)
         self.state: RunState | None = None
         self._watch = watch or HeartbeatWatch()
+        self._state_of = state_of
         self._log_lines = log_lines
         self._samples: dict[str, SampleReader] = {}
         self._logs: dict[str, LogReader] = {}
@@ -181,6 +190,6 @@ class RunReader:
 
     def _read_state(self) -> RunState | None:
         try:
-            return state_with_truth(self.run, self._watch)
+            return self._state_of(self.run, self._watch)
         except InputError:
             return self.state  # the directory may be unreachable for a moment: a stale state is better than none

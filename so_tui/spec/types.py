@@ -334,6 +334,45 @@ class BenchmarkSpec(Spec, frozen=True):
     ] = 0
 
 
+class SlurmSpec(Spec, frozen=True):
+    partition: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_.-]*\Z",
+            max_length=64,
+            description="Partition to run on; if empty, the run starts on this machine.",
+        ),
+    ] = ""
+    account: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Account that is charged.")] = ""
+    qos: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Quality of service.")] = ""
+    time_limit: Annotated[
+        str,
+        Meta(
+            pattern=r"^(\d{1,6}|\d{1,4}:\d\d|\d{1,4}:\d\d:\d\d|\d{1,3}-\d\d?(:\d\d){0,2})?\Z",
+            description="Longest time of one job: minutes, `HH:MM:SS` or `D-HH`; if empty, the site profile's or the partition's.",
+        ),
+    ] = ""
+    constraint: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9_.,:&|*()\[\]-]*\Z", max_length=200, description="Features that the node must have.")
+    ] = ""
+    options: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:;@%+/&|*()\[\]-]+)?\Z", max_length=200)], ...],
+        Meta(max_length=32, description="Further options of `sbatch`, such as `--reservation=NAME`."),
+    ] = ()
+    site: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z0-9-]*\Z",
+            max_length=64,
+            description="Site profile; if empty, the one that names this cluster, else `generic`.",
+        ),
+    ] = ""
+    continues: Annotated[
+        bool,
+        Meta(description="When a job's time limit is near, save a checkpoint and submit a job that continues, until the run has finished."),
+    ] = True
+
+
 class RunSpec(Spec, frozen=True, kw_only=True):
     """What to train and how, independent of the machine."""
 
@@ -350,6 +389,7 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
+    slurm: SlurmSpec = SlurmSpec()
 
     @property
     def ranks(self) -> int:

@@ -216,12 +216,13 @@ class SoTuiApp(PrintableApp[None]):
         return not self.starting
 
     def ask_launch(self, launch: Launch, facts: Iterable[Content]) -> None:
-        """Ask once, then start ``launch`` on this machine."""
+        """Ask once, then start ``launch`` where its spec says."""
+        from so_tui.launch.executors import executor_of
         from so_tui.ui.screens.dialogs import Question
 
         if not self.may_start():
             return
-        if self.machine_file and self.machine is not None:
+        if self.machine_file and self.machine is not None and executor_of(launch.spec).here:
             there = f"This plan is for {self.machine.label} ({self.machine_file}), but runs start on the machine that so-tui runs on."
             back = "Start it on that machine, or press o and leave the field empty to plan for this one."
             self.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))

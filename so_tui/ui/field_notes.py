@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from so_tui.trust.printable import printable_line
 from so_tui.ui.form import LENGTH
 from so_tui.ui.widgets import plan_view
 from so_tui.units import thousands
@@ -40,3 +42,10 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
         rank = plan.binding[0]
         return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)} a rank"
     return ""
+
+
+def partition_note(partitions: Sequence[str], *, slurm: bool) -> str:
+    """Return what a partition may be, or why none can be named here."""
+    if not slurm:
+        return "no Slurm here"
+    return ", ".join(map(printable_line, partitions)) or "empty: this machine"

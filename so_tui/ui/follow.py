@@ -136,9 +136,11 @@ class RunFollower:
     """Follows one run for one thread at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
+        from so_tui.launch import current_state
+
         self.run = run
         self._watch = HeartbeatWatch()
-        self._reader = RunReader(run, watch=self._watch)
+        self._reader = RunReader(run, watch=self._watch, state_of=current_state)
         self._loads = Loads(self._reader)
         self._evaluations: tuple[EvaluationRecord, ...] = ()
         self._evaluation_line: Line | None = None
@@ -150,9 +152,9 @@ class RunFollower:
         """Read, but not added to the loads yet, which need the times of the steps."""
         self._outdated = True
         """Whether the series lack steps, or have steps that do not count any more."""
+        self._checking = False
         self._closer: StepSeries | None = None
         self._restart_series()
-        self._checking = False
 
     def _decay(self) -> float:
         return smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
@@ -189,10 +191,10 @@ class RunFollower:
                 self._loads.add(host, samples, self._whole.times)
             self._loads.average(self._whole.times)
             self._read_window(window)
-        except OSError as error:
-            read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
             state = self._reader.state
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
+        except OSError as error:
+            read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), read_error)
 
     def _seed(self) -> None:
@@ -227,6 +229,7 @@ class RunFollower:
         """Read plan and machine of the newest attempt, once each."""
         import msgspec
 
+        from so_tui.launch.current import newest_attempt
         from so_tui.trust.decoding import read_json
 
         if state is None or (state.attempt == self._attempt and self._plan is not None):
@@ -234,6 +237,10 @@ class RunFollower:
         self._attempt = state.attempt
         try:
             self._spec = self._spec or read_spec(self.run)
+            if state.state == "queued":  # the plan of what waits; its job makes another one for its node
+                self._plan = read_json(self.run.plan_path(newest_attempt(self.run, state)), Plan)
+                self._attempt = -1
+                return
             self._plan = read_json(self.run.plan_path(state.attempt), Plan)
             self._machine = load_machine(self.run.machine_path(state.attempt, state.host))
         except (OSError, InputError, msgspec.DecodeError):
@@ -269,6 +276,7 @@ class RunFollower:
             read_error=read_error,
             deleted=deleted(self.run),
             stop_asked="stop" in control.pending(self.run),
+            checking=self._checking,
         )
 
     def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
@@ -276,7 +284,6 @@ class RunFollower:
         if records != self._evaluations:
             self._evaluations = records
             series = Series()
-            checking=self._checking,
             for record in records:
                 series.append(record.loss)
             times, steps = array("d", (record.time for record in records)), array("d", (float(record.step) for record in records))

@@ -9,10 +9,13 @@ from so_tui.spec import FieldInfo, RunSpec, complete_tree, differences, field_in
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
+SLURM = "Slurm"
+"""The group that only a host with Slurm shows."""
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Where", ("gpus",)),
-    ("Offload", ("offload.mode", "offload.ratio", "offload.cpu_adam_cores_fraction", "offload.engine")),
+    ("Where", ("gpus", "slurm.partition")),
+    (SLURM, ("slurm.account", "slurm.time_limit", "slurm.qos", "slurm.constraint", "slurm.site", "slurm.continues")),
+    ("Offload", ("offload.mode", "offload.ratio", "offload.cpu_adam_cores_fraction", "offload.states", "offload.engine")),
     ("Batch", ("train.micro_batch", "train.gradient_accumulation", "train.tokens_per_step", "data.sequence_length", "data.packing")),
     ("Data", ("data.source", "data.subset", "data.split", "data.format", "data.loss")),
     ("Length", (LENGTH,)),
@@ -45,10 +48,15 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 LABELS = {
     "gpus": "GPUs",
+    "slurm.partition": "Slurm partition",
+    "slurm.qos": "QOS",
+    "slurm.site": "site profile",
+    "slurm.continues": "continue in a job",
     LENGTH: "train for",
     "data.loss": "loss on",
     "offload.ratio": "offload ratio",
     "offload.cpu_adam_cores_fraction": "CPU-Adam cores",
+    "offload.states": "Adam moments",
     "train.gradient_accumulation": "accumulation",
     "train.tokens_per_step": "tokens a step",
     "train.warmup_ratio": "warm-up share",
@@ -66,6 +74,10 @@ LABELS = {
 
 HINTS = {
     "train.tokens_per_step": "0: accumulation",
+    "offload.states": "on the host",
+    "slurm.partition": "empty: this machine",
+    "slurm.time_limit": "HH:MM:SS",
+    "slurm.site": "empty: recognised",
     "data.held_out": "a share, or a count",
     "data.evaluation": "id, file or folder",
     "train.evaluate_every_steps": "steps; 0: at the end",

@@ -30,7 +30,7 @@ OTHER_MACHINE = Binding(
     "app.other_machine",
     "Other machine",
     id="other-machine",
-    tooltip="Plan for another machine, from its `inspect --json` file; empty for this one",
+    tooltip="Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty for this one",
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec, state_with_truth
+from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, RunSpec
@@ -79,8 +79,10 @@ class RunLister:
             ensure_supervised(run, own_processes)
 
     def _state(self, run: RunDirectory) -> RunState:
+        from so_tui.launch import current_state
+
         try:
-            return state_with_truth(run, self._watch)
+            return current_state(run, self._watch)
         except InputError as error:
             return RunState(name=run.name, state="lost", reason=error.problems[0].message, suggestion=error.problems[0].remedy)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ import pytest
 from so_tui.launch import preparation, prepare, prepare_resume, resume, start
 from so_tui.launch.attempt_files import read_launch
 from so_tui.launch.executors import SupervisorHandle
+from so_tui.launch.executors.local import LocalExecutor
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, control, read_spec, read_state, write_state
 from so_tui.runs.liveness import identify
@@ -20,14 +20,14 @@ from so_tui.runs.records import RunState
 from so_tui.spec import Refused, RunSpec
 
 
-class Interrupted:
+class Interrupted(LocalExecutor):
     """An executor during whose start the user interrupts, before or (``too_late``) after the supervisor has written its first state."""
 
     def __init__(self, *, too_late: bool) -> None:
         self._too_late = too_late
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
-        self._run = RunDirectory(argv[argv.index("supervise") + 1])
+    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+        self._run = run
         return self
 
     def exit_code(self) -> int | None:
@@ -37,12 +37,11 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-class Recording:
+class Recording(LocalExecutor):
     """An executor that reads what was written, and answers as a supervisor that took over."""
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
-        self.run = RunDirectory(argv[argv.index("supervise") + 1])
-        attempt = int(argv[-1])
+    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+        self.run = run
         self.launch = read_launch(self.run, attempt, socket.gethostname())
         supervisor = identify(os.getpid(), "supervisor")
         write_state(self.run, RunState(name=self.run.name, state="stopped", attempt=attempt, supervisor=supervisor))

@@ -53,7 +53,7 @@ def test_a_list_of_gpus_is_kept(tiny: RunSpec) -> None:
 
 def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
     document = json.loads(launch_json(prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"})))
-    assert document.keys() == {"argv", "env", "placeholders", "ds_config", "binding", "plan"}
+    assert document.keys() == {"argv", "env", "placeholders", "ds_config", "binding", "plan", "batch_script"}
     assert document["placeholders"].keys() == {placeholder.value for placeholder in Placeholder}
     rank = document["binding"][1]
     assert rank.keys() == {"rank", "gpu", "numa_node", "cpus", "memory_policy", "deepspeed", "deepspeed_alone"}

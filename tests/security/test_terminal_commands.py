@@ -25,6 +25,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["doctor", "--machine", "MACHINE", "--json"],
         ["doctor", "--runs-dir", HOSTILE],
     ],
+    "machines": [["machines"], ["machines", "--json"], ["machines", HOSTILE], ["machines", HOSTILE, "--json"]],
     "calibrate": [["calibrate", HOSTILE]],
     "plan": [
         ["plan", "--machine", "MACHINE"],

@@ -40,7 +40,7 @@ WAYS = {
     "runs": ["4"],
     "machine": ["5"],
     "help": ["1", "question_mark"],
-    "distances": ["5", "t"],
+    "distances": ["5", "b"],
     "delete": ["4", "D"],
     "settings": ["3", "equals_sign"],
     "data": ["1", "d"],

@@ -20,6 +20,12 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the form of most machines, whatever is installed here."""
+    monkeypatch.setattr("so_tui.ui.screens.configure.has_slurm", lambda: False)
+
+
+@pytest.fixture(autouse=True)
 def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
     monkeypatch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
@@ -35,4 +41,4 @@ def runs_dir(tmp_path: Path) -> Path:
 def _short_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut Configure down to its first groups: mounting the others takes most of the time of a test that needs none of them."""
     monkeypatch.setattr("so_tui.ui.screens.configure.advanced_paths", tuple)
-    monkeypatch.setattr("so_tui.ui.screens.configure.GROUPS", GROUPS[:6])
+    monkeypatch.setattr("so_tui.ui.screens.configure.GROUPS", GROUPS[:7])

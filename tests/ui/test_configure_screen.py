@@ -171,3 +171,11 @@ async def test_a_box_that_is_off_looks_off_without_colour(runs_dir: Path) -> Non
         await ui.press("space")
         await ui.until(lambda: "1 change" in ui.shown("#form-title"))
         assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
+
+
+async def test_without_slurm_one_greyed_line_says_so(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.press("2")
+        await ui.until(lambda: "no Slurm here" in ui.text())
+        assert ui.find("#field-slurm-partition", FieldRow).disabled
+        assert not [row for row in ui.screen.query(FieldRow) if row.path.startswith("slurm.") and row.path != "slurm.partition"]

@@ -15,7 +15,7 @@ MOST_BYTES = 1.5
 def test_the_dashboard_costs_little_more_than_a_bare_application() -> None:
     # Noise only ever adds: the least of several is what a program costs. More rounds only where the first is over.
     reference, ours = [], []
-    for _ in range(3):
+    for _ in range(6):
         # In turn, so that neither adds to the other's noise.
         reference.append(bare(6))
         ours.append(dashboard(6))

@@ -7,13 +7,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from textual.widgets import DataTable, Input
+from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
+from so_tui.ui.screens.dialogs import Question
+from so_tui.ui.screens.other_machine import MachineSuggester
 from tests.support.make_run import quad_machine
+from tests.support.planning import CPU_ONLY
 from tests.support.screen import SIZES, opened
 
 
@@ -130,3 +133,35 @@ async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
         ui.app.list_runs()
         await ui.until(lambda: len(ui.app.runs) == 1)
         assert not ui.screen.query_one("#first-visit").display
+
+
+async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(runs_dir: Path) -> None:
+    async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
+        await ui.presets()
+        assert ui.find("#no-gpu", Static).display
+        assert not ui.find("#first-visit", Static).display
+        await ui.press("t")
+        await ui.until(lambda: isinstance(ui.screen, Question))
+        assert "tiny" in ui.text()
+        await ui.press("escape")
+        await ui.press("o")
+        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.type_text("gh200-q")
+        entry = ui.find("Input", Input)
+        await ui.until(lambda: entry._suggestion == "gh200-quad-120")
+        await ui.press("right", "enter")
+        await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
+        await ui.until(lambda: "4 GPUs" in ui.text())
+        assert not ui.find("#no-gpu", Static).display
+
+
+async def test_paths_are_completed_too(tmp_path: Path) -> None:
+    (tmp_path / "node.json").touch()
+    (tmp_path / ".hidden").touch()
+    (tmp_path / "with\x1b[31m").touch()
+    suggester = MachineSuggester()
+    assert await suggester.get_suggestion("gh200-4") == "gh200-480"
+    assert await suggester.get_suggestion(f"{tmp_path}/") == f"{tmp_path}/node.json"
+    assert await suggester.get_suggestion(f"{tmp_path}/with") is None
+    assert await suggester.get_suggestion(f"{tmp_path}/none/x") is None
+    assert await suggester.get_suggestion("zzz") is None

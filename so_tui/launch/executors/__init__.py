@@ -1,33 +1,107 @@
-"""Where the supervisor of a run is started: on this machine, or through a scheduler's queue.
+"""Where a run's supervisor is started: on this machine, or through a scheduler's queue.
 
-An executor receives the supervisor's command and starts it. Everything else about a start is the same for all executors.
+An executor starts the supervisor of an attempt whose files are written. From then on the run directory says what happens; only what it
+cannot say, such as why a job still waits, is asked of the executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import os
+from enum import StrEnum
 from typing import Protocol
+
+from msgspec import Struct
+
+from so_tui.launch.preparation import Launch
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.spec import RunSpec
 
 
 class SupervisorHandle(Protocol):
-    """A supervisor that an executor has started or queued."""
+    """A supervisor that an executor has started on this machine."""
 
     def exit_code(self) -> int | None:
-        """Return its exit code once it has ended; None while it runs, is queued, or cannot be observed from here."""
+        """Return its exit code once it has ended; None while it runs."""
+
+
+class JobPhase(StrEnum):
+    """Where a job is, as its scheduler knows."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+    """The scheduler did not answer, or has not been asked since the job was submitted."""
+
+
+class JobStatus(Struct, frozen=True, kw_only=True):
+    """What a scheduler knows of the job of an attempt."""
+
+    job_id: str
+    phase: JobPhase
+    waits_for: str = ""
+    """The scheduler's own word for why a queued job waits (``Priority``, ``Resources`` ...)."""
+    expected_start: float | None = None
+    """When the scheduler expects to start a queued job, in seconds since the epoch."""
+    nodes: str = ""
+    end: OutcomeCode | None = None
+    """How a job ended that the scheduler ended, or that failed by itself; None where only the run directory can say."""
+    output: str = ""
+    """The last lines that a job wrote which ended before its supervisor had started."""
 
 
 class Executor(Protocol):
-    """Starts supervisors."""
+    """Starts supervisors, and knows what becomes of them until they write the run's state."""
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
-        """Start a command so that it outlives this program, its terminal and its session.
+    @property
+    def here(self) -> bool:
+        """Whether runs start on this machine, so that what can be seen here decides whether they can."""
+
+    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle | None:
+        """Start the supervisor of an attempt so that it outlives this program, its terminal and its session.
 
         Args:
-            argv: The supervisor's command.
-            env: Its whole environment.
-            log: The file that receives its output, appended.
+            run: The run.
+            attempt: An attempt whose files are written.
+            token: The starter's token, which the supervisor gets in its environment.
+
+        Returns:
+            The supervisor; None if it starts later and the run's state says ``queued``.
 
         Raises:
             OSError: It cannot be started.
+            SoTuiError: A scheduler refused it; nothing is left of it.
         """
+
+    def preview(self, launch: Launch) -> str:
+        """Return the batch script that a start would submit; empty if there is none."""
+
+    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+        """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap enough to be called every second."""
+
+    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises SoTuiError if it cannot be done."""
+
+
+def executor_of(spec: RunSpec) -> Executor:
+    """Return the executor of the place that a spec names."""
+    if spec.slurm.partition:
+        from so_tui.launch.executors.slurm.executor import SlurmExecutor
+
+        return SlurmExecutor()
+    from so_tui.launch.executors.local import LocalExecutor
+
+    return LocalExecutor()
+
+
+def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
+    """Return the executor that an attempt was given to; of a folder that may not be read, this machine's, which decides nothing."""
+    if os.path.lexists(run.submission_path(attempt)):  # unlike Path.exists, False where the folder belongs to another user
+        from so_tui.launch.executors.slurm.executor import SlurmExecutor
+
+        return SlurmExecutor()
+    from so_tui.launch.executors.local import LocalExecutor
+
+    return LocalExecutor()

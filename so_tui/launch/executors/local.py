@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from so_tui.launch.executors import SupervisorHandle
+from so_tui.launch.executors import JobStatus, SupervisorHandle
+from so_tui.launch.preparation import Launch
+from so_tui.launch.starter import TOKEN_VARIABLE
+from so_tui.runs.directory import RunDirectory
 
 
 class LocalExecutor:
     """Starts a supervisor on this host, in a session of its own."""
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> SupervisorHandle:
-        """Start the command detached from this program; see ``Executor.start``."""
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "ab") as output:
-            process = subprocess.Popen(
-                argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", start_new_session=True
-            )
-        return _Process(process)
+    here = True
+
+    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+        """Start the supervisor detached from this program; see ``Executor.start``."""
+        return _started(run, attempt, {**os.environ, TOKEN_VARIABLE: token})
+
+    def attach(self, run: RunDirectory, attempt: int) -> None:
+        """Start a supervisor for an attempt whose own has died. It starts nothing of the run. Raises OSError."""
+        _started(run, attempt, os.environ)
+
+    def preview(self, launch: Launch) -> str:
+        return ""
+
+    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+        return None
+
+    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+        return False
+
+
+def supervisor_log(run: RunDirectory, attempt: int) -> Path:
+    """Return the file that receives the output of an attempt's supervisor on this host."""
+    return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
+
+
+def _started(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> SupervisorHandle:
+    argv = (sys.executable, "-P", "-m", "so_tui", "supervise", str(run.path), "--attempt", str(attempt))
+    descriptor = os.open(supervisor_log(run, attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "ab") as output:
+        process = subprocess.Popen(
+            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", start_new_session=True
+        )
+    return _Process(process)
 
 
 class _Process:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from textual import on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
 
 from so_tui.spec import InputError, Problem, Refused, RunSpec, field_index, with_values
-from so_tui.ui.field_notes import field_note, impossible_field
-from so_tui.ui.form import GROUPS, LENGTH, LENGTH_KEYS, advanced_paths, edits_between, label, length_of, typed_over, values_of, with_edit
+from so_tui.ui.field_notes import field_note, impossible_field, partition_note
+from so_tui.ui.form import (
+    GROUPS,
+    LENGTH,
+    LENGTH_KEYS,
+    SLURM,
+    advanced_paths,
+    edits_between,
+    label,
+    length_of,
+    typed_over,
+    values_of,
+    with_edit,
+)
 from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.text import Content, plural
@@ -22,6 +36,19 @@ from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
 
 DEBOUNCE_S = 0.12
+
+
+class Partitions(Message):
+    """Slurm has said which partitions this user sees."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__()
+
+
+def has_slurm() -> bool:
+    """Return whether jobs can be submitted from here."""
+    return shutil.which("sbatch") is not None
 
 
 class ConfigureScreen(Page):
@@ -34,7 +61,7 @@ class ConfigureScreen(Page):
         "from the preset, ✗ fields that cannot run. Leave a text field with esc to use single keys; F5 and ^s work everywhere."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run on this machine (asks once)"),
+        Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run (asks once)"),
         Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
         Binding("equals_sign", "differences", "Changes", key_display="=", id="differences", tooltip="What differs from the preset"),
         Binding("u", "reset", "Undo", id="reset", tooltip="Back to what the preset says"),
@@ -58,6 +85,7 @@ class ConfigureScreen(Page):
         self._planned: Planned | None = None
         self._serial = 0
         self._timer: Timer | None = None
+        self._partitions: tuple[str, ...] = ()
         self._when_planned: Callable[[Planned], None] | None = None
         """The command that waits for the plan of the newest edit."""
         super().__init__()
@@ -131,9 +159,14 @@ class ConfigureScreen(Page):
         else:
             widgets: list[Widget] = []
             for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
+                if title == SLURM and not has_slurm():
+                    continue
                 widgets.append(Static(title, classes="group"))
                 widgets += [FieldRow(path, field_index().get(path), *self._shown_value(path, values)) for path in paths]
             await form.mount_all(widgets)
+            form.query_one("#field-slurm-partition").disabled = not has_slurm() and not values.get("slurm.partition")
+            if has_slurm():
+                self._ask_for_partitions()
         self.replan()
 
     def _shown_value(self, path: str, values: dict[str, str]) -> tuple[str, str]:
@@ -179,12 +212,13 @@ class ConfigureScreen(Page):
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
-        from so_tui.launch import preview
+        from so_tui.launch import machine_of, preview
 
         machine = self.app.machine
         assert machine is not None
         try:
-            plan, launch = preview(with_values(base, edits), machine)
+            spec = with_values(base, edits)
+            plan, launch = preview(spec, machine if self.app.machine_file else machine_of(spec, machine))
         except InputError as error:
             self.post_message(Planned(serial, None, error.problems))
             return
@@ -193,6 +227,20 @@ class ConfigureScreen(Page):
             self.post_message(Planned(serial, None, problems))
             return
         self.post_message(Planned(serial, plan, (), launch))
+
+    @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
+    def _ask_for_partitions(self) -> None:
+        from so_tui.launch.executors.slurm.commands import SlurmError, partitions
+
+        try:
+            self.post_message(Partitions(partitions()))
+        except SlurmError:  # the field takes any name, and submitting says what is wrong
+            return
+
+    @on(Partitions)
+    def _show_partitions(self, message: Partitions) -> None:
+        self._partitions = message.names
+        self.replan()
 
     @on(Planned)
     def _show_plan(self, message: Planned) -> None:
@@ -244,6 +292,8 @@ class ConfigureScreen(Page):
             else:
                 was = self._base_values.get(row.path, "") if row.path in edits else None
             note = field_note(row.path, message.plan, self.app.machine, given_mode)
+            if row.path == "slurm.partition":
+                note = partition_note(self._partitions, slurm=has_slurm())
             row.show_status(was=was, problem=problems.get(row.path, ""), note=note)
 
     def _length_was(self) -> tuple[str, str]:

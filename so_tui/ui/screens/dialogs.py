@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
+from textual.suggester import Suggester
 from textual.widgets import Button, Input, Static
 
 from so_tui.spec.errors import InputError
@@ -62,17 +63,27 @@ class AskText(ModalScreen[Answer | None]):
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
 
-    def __init__(self, title: str, hint: str, value: str, *, yes: str, read: Callable[[str], Answer], may_be_empty: bool = False) -> None:
+    def __init__(
+        self,
+        title: str,
+        hint: str,
+        value: str,
+        *,
+        yes: str,
+        read: Callable[[str], Answer],
+        may_be_empty: bool = False,
+        suggester: Suggester | None = None,
+    ) -> None:
         """``read`` raises InputError."""
         self._title, self._hint, self._value, self._yes = title, hint, value, yes
-        self._read, self._may_be_empty = read, may_be_empty
+        self._read, self._may_be_empty, self._suggester = read, may_be_empty, suggester
         super().__init__()
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Static(Content(self._title), classes="dialog-title")
             yield Static(Content(self._hint), classes="faint")
-            yield Entry(self._value, compact=True)
+            yield Entry(self._value, compact=True, suggester=self._suggester)
             yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
                 yield Button(Content(f"{self._yes}  enter"), id="yes", compact=True)

@@ -152,7 +152,7 @@ class MachineScreen(Page):
     HELP_TEXT = "What this host is made of, which cores and memory belong to which GPU, and what would slow down or stop a run."
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
-        Binding("t", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
+        Binding("b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
         Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
         OTHER_MACHINE,
     ]

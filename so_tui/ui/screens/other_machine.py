@@ -1,27 +1,62 @@
-"""Plan for another machine, which a file describes."""
+"""Plan for another machine: one that is known by name, or one that a file describes."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.machine import Machine, load_machine
+from textual.suggester import Suggester
+
+from so_tui.machine import Machine
+from so_tui.machine.described import MACHINES, machine_of
 
 if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
 
-HINT = "A file that `so-tui inspect --json > FILE` wrote on that machine. Empty: this machine. Runs start on this machine only."
+HINT = (
+    f"A name: {', '.join(MACHINES)}. Or a file that `so-tui inspect --json > FILE` wrote on that machine. Empty: this machine. "
+    "Right arrow completes. Runs start on this machine only."
+)
+_MOST_ENTRIES = 2000
+
+
+class MachineSuggester(Suggester):
+    """Completes names of machines and paths of files."""
+
+    def __init__(self) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+
+    async def get_suggestion(self, value: str) -> str | None:
+        named = next((name for name in MACHINES if name.startswith(value)), None) if value else None
+        return named or await asyncio.to_thread(_path_that_begins_with, value)
 
 
 def ask_for_machine(app: SoTuiApp) -> None:
-    """Ask for the file that describes a machine, and plan for that machine."""
+    """Ask for a machine, and plan for it."""
     from so_tui.ui.screens.dialogs import AskText
 
-    def read(file: str) -> tuple[Machine | None, str]:
-        return (load_machine(Path(file).expanduser()) if file else None), file
+    def read(given: str) -> tuple[Machine | None, str]:
+        return (machine_of(given) if given else None), given
 
     def chosen(described: tuple[Machine | None, str] | None) -> None:
         if described is not None:
             app.plan_for(*described)
 
-    app.push_screen(AskText("Plan for another machine", HINT, app.machine_file, yes="Plan", read=read, may_be_empty=True), chosen)
+    dialog = AskText(
+        "Plan for another machine", HINT, app.machine_file, yes="Plan", read=read, may_be_empty=True, suggester=MachineSuggester()
+    )
+    app.push_screen(dialog, chosen)
+
+
+def _path_that_begins_with(text: str) -> str | None:
+    """Return the first path in alphabetical order that continues a text with a slash; None if there is none that can be shown."""
+    if "/" not in text:
+        return None
+    folder, _, begin = text.rpartition("/")
+    try:
+        entries = Path(folder or "/").expanduser().iterdir()
+        names = sorted(entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False) if entry.name.startswith(begin))
+    except OSError:
+        return None
+    return next((f"{folder}/{name}" for name in names if name.isprintable() and (begin or not name.startswith("."))), None)

@@ -22,12 +22,17 @@ from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.plan_view import SIGNS, STYLES
 
 if TYPE_CHECKING:
+    from so_tui.machine import Machine
     from so_tui.plan.types import Plan, PlanRow
 
 FIRST_VISIT = (
     "First time here? Choose a row: [$accent]enter[/] configures it, [$accent]l[/] launches it. "
     "[b]tiny[/] trains anywhere in about a minute and downloads nothing."
 )
+
+
+NO_GPU = "No GPU here. [$accent]o[/] plans for another machine ({names} …). [$accent]t[/] trains [b]tiny[/] here, now.{slurm}"
+SLURM = " Configure submits runs to a Slurm partition."
 
 
 class TableReady(Message):
@@ -65,6 +70,7 @@ class PresetsScreen(Page):
         Binding("d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"),
         Binding("a", "add", "Add model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
         OTHER_MACHINE,
+        Binding("t", "train_tiny", "Train tiny", show=False, id="train-tiny", tooltip="Train the embedded tiny model on this machine now"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]
 
@@ -79,6 +85,7 @@ class PresetsScreen(Page):
 
     def body(self) -> Iterable[Widget]:
         yield Static(id="first-visit")
+        yield Static(id="no-gpu")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
         yield PresetTable(id="table", cursor_type="cell")
@@ -97,18 +104,31 @@ class PresetsScreen(Page):
 
     def _runs_known(self) -> None:
         self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = not self.app.runs
+        self.query_one("#first-visit").display = not self.app.runs and not self.query_one("#no-gpu").display
 
     def _machine_known(self) -> None:
         catalog = self.app.catalog
         if self.app.machine is None or catalog is None:
             return
+        self._tell_of_no_gpu(self.app.machine)
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
             more = f"   and {plural(len(catalog.problems) - 1, 'more problem')}" if len(catalog.problems) > 1 else ""
             problems.update(Content.assemble(("✗ one of your presets was ignored: ", "$error"), str(catalog.problems[0]), (more, "$faint")))
         self.plan_all()
+
+    def _tell_of_no_gpu(self, machine: Machine) -> None:
+        """Say what can be done on a machine without a GPU, such as most login nodes."""
+        from so_tui.machine.described import MACHINES
+        from so_tui.ui.screens.configure import has_slurm
+
+        told = self.query_one("#no-gpu", Static)
+        told.display = not machine.gpus and not self.app.machine_file
+        if told.display:
+            slurm = SLURM if has_slurm() else ""
+            told.update(Content.from_markup(NO_GPU.format(names=", ".join(list(MACHINES)[:3]), slurm=slurm)))
+            self.query_one("#first-visit").display = False
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
     def plan_all(self) -> None:
@@ -259,7 +279,9 @@ class PresetsScreen(Page):
         chosen = self._chosen()
         if chosen is None:
             return
-        row, plan = chosen
+        self._ask_launch(*chosen)
+
+    def _ask_launch(self, row: PlanRow, plan: Plan) -> None:
         if not plan.fits:
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
@@ -273,6 +295,12 @@ class PresetsScreen(Page):
             self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
             return
         self.app.ask_launch(launch, plan_view.launch_facts(plan))
+
+    def action_train_tiny(self) -> None:
+        row = next((row for row in self.rows if row.preset == "tiny"), None)
+        if row is not None:
+            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(iter(row.cells.values()))
+            self._ask_launch(row, plan)
 
     def action_preview_data(self) -> None:
         if (chosen := self._chosen()) is not None:

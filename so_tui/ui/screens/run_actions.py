@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from so_tui.runs import RunDirectory, control, read_spec, state_with_truth
+from so_tui.runs import RunDirectory, control, read_spec
 from so_tui.runs.ended import evidence, record_end
 from so_tui.runs.liveness import Liveness, sighting
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Refused, SoTuiError
-from so_tui.trust.printable import quoted
+from so_tui.trust.printable import brief_message, quoted
 from so_tui.ui import messages
 from so_tui.ui.text import plural
 from so_tui.units import thousands
@@ -33,6 +33,9 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
     if state.state in FINAL_STATES:
         app.notify(f"{run.name} has already ended: {state.state}", markup=False)
         return
+    if state.state == "queued":
+        _ask_to_leave_the_queue(app, run, state)
+        return
     seen = sighting(run, state)
     if seen.liveness is Liveness.UNKNOWN:
         ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", partial(_in_thread, app, _record_end, run))
@@ -47,6 +50,30 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
             _request(app, run, "stop", "Stopping after this step")
 
     app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="Keep running"), answered)
+
+
+def _ask_to_leave_the_queue(app: SoTuiApp, run: RunDirectory, state: RunState) -> None:
+    from so_tui.ui.screens.dialogs import Question
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            _in_thread(app, _leave_queue, run, "take a run out of the queue")
+
+    lines = [brief_message(state.detail) or "It waits in the queue.", "Nothing of it has run yet." if not state.attempt else ""]
+    app.push_screen(Question(f"Cancel {run.name}?", [line for line in lines if line], yes="Cancel it", no="Keep waiting"), answered)
+
+
+def _leave_queue(app: SoTuiApp, run: RunDirectory) -> None:
+    """Take a run out of its queue. Runs in a thread."""
+    from so_tui.launch import stop
+
+    try:
+        stop(run)
+    except SoTuiError as error:
+        app.post_message(messages.Failed(f"{run.name} was not cancelled", tuple(str(error).splitlines())))
+    except OSError as error:
+        app.post_message(messages.Failed(f"{run.name} could not be cancelled", (f"{run.path}: {error.strerror}",)))
+    app.call_from_thread(app.list_runs)
 
 
 def ask_whether_ended(app: SoTuiApp, run: RunDirectory, seen: str, proceed: Callable[[], object]) -> None:
@@ -77,8 +104,10 @@ def may_be_live(error: SoTuiError) -> bool:
     return isinstance(error, InputError) and any(problem.code == "run-may-be-live" for problem in error.problems)
 
 
-def _in_thread(app: SoTuiApp, work: Callable[[SoTuiApp, RunDirectory], None], run: RunDirectory) -> None:
-    app.run_worker(partial(work, app, run), thread=True, group="request", name="record the end of a run", exit_on_error=False)
+def _in_thread(
+    app: SoTuiApp, work: Callable[[SoTuiApp, RunDirectory], None], run: RunDirectory, name: str = "record the end of a run"
+) -> None:
+    app.run_worker(partial(work, app, run), thread=True, group="request", name=name, exit_on_error=False)
 
 
 def _record_end(app: SoTuiApp, run: RunDirectory) -> None:
@@ -121,6 +150,7 @@ def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, con
 
 def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
+    from so_tui.launch.executors import executor_of
     from so_tui.ui.screens.dialogs import Question
 
     state = _state(app, run)
@@ -139,7 +169,8 @@ def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
         if yes:
             _start_resume(app, run)
 
-    lines = [f"It continues from {saved}, on this machine."]
+    place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
+    lines = [f"It continues from {saved}, {place}."]
     app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 
 
@@ -168,12 +199,11 @@ def _ask_to_resume_anyway(app: SoTuiApp, run: RunDirectory, error: SoTuiError, *
 
 
 def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
-    """Start another attempt of ``run`` on this machine. Runs in a thread."""
-    from so_tui.launch import prepare_resume, resume
-    from so_tui.machine import inspect_machine
+    """Start another attempt of ``run`` where its spec says. Runs in a thread."""
+    from so_tui.launch import machine_of, prepare_resume, resume
 
     try:
-        resume(run, prepare_resume(run, inspect_machine(), start_over=start_over, assume_dead=assume_dead))
+        resume(run, prepare_resume(run, machine_of(read_spec(run)), start_over=start_over, assume_dead=assume_dead))
     except SoTuiError as error:
         if may_be_live(error):
             app.call_from_thread(_ask_to_resume_anyway, app, run, error, start_over=start_over)
@@ -208,9 +238,15 @@ def copy_path(app: SoTuiApp, run: RunDirectory) -> None:
 
 
 def _state(app: SoTuiApp, run: RunDirectory) -> RunState | None:
-    """Return the state of ``run``; report it and return None where it cannot be read, as when the folder was deleted."""
+    """Return the state of ``run``; report it and return None where it cannot be read, as when the folder was deleted.
+
+    No scheduler is asked here, which can take seconds: the lists of runs do that in their thread, and record how jobs ended.
+    """
+    from so_tui.runs import read_state, state_with_truth
+
     try:
-        return state_with_truth(run)
+        recorded = read_state(run)
+        return recorded if recorded.state == "queued" else state_with_truth(run)
     except InputError as error:
         app.post_message(messages.Failed(f"The state of {run.name} cannot be read", tuple(map(str, error.problems))))
         return None

@@ -62,12 +62,14 @@ def whole(plan: Plan, command: str, width: int) -> Content:
 
 def launch_facts(plan: Plan) -> list[Content]:
     """Return the lines of the question before a launch."""
+    partition = plan.spec.slurm.partition
     return [
         *remote_code_lines(plan),
         headline(plan),
         *memory_lines(plan, 70),
         Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
+        *([Content.assemble(("In a job on Slurm partition ", ""), (partition, "bold"))] if partition else []),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
 

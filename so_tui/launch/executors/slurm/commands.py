@@ -1,0 +1,125 @@
+"""Slurm's commands, called with argument lists and a time limit, and their output parsed. The formats are those of 22.05 to 25.05."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+
+from msgspec import Struct
+
+from so_tui.spec import SoTuiError
+
+TIMEOUT_S = 20.0
+_QUEUE = "%i|%T|%r|%S|%N|%j"
+_ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,JobName"
+_NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
+
+
+class SlurmError(SoTuiError):
+    """A command of Slurm is missing, failed, or did not answer in time."""
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A job as ``squeue`` or ``sacct`` lists it."""
+
+    id: str
+    state: str
+    """``PENDING``, ``RUNNING``, ``NODE_FAIL`` ..."""
+    reason: str = ""
+    start: float | None = None
+    """When it started, or is expected to, in seconds since the epoch."""
+    nodes: str = ""
+    name: str = ""
+
+
+def submit(script: str, folder: str, environment: Mapping[str, str], options: Sequence[str] = ()) -> str:
+    """Submit a batch script from a folder and return the job's id.
+
+    Raises:
+        SlurmError: Slurm refused it; the message is Slurm's own.
+    """
+    printed = _call(("sbatch", "--parsable", f"--chdir={folder}", *options, script), environment)
+    return printed.strip().splitlines()[-1].partition(";")[0] if printed.strip() else ""
+
+
+def own_jobs() -> tuple[Job, ...]:
+    """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
+    printed = _call(("squeue", "--noheader", f"--user={os.geteuid()}", "--states=all", f"--format={_QUEUE}"))
+    return parse_queue(printed)
+
+
+def accounted(job_id: str) -> Job | None:
+    """Return a job as the accounting database recorded it; None without one."""
+    try:
+        printed = _call(("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", f"--format={_ACCOUNTING}"))
+    except SlurmError:  # most sites have it; without it the queue's own memory of some minutes must do
+        return None
+    return next((job for job in parse_queue(printed) if job.id == job_id), None)
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job. Raises SlurmError."""
+    _call(("scancel", job_id))
+
+
+@lru_cache(maxsize=1)
+def cluster_name() -> str:
+    """Return the name of the cluster that commands of this host speak to; empty if Slurm does not say. Asked once."""
+    try:
+        lines = _call(("scontrol", "show", "config")).splitlines()
+    except SlurmError:
+        return ""
+    return next((line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")), "")
+
+
+def partitions() -> tuple[str, ...]:
+    """Return the names of the partitions that this user can see, the default one first. Raises SlurmError."""
+    names = _call(("sinfo", "--noheader", "--format=%P")).split()
+    return tuple(dict.fromkeys(name.rstrip("*") for name in sorted(names, key=lambda name: not name.endswith("*"))))
+
+
+def parse_queue(printed: str) -> tuple[Job, ...]:
+    """Parse lines of ``squeue`` or ``sacct``; a line of another form is left out."""
+    rows = (line.strip().split("|", 5) for line in printed.splitlines())
+    return tuple(
+        Job(
+            id=row[0],
+            state=row[1].split()[0] if row[1] else "",
+            reason=_word(row[2]),
+            start=_seconds(row[3]),
+            nodes=_word(row[4]),
+            name=row[5],
+        )
+        for row in rows
+        if len(row) == 6 and row[0].isdigit()
+    )
+
+
+def _word(text: str) -> str:
+    return "" if text in _NOTHING else text
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()  # in the time zone of this host, as Slurm prints it
+    except ValueError:
+        return None
+
+
+def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    env = {**(os.environ if environment is None else environment), "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
+    try:
+        done = subprocess.run(
+            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_S
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"{argv[0]} is not installed here. Runs are submitted from a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise SlurmError(f"{argv[0]} refused: {said}")
+    return done.stdout

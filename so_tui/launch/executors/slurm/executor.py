@@ -1,0 +1,206 @@
+"""Supervisors as jobs of Slurm.
+
+An attempt's folder holds ``job.sh``, the batch script, and ``submission.json``, which says what became of it. The starter's token reaches
+the job in its environment, which Slurm shows to nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from so_tui.launch.executors import JobPhase, JobStatus
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.queue import forget, queue
+from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, job_name, warning_lead_s
+from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
+from so_tui.launch.preparation import Launch
+from so_tui.launch.starter import TOKEN_VARIABLE
+from so_tui.plan.types import Plan
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.files import write_run_file
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.state import read_state, write_state
+from so_tui.spec import RunSpec
+from so_tui.trust.decoding import decode_json, read_json
+from so_tui.trust.ownership import read_own
+from so_tui.trust.reading import read_bounded
+
+_FORGOTTEN_S = 60.0
+"""An answer this much younger than a submission that lacks the job means that Slurm has forgotten it. Clocks of hosts differ."""
+_OUTPUT_BYTES = 1 << 16
+_RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
+_QUEUED = frozenset(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
+_ENDS = {
+    "TIMEOUT": OutcomeCode.OUT_OF_TIME,
+    "DEADLINE": OutcomeCode.OUT_OF_TIME,
+    "NODE_FAIL": OutcomeCode.NODE_FAILED,
+    "BOOT_FAIL": OutcomeCode.NODE_FAILED,
+    "PREEMPTED": OutcomeCode.PREEMPTED,
+    "CANCELLED": OutcomeCode.JOB_CANCELLED,
+    "REVOKED": OutcomeCode.JOB_CANCELLED,
+    "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
+    "FAILED": OutcomeCode.JOB_FAILED,
+}
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """``submission.json``: an attempt as it was submitted."""
+
+    v: int = 1
+    job_id: Annotated[str, Meta(pattern=r"^\d{0,12}\Z")] = ""
+    """Empty until Slurm has accepted it."""
+    cluster: str
+    """The cluster's name: job numbers mean nothing on another one, which may share the home."""
+    partition: str
+    site: str
+    poll_s: Annotated[float, Meta(ge=1)]
+    submitted: float
+    planned_for: str
+    """Name of the machine in whose file the plan was made; the job plans again for its node."""
+
+
+class SlurmExecutor:
+    """Submits supervisors to a partition."""
+
+    here = False
+
+    def start(self, run: RunDirectory, attempt: int, token: str) -> None:
+        """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
+        before = read_state(run)
+        plan = decode_json(read_own(run.plan_path(attempt)), Plan)
+        name, site = site_of(plan.spec)
+        script = _script(plan, site, run.path, attempt, _checkpoint_s(run))
+        machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
+        submission = Submission(
+            cluster=commands.cluster_name(),
+            partition=plan.spec.slurm.partition,
+            site=name,
+            poll_s=site.poll_s,
+            submitted=time.time(),
+            planned_for=machine.removeprefix("machine.").removesuffix(".json"),
+        )
+        write_run_file(run, run.job_script_path(attempt), script.encode())
+        write_submission(run, attempt, submission)
+        queued = msgspec.structs.replace(
+            before, state="queued", host="", supervisor=None, processes=(), ended=None, code="", reason="", suggestion="", detail=""
+        )
+        write_state(run, msgspec.structs.replace(queued, exit_code=None, heartbeat=before.heartbeat + 1))
+        try:
+            environment = {**_outside_a_job(os.environ), TOKEN_VARIABLE: token}
+            job_id = commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
+        except BaseException:
+            write_state(run, before)
+            raise
+        write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+        forget(submission.cluster)
+
+    def preview(self, launch: Launch) -> str:
+        """Return the batch script, with a placeholder for the run directory."""
+        return _script(launch.plan, site_of(launch.spec)[1], Path("RUN"), 1, None)
+
+    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+        """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the profile's interval."""
+        submission = read_submission(run, attempt)
+        if submission is None:
+            return None
+        if not submission.job_id or submission.cluster != commands.cluster_name():
+            return JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        answer = queue(submission.cluster, submission.poll_s)
+        job = answer.job(submission.job_id) if answer is not None else None
+        if job is not None and job.name != job_name(run.name):  # a copy of the run's folder, or numbers that have begun again
+            return JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        if job is not None:
+            return self._status(run, attempt, job)
+        if answer is None or answer.error or answer.asked < submission.submitted + _FORGOTTEN_S:
+            return JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        job = _accounted(submission.job_id, int(time.monotonic() // 60))
+        if job is not None and job.name == job_name(run.name):
+            return self._status(run, attempt, job)
+        return JobStatus(job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
+
+    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+        """Cancel the attempt's job; see ``Executor.cancel``."""
+        submission = read_submission(run, attempt)
+        if submission is None or not submission.job_id:
+            return False
+        if submission.cluster != commands.cluster_name():
+            raise SlurmError(f"job {submission.job_id} is on the cluster {submission.cluster}. Cancel it from a login node of that cluster")
+        job = next((job for job in commands.own_jobs() if job.id == submission.job_id), None)
+        if job is None or job.name != job_name(run.name):
+            return False
+        commands.cancel(job.id)
+        forget(submission.cluster)
+        return True
+
+    def _status(self, run: RunDirectory, attempt: int, job: Job) -> JobStatus:
+        if job.state in _QUEUED:
+            return JobStatus(job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start)
+        if job.state in _RUNNING:
+            return JobStatus(job_id=job.id, phase=JobPhase.RUNNING, nodes=job.nodes)
+        if job.state == "COMPLETING":
+            return JobStatus(job_id=job.id, phase=JobPhase.COMPLETING, nodes=job.nodes)
+        output = _last_lines(run, attempt, job.id) if job.state == "FAILED" else ""
+        return JobStatus(job_id=job.id, phase=JobPhase.ENDED, nodes=job.nodes, end=_ENDS.get(job.state), output=output)
+
+
+def site_of(spec: RunSpec) -> tuple[str, Site]:
+    """Return the profile that a spec names or that names this cluster, with its name. Raises InputError."""
+    name = spec.slurm.site or recognised_site(commands.cluster_name())
+    return name, load_site(name)
+
+
+def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
+    """Return how an attempt was submitted; None if it was not, or the file is damaged."""
+    try:
+        return read_json(run.submission_path(attempt), Submission)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
+    """Write ``submission.json``. Raises OSError."""
+    write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+
+
+def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:
+    gpus = sum(rank.gpu is not None for rank in plan.binding)
+    warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s)
+    return batch_script(plan.spec, site, gpus=gpus, run=run, attempt=attempt, python=sys.executable, warning_s=warning_s)
+
+
+def _checkpoint_s(run: RunDirectory) -> float | None:
+    """Return the seconds that the run's slowest checkpoint took; None if none was saved."""
+    reader = MetricsReader(run)
+    while reader.poll(limit_records=10_000, limit_s=1.0).more:
+        continue
+    return max((record.seconds for record in reader.checkpoints), default=None)
+
+
+@lru_cache(maxsize=64)
+def _accounted(job_id: str, minute: int) -> Job | None:
+    """Return a job as the accounting database recorded it, asked at most once a minute."""
+    return commands.accounted(job_id)
+
+
+def _outside_a_job(environ: os._Environ[str]) -> dict[str, str]:
+    """Return the environment without what Slurm set for the job that submits a successor, which would bind the successor's steps."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {name: value for name, value in environ.items() if name in kept or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))}
+
+
+def _last_lines(run: RunDirectory, attempt: int, job_id: str) -> str:
+    try:
+        content = read_bounded(run.attempt_dir(attempt) / OUTPUT.replace("%j", job_id), _OUTPUT_BYTES)
+    except OSError:  # nothing was written, or more than anybody reads
+        return ""
+    return " / ".join(content.decode(errors="replace").split("\n")[-4:]).strip(" /")

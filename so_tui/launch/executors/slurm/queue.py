@@ -1,0 +1,101 @@
+"""This user's jobs in a file of the cache folder, which all screens and commands share, so that Slurm is asked once in an interval.
+
+A scheduler serves thousands of users, and sites limit how often it may be asked. Whoever finds the file older than the interval, and gets
+its lock, asks; everybody else reads what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.spec.files import write_atomic
+from so_tui.spec.folders import cache_home
+from so_tui.trust.decoding import decode_json
+from so_tui.trust.ownership import NotOwnError, private_folder, read_own
+
+_WAIT_S = 2.0
+"""How long a caller waits for an answer that it has asked for. Later it finds the answer in the file."""
+
+
+class Queue(Struct, frozen=True, kw_only=True):
+    """What Slurm said."""
+
+    v: int = 1
+    asked: float
+    """In seconds since the epoch, by the clock of the host that asked."""
+    jobs: tuple[Job, ...] = ()
+    error: str = ""
+    """Why Slurm did not answer; the jobs are those of the answer before."""
+
+    def job(self, job_id: str) -> Job | None:
+        """Return a job of the queue."""
+        return next((job for job in self.jobs if job.id == job_id), None)
+
+
+def queue(cluster: str, interval_s: float) -> Queue | None:
+    """Return the newest answer of this cluster, after asking again if it is older than ``interval_s``. None if there was none yet."""
+    path = _path(cluster)
+    found = _read(path)
+    if found is None or not 0 <= time.time() - found.asked < interval_s:
+        asking = threading.Thread(target=_ask, args=(path, interval_s), name="squeue", daemon=True)
+        asking.start()
+        asking.join(_WAIT_S)
+        found = _read(path)
+    return found
+
+
+def forget(cluster: str) -> None:
+    """Have the next call ask again, because this program has just changed the queue."""
+    _path(cluster).unlink(missing_ok=True)
+
+
+def _ask(path: Path, interval_s: float) -> None:
+    with contextlib.suppress(OSError), _locked(path) as mine:
+        before = _read(path)
+        if not mine or (before is not None and 0 <= time.time() - before.asked < interval_s):
+            return
+        asked = time.time()
+        try:
+            answer = Queue(asked=asked, jobs=commands.own_jobs())
+        except SlurmError as error:
+            answer = Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
+        write_atomic(path, msgspec.json.encode(answer))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    private_folder(path.parent)
+    descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> Queue | None:
+    try:
+        return decode_json(read_own(path), Queue)
+    except (OSError, NotOwnError, msgspec.DecodeError):
+        return None
+
+
+def _path(cluster: str) -> Path:
+    """Return the file of a cluster: one home may serve several."""
+    return cache_home() / "slurm" / f"queue.{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"

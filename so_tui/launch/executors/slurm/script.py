@@ -1,0 +1,171 @@
+"""The batch script of a job: what Slurm reads and what the node's shell executes. Pure.
+
+Problem codes:
+    account-missing: The site charges an account, and the spec names none.
+    option-refused: The site refuses an option of ``slurm.options``.
+    option-reserved: so-tui itself sets an option of ``slurm.options``.
+    time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from so_tui.launch.executors.slurm.site import Site
+from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.units import duration
+
+OUTPUT = "slurm.%j.log"
+"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in it."""
+CONTINUE_SIGNAL = "USR1"
+_EARLY_S = 60
+"""Slurm may warn a job this much earlier than asked."""
+_DISK_BYTES_PER_S = 1e9
+"""Rate of a shared file system, until a checkpoint has been measured."""
+_MARGIN = 2.0
+_STEP_S = 60
+"""For the step in progress, which is finished first."""
+_RESERVED = frozenset(
+    (
+        *("--array", "--chdir", "--comment", "--error", "--export", "--export-file", "--get-user-env", "--input", "--job-name"),
+        *("--nodes", "--no-requeue", "--ntasks", "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--partition", "--requeue"),
+        *("--signal", "--test-only", "--time", "--wait", "--wrap", "--account", "--qos", "--constraint", "--uid", "--gid"),
+    )
+)
+# Found without importing them, which takes seconds.
+_CHECK = """
+import importlib.util, platform, sys
+missing = [name for name in ("so_tui", "so_tui_trainer", "torch", "deepspeed") if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}) has no {missing}")
+""".strip()
+_REMEDY = "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in the site profile (python = ...)"
+
+
+def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None) -> int:
+    """Return how long before its time limit a job is warned: the profile's time, or more if a checkpoint takes longer.
+
+    Args:
+        site: The profile of the site.
+        checkpoint_bytes: Size of a checkpoint.
+        measured_s: What the run's last checkpoint took; None before the first.
+    """
+    takes_s = checkpoint_bytes / _DISK_BYTES_PER_S if measured_s is None else measured_s
+    return max(site.warning_s, math.ceil(_MARGIN * takes_s) + _STEP_S)
+
+
+def job_name(run_name: str) -> str:
+    """Return the name of a run's jobs, by which they are recognised as its own."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", run_name)
+
+
+def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: int, python: str, warning_s: int = 0) -> str:
+    """Return the batch script of an attempt.
+
+    Args:
+        spec: What is trained, with the partition to run on.
+        site: The profile of the site.
+        gpus: GPUs that the plan uses; 0 to train on the CPU.
+        run: The run directory.
+        attempt: The attempt's number.
+        python: The interpreter, unless the profile names one.
+        warning_s: How long before its end the job is warned (see ``warning_lead_s``); if 0, the profile's time.
+
+    Raises:
+        InputError: With the codes of this module.
+    """
+    warning_s = warning_s or site.warning_s
+    refuse_options(spec, site, warning_s)
+    step = ("srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
+    interpreter = (site.python or python, "-P")
+    check = shlex.join((*step, *interpreter, "-c", _CHECK))
+    supervise = ("-m", "so_tui", "supervise", str(run), "--attempt", str(attempt), "--in-job")
+    return "\n".join(
+        (
+            "#!/bin/bash",
+            f"#SBATCH --job-name={job_name(run.name)}",
+            *(f"#SBATCH {option}" for option in _options(spec, site, gpus, warning_s)),
+            "",
+            f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
+            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(site.environment.items())),
+            *site.setup,
+            f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
+            f"exec {shlex.join((*step, *interpreter, *supervise))}",
+            "",
+        )
+    )
+
+
+def time_limit_of(spec: RunSpec, site: Site) -> str:
+    """Return the time limit that a job asks for; empty for the partition's own."""
+    partition = site.partitions.get(spec.slurm.partition)
+    return spec.slurm.time_limit or (partition.time_limit if partition else "")
+
+
+def seconds_of(time_limit: str) -> int:
+    """Return a time limit in seconds, in any of the forms that Slurm takes: ``90``, ``90:00``, ``1:30:00``, ``1-12``, ``1-12:30:00``."""
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # hours first
+        parts += [0] * (3 - len(parts))
+    elif len(parts) < 3:  # minutes first
+        parts = [0, *parts, *([0] if len(parts) == 1 else [])]
+    hours, minutes, seconds = parts
+    return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
+
+
+def refuse_options(spec: RunSpec, site: Site, warning_s: int) -> None:
+    """Refuse what the site would refuse, before anything is written. Raises InputError with the codes of this module."""
+    if problems := tuple(_problems(spec, site, warning_s)):
+        raise InputError(problems)
+
+
+def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
+    if site.account_required and not spec.slurm.account:
+        remedy = "Give it with --account NAME, or in a preset of yours."
+        yield Problem(code="account-missing", field="slurm.account", value="", message=f"{site.title} charges an account", remedy=remedy)
+    time_limit = time_limit_of(spec, site)
+    if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
+        message = f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which leaves too little time to train"
+        remedy = f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the site profile."
+        yield Problem(code="time-limit-too-short", field="slurm.time_limit", value=time_limit, message=message, remedy=remedy)
+    for option in spec.slurm.options:
+        name = option.partition("=")[0]
+        if name in site.refused_options:
+            message, remedy = f"{site.title} refuses {name}", "Leave it out."
+            yield Problem(code="option-refused", field="slurm.options", value=option, message=message, remedy=remedy)
+        elif name in _RESERVED:
+            remedy = "Leave it out; partition, account, qos, time_limit and constraint have keys of their own."
+            yield Problem(code="option-reserved", field="slurm.options", value=option, message="so-tui sets this option", remedy=remedy)
+
+
+def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
+    slurm = spec.slurm
+    yield f"--partition={slurm.partition}"
+    yield from (f"--{name}={value}" for name, value in (("account", slurm.account), ("qos", slurm.qos)) if value)
+    if time_limit := time_limit_of(spec, site):
+        yield f"--time={time_limit}"
+    if slurm.constraint:
+        yield f'--constraint="{slurm.constraint}"'
+    yield "--nodes=1"
+    yield "--ntasks-per-node=1"
+    if gpus and site.gpu_option:
+        yield site.gpu_option.format(gpus=gpus)
+    if site.node_option:
+        yield site.node_option
+    share = max(1, gpus)
+    if site.cores_per_gpu:
+        yield f"--cpus-per-task={share * site.cores_per_gpu}"
+    if site.memory_per_gpu_gib:
+        yield f"--mem={share * site.memory_per_gpu_gib}G"
+    # To the processes of the step, not to this script: the supervisor and the ranks handle it, and srun does not see it.
+    yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
+    # A job that Slurm starts again would find its attempt started. A successor is submitted instead.
+    yield "--no-requeue"
+    yield f"--output={OUTPUT}"
+    yield "--open-mode=append"
+    yield from (*site.options, *slurm.options)

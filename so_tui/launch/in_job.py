@@ -1,0 +1,113 @@
+"""The supervisor inside a scheduler's job: it plans for the node that the job got, supervises, and continues in another job if need be.
+
+A plan's binding means nothing on other hardware, and the submitting host knows its nodes only by a description. So the job inspects its
+node and plans the same settings again; what was submitted stays as it was confirmed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from so_tui.launch import admission, run_state
+from so_tui.launch.attempt_files import read_launch, write_launch
+from so_tui.launch.evidence import not_started
+from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.outcome_text import RunFacts, outcome_text
+from so_tui.launch.partition_machines import remember
+from so_tui.launch.preparation import Launch, prepare
+from so_tui.launch.shutdown import stop_request
+from so_tui.launch.supervision import supervise
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Machine
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.host import this_host
+from so_tui.runs.liveness import identify
+from so_tui.runs.records import RunState
+from so_tui.runs.run_lock import run_lock
+from so_tui.runs.state import read_state, write_last_state
+from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.trust.sharing import umask_of
+
+
+def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
+    """Plan the attempt for this node, supervise it to its end, and submit its successor if the time limit ended it.
+
+    Args:
+        run: A run of this user.
+        attempt: An attempt that was submitted.
+        token: The starter's token, from the job's environment.
+
+    Returns:
+        The run's exit code.
+
+    Raises:
+        InputError, Refused: This may not be done here (see ``admission``).
+        OSError: The run directory cannot be written.
+    """
+    admission.refuse_unknown_attempt(run, attempt)
+    submission = read_submission(run, attempt)
+    if submission is None or token is None:
+        message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
+        raise InputError([Problem(code="not-submitted", field="--attempt", value=str(attempt), message=message, remedy=remedy)])
+    before = read_state(run)
+    admission.refuse_start(run, attempt, before, token)
+    os.umask(umask_of(run.path))
+    machine = inspect_machine()
+    remember(submission.partition, machine)
+    submitted = read_launch(run, attempt, submission.planned_for)
+    try:
+        write_launch(run, attempt, planned_here(submitted, machine))
+    except SoTuiError as error:
+        return _refused_here(run, attempt, submitted, error)
+    code = supervise(run, attempt, token)
+    if submitted.spec.slurm.continues and _out_of_time(run, before):
+        _submit_successor(run, machine)
+    return code
+
+
+def planned_here(submitted: Launch, machine: Machine) -> Launch:
+    """Return a submitted launch planned again for this host. Raises InputError or Refused, as ``prepare``."""
+    here = prepare(submitted.spec, machine, force=submitted.forced)
+    argv = (*here.argv, "--start-over") if submitted.start_over else here.argv
+    return msgspec.structs.replace(
+        here, argv=argv, changes=submitted.changes, start_over=submitted.start_over, assume_dead=submitted.assume_dead
+    )
+
+
+def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoTuiError) -> int:
+    """Record that the attempt cannot run on this node."""
+    print(error, file=sys.stderr, flush=True)
+    outcome = not_started(error)
+    with run_lock(run) as lock:
+        if lock is not None:
+            before = read_state(run)
+            first = run_state.first_state(
+                run.name, attempt, this_host(), identify(os.getpid(), "supervisor"), before, forced=submitted.forced
+            )
+            text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
+            write_last_state(run, run_state.final_state(first, outcome, text, first.attempt_started or 0.0))
+    return outcome.run_exit_code
+
+
+def _out_of_time(run: RunDirectory, before: RunState) -> bool:
+    """Return whether the scheduler's warning ended the run, and no person did, with more saved than ``before``.
+
+    A job that saved nothing new would be followed by others like it, without end.
+    """
+    state, asked = read_state(run), stop_request(run)
+    saved, earlier = state.saved_step or 0, 0 if state.saved_step is None else before.saved_step or 0
+    return state.state == "stopped" and saved > earlier and asked is not None and asked.warned
+
+
+def _submit_successor(run: RunDirectory, machine: Machine) -> None:
+    """Submit the job that continues. What goes wrong is written to the job's output; the run stays stopped, and can be resumed."""
+    from so_tui.launch.lifecycle import resume
+    from so_tui.launch.preparation import prepare_resume
+
+    try:
+        resume(run, prepare_resume(run, machine))
+    except (SoTuiError, OSError) as error:
+        print(f"so-tui: no job continues {run.name}: {error}", file=sys.stderr, flush=True)

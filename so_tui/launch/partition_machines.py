@@ -1,0 +1,48 @@
+"""What is known of the machines of a partition: the one that a job saw last, kept with its date.
+
+Login nodes often have another chip, or none. A job records the node that it got, and later runs on that partition are planned for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.machine.types import Machine
+from so_tui.spec.files import write_atomic
+from so_tui.spec.folders import state_home
+from so_tui.trust.decoding import decode_json
+from so_tui.trust.ownership import NotOwnError, private_folder, read_own
+
+
+class SeenMachine(Struct, frozen=True, kw_only=True):
+    """A node of a partition."""
+
+    v: int = 1
+    seen: float
+    """When a job inspected it, in seconds since the epoch."""
+    machine: Machine
+
+
+def remember(partition: str, machine: Machine) -> None:
+    """Keep the machine of a partition. Where it cannot be written, the next job tries again."""
+    content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
+    with contextlib.suppress(OSError, NotOwnError):
+        private_folder(_path(partition).parent)
+        write_atomic(_path(partition), content)
+
+
+def seen_machine(partition: str) -> SeenMachine | None:
+    """Return the machine of a partition; None if no job of this user has seen it."""
+    try:
+        return decode_json(read_own(_path(partition)), SeenMachine)
+    except (OSError, NotOwnError, msgspec.DecodeError):
+        return None
+
+
+def _path(partition: str) -> Path:
+    return state_home() / "partitions" / f"{partition}.json"

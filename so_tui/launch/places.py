@@ -1,0 +1,44 @@
+"""The machine that a spec's place has: this one, or the one that a partition's jobs have seen."""
+
+from __future__ import annotations
+
+from so_tui.launch.partition_machines import seen_machine
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Machine
+from so_tui.spec import Refusal, Refused, RunSpec
+from so_tui.trust.printable import so_tui_command
+
+
+def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
+    """Return the machine to plan a spec for. Until a job has seen a node of the partition, this machine stands for it.
+
+    Args:
+        spec: What is planned.
+        here: This machine, if it has been inspected already.
+    """
+    return machine_of_partition(spec.slurm.partition, here)
+
+
+def machine_of_partition(partition: str, here: Machine | None = None) -> Machine:
+    """Return the machine of a partition, or this one if it is empty; otherwise as ``machine_of``."""
+    seen = seen_machine(partition) if partition else None
+    return seen.machine if seen is not None else here or inspect_machine()
+
+
+def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
+    """Return why a spec was refused, with how to get to know the partition's machine if only this one was known.
+
+    Args:
+        error: Why the plan was refused.
+        spec: What was planned.
+        described: The user gave the machine.
+    """
+    partition = spec.slurm.partition
+    if not partition or described or seen_machine(partition) is not None:
+        return error
+    measure = so_tui_command("run", "tiny", "--partition", partition)
+    message = (
+        f"the nodes of partition {partition} are not known yet, so this plan is for the machine you are on. "
+        f"`{measure}` records them in a minute; --machine names or describes them"
+    )
+    return Refused([*error.refusals, Refusal("partition-unknown", message)], forceable=error.forceable)

@@ -1,0 +1,39 @@
+"""Output of Slurm's commands, as recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.launch.executors.slurm.commands import Job, SlurmError, parse_queue, submit
+
+QUEUE = """\
+1201|PENDING|Resources|2026-11-24T02:13:00||tiny-1
+1202|PENDING|Priority|N/A||a|b
+1199|RUNNING|None|2026-11-24T00:13:00|nid00[1001-1002]|x
+1198|CANCELLED|None|2026-11-24T00:01:00|n1|y
+1197_[1-4]|PENDING|Resources|N/A||z
+slurm_load_jobs: a warning
+"""
+ACCOUNTING = "1198|CANCELLED by 1000|None|2026-11-24T00:01:00|n1|y\n1190|TIMEOUT|None|2026-11-23T00:01:00|None assigned|z\n"
+
+
+def test_the_queue() -> None:
+    waits, behind, runs, cancelled = parse_queue(QUEUE)
+    assert (waits.id, waits.state, waits.reason, waits.nodes) == ("1201", "PENDING", "Resources", "")
+    assert waits.start is not None
+    assert (behind.start, behind.name) == (None, "a|b")
+    assert (runs.state, runs.reason, runs.nodes) == ("RUNNING", "", "nid00[1001-1002]")
+    assert cancelled.state == "CANCELLED"
+
+
+def test_the_accounting() -> None:
+    cancelled, late = parse_queue(ACCOUNTING)
+    assert (cancelled.state, late.state, late.nodes) == ("CANCELLED", "TIMEOUT", "")
+    assert parse_queue("") == ()
+    assert isinstance(late, Job)
+
+
+def test_without_slurm_it_is_said_where_to_submit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmError):
+        submit("job.sh", "/", {"PATH": "/nowhere"})

@@ -1,0 +1,105 @@
+"""What is shown of a job that waits, and what a run directory written by somebody else can make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch.current import current_state, queue_text
+from so_tui.launch.executors import JobPhase, JobStatus
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.executor import SlurmExecutor, Submission, read_submission, write_submission
+from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import RunState
+from tests.support.launching import tiny
+
+SUBMITTED = Submission(job_id="7", cluster="here", partition="gh", site="generic", poll_s=30, submitted=0.0, planned_for="login")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run that was submitted as job 7 of the cluster ``here``, with a queue file of the test's own."""
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(commands, "accounted", lambda _: None)
+    run = create_run(tiny(slurm__partition="gh"), tmp_path / "runs")
+    write_submission(run, new_attempt(run), SUBMITTED)
+    write_state(run, msgspec.structs.replace(read_state(run), state="queued"))
+    return run
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *jobs: Job) -> None:
+    monkeypatch.setattr(commands, "own_jobs", lambda: jobs)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "state", "code"),
+    [
+        ("TIMEOUT", "lost", OutcomeCode.OUT_OF_TIME),
+        ("NODE_FAIL", "lost", OutcomeCode.NODE_FAILED),
+        ("PREEMPTED", "lost", OutcomeCode.PREEMPTED),
+        ("CANCELLED", "stopped", OutcomeCode.JOB_CANCELLED),
+        ("FAILED", "lost", OutcomeCode.JOB_FAILED),
+        ("COMPLETED", "lost", OutcomeCode.JOB_FAILED),
+    ],
+)
+def test_the_ends_of_a_job_are_told_apart_and_recorded(
+    slurm: str, state: str, code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, Job(id="7", state=slurm, name=run.name))
+    found = current_state(run)
+    assert (found.state, found.code, found.attempt) == (state, code, 1)
+    answer(monkeypatch)
+    assert read_state(run) == found
+
+
+def test_a_waiting_job_changes_nothing_that_is_recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = read_state(run)
+    answer(monkeypatch, Job(id="7", state="PENDING", reason="Priority", name=run.name))
+    assert current_state(run) == msgspec.structs.replace(before, detail=current_state(run).detail)
+    assert read_state(run) == before
+
+
+def test_slurm_that_does_not_answer_ends_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[Job, ...]:
+        raise SlurmError("squeue did not answer within 20 s")
+
+    monkeypatch.setattr(commands, "own_jobs", fail)
+    assert current_state(run).state == "queued"
+
+
+def test_a_forgotten_job_ends_a_queued_run_only(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch)
+    trains = RunState(name=run.name, state="training", attempt=1, host="n1")
+    queued = read_state(run)
+    write_state(run, trains)
+    assert current_state(run).state == "training"  # its heartbeat decides
+    write_state(run, queued)
+    assert current_state(run).code == OutcomeCode.JOB_FORGOTTEN
+
+
+@pytest.mark.parametrize("change", [{"job_id": "7 --signal=KILL"}, {"job_id": "-a"}, {"poll_s": 0.0}])
+def test_a_submission_that_so_tui_would_not_write_is_none(change: dict[str, object], run: RunDirectory) -> None:
+    run.submission_path(1).write_bytes(msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change}))
+    assert read_submission(run, 1) is None
+    assert SlurmExecutor().cancel(run, 1) is False
+
+
+def test_the_job_of_another_run_is_neither_believed_nor_cancelled(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copied folder carries the number of the original's job."""
+    cancelled: list[str] = []
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    answer(monkeypatch, Job(id="7", state="CANCELLED", name="another"))
+    assert current_state(run).state == "queued"
+    assert SlurmExecutor().cancel(run, 1) is False
+    assert cancelled == []
+
+
+def test_words_of_slurm_are_shown_harmless() -> None:
+    text = queue_text(JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6))
+    assert text.isprintable()
+    assert "1970" in text

@@ -1,0 +1,131 @@
+"""Batch scripts and site profiles, without a Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch.executors.slurm.script import batch_script, seconds_of, warning_lead_s
+from so_tui.launch.executors.slurm.site import Site, builtin_sites, load_site, user_sites
+from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
+from tests.support.launching import tiny
+
+SITE = Site(title="A site")
+
+
+def script(site: Site = SITE, *, gpus: int = 4, run: str = "/runs/one", **changes: str) -> str:
+    spec: RunSpec = tiny(**{"slurm__partition": "gh", **changes})
+    return batch_script(spec, site, gpus=gpus, run=Path(run), attempt=3, python="/venv/bin/python")
+
+
+def options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_spec_and_the_profile_become_options() -> None:
+    site = msgspec.structs.replace(SITE, cores_per_gpu=72, memory_per_gpu_gib=100, node_option="", options=("--licenses=x",))
+    given = options(script(site, slurm__account="abc", slurm__qos="high", slurm__time_limit="1:00:00", slurm__constraint="a&b"))
+    wanted = ["--partition=gh", "--account=abc", "--qos=high", "--time=1:00:00", '--constraint="a&b"', "--gpus-per-node=4"]
+    assert set(wanted) <= set(given)
+    assert {"--cpus-per-task=288", "--mem=400G", "--licenses=x", "--no-requeue"} <= set(given)
+    assert "--exclusive" not in given
+    assert "--exclusive" in options(script())
+
+
+def test_a_partition_of_the_profile_limits_the_time_unless_the_spec_does() -> None:
+    assert "--time=48:00:00" in options(script(load_site("vista")))
+    assert "--time=30" in options(script(load_site("vista"), slurm__time_limit="30"))
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-12", 216_000), ("1-00:30", 88_200), ("1-01:00:05", 90_005)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(time_limit: str, seconds: int) -> None:
+    assert seconds_of(time_limit) == seconds
+
+
+def test_a_job_is_warned_early_enough_for_its_checkpoint() -> None:
+    assert warning_lead_s(SITE, 10**9, None) == SITE.warning_s
+    assert warning_lead_s(SITE, 200 * 10**9, None) > 200
+    assert warning_lead_s(SITE, 10**9, 400.0) > 400 > SITE.warning_s
+    assert warning_lead_s(SITE, 200 * 10**9, 5.0) == SITE.warning_s
+
+
+def test_a_folder_with_any_name_stays_one_argument() -> None:
+    folder = "/runs/it's $(here); #1"
+    (line,) = (line for line in script(run=folder).splitlines() if line.startswith("exec "))
+    assert folder in shlex.split(line)
+
+
+def test_environment_and_setup_come_before_the_start() -> None:
+    site = msgspec.structs.replace(
+        SITE, environment={"A": "x y"}, setup=("module load cuda",), python="/opt/python", step_options=("--x=1",)
+    )
+    lines = script(site).splitlines()
+    assert "export A='x y'" in lines
+    assert lines.index("module load cuda") < next(index for index, line in enumerate(lines) if line.startswith("srun"))
+    assert shlex.split(lines[-1])[-9] == "/opt/python"
+    assert "--x=1" in shlex.split(lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("site", "changes", "code"),
+    [
+        ("vista", {"slurm__options": '["--gres=gpu:1"]'}, "option-refused"),
+        ("generic", {"slurm__options": '["--output=/etc/x"]'}, "option-reserved"),
+        ("alps", {}, "account-missing"),
+        ("generic", {"slurm__time_limit": "10"}, "time-limit-too-short"),
+    ],
+)
+def test_what_a_site_would_refuse_is_refused_before(site: str, changes: dict[str, str], code: str) -> None:
+    with pytest.raises(InputError) as caught:
+        batch_script(tiny(slurm__partition="gh", **changes), load_site(site), gpus=1, run=Path("/run"), attempt=1, python="python")
+    assert [problem.code for problem in caught.value.problems] == [code]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"partition": "a b"},
+        {"partition": "x\n#SBATCH --uid=0"},
+        {"constraint": 'a" --uid="0'},
+        {"options": ["--comment=a b"]},
+        {"options": ["-A"]},
+        {"account": "--uid=0 x"},
+        {"time_limit": "soon"},
+        {"site": "../x"},
+    ],
+)
+def test_hostile_values_are_no_part_of_a_script(values: dict[str, object]) -> None:
+    tree = spec_tree(tiny())
+    tree["slurm"] = values
+    assert [problem.field for problem in problems_in(tree)] == [f"slurm.{next(iter(values))}"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in builtin_sites().glob("*.toml")))
+def test_every_built_in_profile_says_where_it_comes_from(name: str) -> None:
+    assert load_site(name).source
+
+
+def test_a_users_profile_wins_and_must_be_their_own() -> None:
+    user_sites().mkdir(parents=True)
+    own = user_sites() / "vista.toml"
+    own.write_text('title = "mine"\n')
+    assert load_site("vista").title == "mine"
+    own.chmod(0o666)
+    with pytest.raises(InputError) as caught:
+        load_site("vista")
+    assert caught.value.problems[0].code == "invalid-site"
+
+
+@pytest.mark.parametrize("content", ["title = 1", 'title = "x"\nunknown = 1', "no toml", 'title = "x"\nsetup = ["a\\nb"]', "poll_s = 1"])
+def test_a_wrong_profile_is_named(content: str) -> None:
+    user_sites().mkdir(parents=True)
+    (user_sites() / "mine.toml").write_text(content)
+    with pytest.raises(InputError) as caught:
+        load_site("mine")
+    assert (caught.value.problems[0].code, caught.value.problems[0].value) == ("invalid-site", "mine")

@@ -1,0 +1,29 @@
+"""Submit runs of ``tiny`` and wait for what becomes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from so_tui.launch import current_state, machine_of, prepare, start
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import FINAL_STATES, RunState
+from tests.support.launching import tiny
+
+
+def submit(folder: Path, **changes: str) -> RunDirectory:
+    spec = tiny(**{"slurm__partition": "main", "slurm__site": "generic", **changes})
+    return start(prepare(spec, machine_of(spec)), runs_dir=folder)
+
+
+def wait_for(run: RunDirectory, ready: Callable[[RunState], bool], timeout_s: float = 200) -> RunState:
+    deadline = time.monotonic() + timeout_s
+    while not ready(state := current_state(run)):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.2)
+    return state
+
+
+def ended(state: RunState) -> bool:
+    return state.state in FINAL_STATES

@@ -1,0 +1,151 @@
+"""Runs submitted to a real Slurm: watched, stopped and ended from a host that is not theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import current_state, prepare, start, stop
+from so_tui.launch.executors import JobPhase, executor_of_attempt
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.executor import read_submission, write_submission
+from so_tui.launch.executors.slurm.queue import queue
+from so_tui.launch.partition_machines import seen_machine
+from so_tui.runs import RunDirectory
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import StepRecord
+from tests.slurm.cluster import Cluster
+from tests.slurm.submitting import ended, submit, wait_for
+from tests.support.launching import records, tiny
+from tests.support.make_run import quad_machine
+
+pytestmark = pytest.mark.system
+
+
+def test_a_run_trains_on_another_host_and_is_planned_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path, train__steps="4")
+    assert current_state(run).state == "queued"
+    state = wait_for(run, ended)
+    assert (state.state, state.step, state.host) == ("finished", 4, "n1")
+    assert run.machine_path(1, "n1").exists()
+    seen = seen_machine("main")
+    assert seen is not None
+    assert seen.machine.hostname == "n1"
+    assert cluster.run("squeue", "--noheader", "--states=PENDING,RUNNING") == ""
+
+
+def test_a_queued_run_says_why_it_waits_and_leaves_the_queue_when_it_is_stopped(busy: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path)
+    state = wait_for(run, lambda state: "waits" in state.detail)
+    assert state.state == "queued"
+    job = executor_of_attempt(run, 1).status(run, 1)
+    assert job is not None
+    assert (job.phase, job.waits_for) == (JobPhase.QUEUED, "Resources")
+    assert stop(run).state == "stopped"
+    assert current_state(run).state == "stopped"
+    assert job.job_id not in busy.jobs()
+
+
+def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path)
+    submission = read_submission(run, 1)
+    assert submission is not None
+    elsewhere = msgspec.structs.replace(submission, cluster="another")
+    write_submission(run, 1, elsewhere)
+    assert current_state(run).state == "queued"  # another cluster's Slurm does not know the job, which means nothing
+    with pytest.raises(SlurmError):
+        stop(run)
+    write_submission(run, 1, submission)
+    busy.run("scancel", submission.job_id)
+    state = wait_for(run, ended)
+    assert (state.state, state.code) == ("stopped", OutcomeCode.JOB_CANCELLED)
+
+
+def test_a_running_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path, train__steps="5000")
+    wait_for(run, lambda state: state.state == "training")
+    submission = read_submission(run, 1)
+    assert submission is not None
+    cluster.run("scancel", submission.job_id)
+    state = wait_for(run, lambda state: ended(state) and state.code == OutcomeCode.JOB_CANCELLED)
+    assert state.state in ("failed", "lost")
+    assert run.attempts() == (1,)
+
+
+def test_a_node_that_fails_ends_the_run_as_lost(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path, train__steps="5000")
+    wait_for(run, lambda state: state.state == "training")
+    cluster.stop_node("n1")
+    state = wait_for(run, ended)
+    assert (state.state, state.code) == ("lost", OutcomeCode.NODE_FAILED)
+    assert current_state(run) == state  # recorded
+
+
+def test_an_interpreter_that_the_node_lacks_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
+    site.write_text('title = "x"\npython = "/no/such/python"\npoll_s = 1\n')
+    state = wait_for(submit(tmp_path), ended)
+    assert (state.state, state.code) == ("lost", OutcomeCode.JOB_FAILED)
+    assert "/no/such/python" in state.reason
+
+
+def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    spec = tiny(slurm__partition="main", slurm__site="generic", gpus="[1, 3]")
+    run = start(prepare(spec, quad_machine(), force=True), runs_dir=tmp_path)
+    state = wait_for(run, ended)
+    assert (state.state, state.code, state.attempt, state.host) == ("failed", OutcomeCode.NOT_STARTED, 1, "n1")
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+    for changes in ({"slurm__partition": "absent"}, {"slurm__partition": "strict", "slurm__options": '["--gres=gpu:1"]'}):
+        with pytest.raises(SlurmError):
+            submit(tmp_path, **changes)
+    assert list(tmp_path.glob("*/spec.json")) == []
+
+
+def test_many_screens_ask_slurm_once_in_an_interval(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Job, ...]] = []
+    own_jobs = commands.own_jobs
+
+    def counted() -> tuple[Job, ...]:
+        asked.append(own_jobs())
+        return asked[-1]
+
+    monkeypatch.setattr(commands, "own_jobs", counted)
+    answers = [queue("simulated", 30) for _ in range(20)]
+    assert len(asked) == 1
+    assert len({msgspec.json.encode(answer) for answer in answers}) == 1
+
+
+def test_a_job_is_warned_and_another_one_continues_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm's warning is sent by hand: its own may come a minute early, and time limits are whole minutes."""
+    run = submit(tmp_path / "two", train__steps="16")
+    wait_for(run, lambda state: state.state == "training" and state.step >= 2)
+    submission = read_submission(run, 1)
+    assert submission is not None
+    cluster.run("scancel", "--signal=USR1", submission.job_id)
+    state = wait_for(run, lambda state: ended(state) and state.attempt == 2, 300)
+    assert (state.state, state.step, run.attempts()) == ("finished", 16, (1, 2))
+    whole = submit(tmp_path / "one", train__steps="16")
+    assert wait_for(whole, ended).state == "finished"
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
+
+
+def losses(run: RunDirectory) -> list[float]:
+    """Return the losses that count, in step order."""
+    found = {record.step: record.loss for record in records(run) if isinstance(record, StepRecord)}
+    assert sorted(found) == list(range(1, 17))
+    return [found[step] for step in sorted(found)]
+
+
+def test_the_command_follows_a_job_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "so_tui", "run", "tiny", "--partition", "main", "--set", "train.steps=2", "--plain"]
+    argv += ["--runs-dir", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,29 @@
+"""Every site profile: read, made into a script, and accepted by a real Slurm that has the site's partitions under another name."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch.executors.slurm.script import batch_script
+from so_tui.launch.executors.slurm.site import builtin_sites, load_site
+from tests.slurm.cluster import Cluster
+from tests.support.launching import tiny
+
+pytestmark = pytest.mark.system
+
+SITES = sorted(path.stem for path in builtin_sites().glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_slurm_accepts_the_script_of_a_profile(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    partition = "strict" if load_site(name).refused_options else "main"
+    spec = tiny(slurm__partition=partition, slurm__account="project")
+    script = tmp_path / "job.sh"
+    script.write_text(batch_script(spec, load_site(name), gpus=1, run=tmp_path, attempt=1, python="/usr/bin/python3"))
+    # A core for a core: the simulated nodes have two.
+    script.write_text(script.read_text().replace("--cpus-per-task=72", "--cpus-per-task=2"))
+    tested = subprocess.run(["sbatch", "--test-only", str(script)], env=cluster.environ, capture_output=True, text=True, check=False)
+    assert tested.returncode == 0, tested.stderr
