@@ -1,19 +1,21 @@
 """The lock that makes one process responsible for a run: its supervisor while it lives, and whoever deletes it.
 
-It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, and some grant it to everybody. There a file that
-only one process can create, with a heartbeat, takes its part.
+It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, and some grant it to everybody. There files that
+only one process can create, with a heartbeat, take its part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import HostIdentity, sees_processes_of, this_host
@@ -22,22 +24,22 @@ from so_tui.runs.records import Process
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.reading import read_bounded
 
-_TRIES = 5
 _LARGEST_BYTES = 1 << 16
 
 
 class Owner(Struct, frozen=True, kw_only=True):
-    """Content of ``supervisor.owner``: the process that holds the lock."""
+    """Content of ``supervisor.owner`` and of the files that follow it: the process that holds the lock."""
 
     host: HostIdentity
     process: Process
+    released: bool = False
 
 
 class RunLock:
     """A lock that is held. The holder must refresh it at least once a minute."""
 
-    def __init__(self, owner_path: Path | None, content: bytes = b"") -> None:
-        self._owner_path, self._content = owner_path, content
+    def __init__(self, files: OwnerFiles | None, number: int = 0) -> None:
+        self._files, self._number = files, number
 
     def refresh(self) -> None:
         """Show that the holder lives.
@@ -45,16 +47,72 @@ class RunLock:
         Raises:
             OSError: It cannot be shown, or another process has taken the lock over.
         """
-        if self._owner_path is not None:
-            if read_bounded(self._owner_path, _LARGEST_BYTES) != self._content:
-                raise OSError(f"{self._owner_path} belongs to another process now")
-            os.utime(self._owner_path)
+        if self._files is not None:
+            if self._files.path(self._number + 1).exists():
+                raise OSError(f"{self._files.path(self._number)} is out of date: another process has taken over")
+            os.utime(self._files.path(self._number))
 
     def release(self) -> None:
-        """Remove the file that stands for the lock, unless another process has taken it over meanwhile. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._owner_path is not None and read_bounded(self._owner_path, _LARGEST_BYTES) == self._content:
-                self._owner_path.unlink()
+        """Let other processes have the lock. Raises OSError."""
+        if self._files is not None:
+            self._files.release(self._number)
+
+
+class OwnerFiles:
+    """Files that stand for a lock: ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which the last names the owner.
+
+    A process takes the lock from one that is gone by creating the next file, which only one process can. No file is ever removed or
+    renamed: between two such steps of one process, a second one could take what it had not seen.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        process = identify(os.getpid(), "supervisor")
+        assert process is not None, "this process has an entry in /proc"
+        self._owner = Owner(host=this_host(), process=process)
+
+    def path(self, number: int) -> Path:
+        """Return the path of a file; the first has the number 1."""
+        return self._run.path / ("supervisor.owner" if number == 1 else f"supervisor.owner.{number}")
+
+    def take(self) -> RunLock | None:
+        """Take the lock, unless its owner lives or another process is faster."""
+        number = next(number for number in itertools.count(1) if not self.path(number).exists())
+        if number > 1 and not self._is_free(number - 1):
+            return None
+        with self._draft(self._owner) as draft:
+            try:
+                os.link(draft, self.path(number))  # fails if it exists, and shows the whole content at once
+            except FileExistsError:
+                return None
+        return RunLock(self, number)
+
+    def release(self, number: int) -> None:
+        """Mark a file of this process as released, if the run still exists."""
+        with contextlib.suppress(FileNotFoundError), self._draft(replace(self._owner, released=True)) as draft:
+            draft.replace(self.path(number))
+
+    @contextlib.contextmanager
+    def _draft(self, owner: Owner) -> Iterator[Path]:
+        path = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
+        path.write_bytes(msgspec.json.encode(owner))
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _is_free(self, number: int) -> bool:
+        path = self.path(number)
+        age_s = now_of(self._run) - path.stat().st_mtime
+        try:
+            owner = decode_json(read_bounded(path, _LARGEST_BYTES), Owner)
+        except msgspec.DecodeError:  # damaged
+            return age_s > OLD_S
+        if owner.released:
+            return True
+        if sees_processes_of(this_host(), owner.host):
+            return not alive(owner.process)
+        return age_s > OLD_S
 
 
 @contextlib.contextmanager
@@ -75,7 +133,7 @@ def run_lock(run: RunDirectory) -> Iterator[RunLock | None]:
             return
         except OSError:  # this file system has no locks
             excludes = False
-        lock = RunLock(None) if excludes else _own(run)
+        lock = RunLock(None) if excludes else OwnerFiles(run).take()
         try:
             yield lock
         finally:
@@ -95,60 +153,3 @@ def _excludes_others(path: Path) -> bool:
     finally:
         os.close(second)
     return False
-
-
-def _own(run: RunDirectory) -> RunLock | None:
-    """Create the file that stands for the lock, also in place of one whose process is gone; None if another process lives."""
-    path = run.path / "supervisor.owner"
-    process = identify(os.getpid(), "supervisor")
-    assert process is not None, "this process has an entry in /proc"
-    content = msgspec.json.encode(Owner(host=this_host(), process=process))
-    draft = _aside(path)
-    draft.write_bytes(content)
-    try:
-        for _ in range(_TRIES):
-            try:
-                os.link(draft, path)  # fails if it exists, and shows the whole content at once
-            except FileExistsError:
-                if not _remove_if_stale(run, path):
-                    return None
-            else:
-                return RunLock(path, content)
-    finally:
-        draft.unlink(missing_ok=True)
-    return None
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-
-
-def _remove_if_stale(run: RunDirectory, path: Path) -> bool:
-    """Return whether the way is free for another try."""
-    try:
-        found = read_bounded(path, _LARGEST_BYTES)
-        age_s = now_of(run) - path.stat().st_mtime
-    except FileNotFoundError:
-        return True
-    if not _is_stale(found, age_s):
-        return False
-    aside = _aside(path)
-    with contextlib.suppress(FileNotFoundError):  # another process removed it first
-        path.rename(aside)
-        is_stale = read_bounded(aside, _LARGEST_BYTES) == found
-        if not is_stale:  # it was replaced in between
-            with contextlib.suppress(FileExistsError):  # and so was the way free meanwhile: its holder notices when it refreshes
-                os.link(aside, path)
-        aside.unlink()
-        return is_stale
-    return True
-
-
-def _is_stale(content: bytes, age_s: float) -> bool:
-    try:
-        owner = decode_json(content, Owner)
-    except msgspec.DecodeError:  # being written, or by a process that was killed while it wrote
-        return age_s > OLD_S
-    if sees_processes_of(this_host(), owner.host):
-        return not alive(owner.process)
-    return age_s > OLD_S

@@ -124,7 +124,11 @@ def test_the_file_of_an_owner_that_is_gone_is_taken_over(
     monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
     with run_lock(run) as lock:
         assert (lock is not None) == free
-    assert path.exists() != free
+        with run_lock(run) as second:
+            assert second is None
+    with run_lock(run) as again:
+        assert (again is not None) == free
+    assert path.exists()
 
 
 def test_a_living_owner_keeps_the_lock_however_old_its_file_is(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +152,25 @@ def test_half_an_owner_file_is_taken_over_only_when_it_is_old(run: RunDirectory,
         assert lock is not None
 
 
-def test_a_holder_that_was_replaced_leaves_the_file_of_the_new_one(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    me = identify(os.getpid())
+    assert me is not None
     with run_lock(run) as lock:
         assert lock is not None
-        path = owned(run, ELSEWHERE, DEAD)
-    assert path.exists()
+        lock.refresh()
+        replacement = run.path / "supervisor.owner.2"
+        replacement.write_bytes(msgspec.json.encode(Owner(host=this_host(), process=me)))
+        with pytest.raises(OSError, match="taken over"):
+            lock.refresh()
+    with run_lock(run) as late:
+        assert late is None
+    assert not msgspec.json.decode(replacement.read_bytes(), type=Owner).released
+
+
+def test_a_lock_is_free_again_after_each_of_many_holders(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    for _ in range(4):
+        with run_lock(run) as lock:
+            assert lock is not None
+            lock.refresh()
