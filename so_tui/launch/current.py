@@ -35,12 +35,12 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     attempt = newest_attempt(run, recorded)
     job = executor_of_attempt(run, attempt).status(run, attempt)
     if job is None:
-        return state_with_truth(run, watch)
+        return state_with_truth(run, watch, recorded)
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
     if job.phase is JobPhase.ENDED and not forgotten:
         return _ended(run, attempt, job)
     if recorded.state != "queued":
-        return state_with_truth(run, watch)
+        return state_with_truth(run, watch, recorded)
     if job.phase is JobPhase.UNKNOWN and not job.job_id and now_of(run) - run.state_path.stat().st_mtime > OLD_S:
         return _ended(run, attempt, replace(job, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN))
     return replace(recorded, detail=queue_text(job))

@@ -130,7 +130,7 @@ def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bo
     return not seen.by_processes and (seen.heartbeat_age_s is None or seen.heartbeat_age_s > FRESH_S)
 
 
-def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> RunState:
+def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None, recorded: RunState | None = None) -> RunState:
     """Return the recorded state, corrected if all processes of the run are gone.
 
     Such a run ended as ``unobserved.concluded`` says.
@@ -138,11 +138,12 @@ def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None) -> 
     Args:
         run: The run.
         watch: Times the heartbeats of runs on other hosts; pass the same object on each call.
+        recorded: The recorded state, if it has just been read.
 
     Raises:
         InputError: If the state cannot be read.
     """
-    state = read_state(run)
+    state = recorded or read_state(run)
     if state.state in FINAL_STATES or sighting(run, state, watch).liveness is not Liveness.GONE:
         return state
     state = read_state(run)  # the supervisor may have written the final state just before it ended
