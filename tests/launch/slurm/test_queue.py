@@ -89,6 +89,22 @@ def test_a_submission_that_so_tui_would_not_write_is_none(change: dict[str, obje
     assert SlurmExecutor().cancel(run, 1) is False
 
 
+def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must not decide how often Slurm is asked."""
+    asked: list[str] = []
+
+    def call(argv: tuple[str, ...], _environment: object = None) -> str:
+        asked.append(argv[0])
+        return ""
+
+    monkeypatch.undo()
+    monkeypatch.setattr(commands, "_call", call)
+    run.submission_path(1).chmod(0o666)
+    assert current_state(run) == read_state(run)
+    assert SlurmExecutor().cancel(run, 1) is False
+    assert asked == []
+
+
 def test_the_job_of_another_run_is_neither_believed_nor_cancelled(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copied folder carries the number of the original's job."""
     cancelled: list[str] = []

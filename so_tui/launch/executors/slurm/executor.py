@@ -31,7 +31,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import RunSpec
-from so_tui.trust.decoding import decode_json, read_json
+from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import read_own
 from so_tui.trust.reading import read_bounded
 
@@ -160,9 +160,12 @@ def site_of(spec: RunSpec) -> tuple[str, Site]:
 
 
 def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
-    """Return how an attempt was submitted; None if it was not, or the file is damaged."""
+    """Return how an attempt was submitted; None if it was not, or the file is damaged or not this user's own.
+
+    Another user's jobs are not in the queue that is asked for, and what their files say must not decide what Slurm is asked.
+    """
     try:
-        return read_json(run.submission_path(attempt), Submission)
+        return decode_json(read_own(run.submission_path(attempt)), Submission)
     except (OSError, msgspec.DecodeError):
         return None
 
