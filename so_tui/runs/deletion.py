@@ -12,6 +12,7 @@ from so_tui.runs.ended import ended_state, has_supervisor
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.own import refuse_another_users
+from so_tui.runs.records import RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state
 from so_tui.spec.errors import InputError, Problem
@@ -32,20 +33,23 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
     """
     refuse_another_users(run)
     try:
-        if read_state(run).host:
-            ended_state(run, assume_dead=assume_dead)
+        _ended(run, assume_dead)
         with run_lock(run) as lock:
             if lock is None:
                 raise has_supervisor(run)
-            state = read_state(run)
-            if state.host:  # otherwise no supervisor ever started
-                state = ended_state(run, assume_dead=assume_dead)
+            state = _ended(run, assume_dead)
             _remove(run)
         if sees_processes_of(this_host(), host_of(state)):
             remove_leftovers(state.processes)
     except OSError as error:
         message, remedy = f"cannot be deleted: {error.strerror}", "Check the owner of its folder."
         raise InputError([Problem(code="not-deletable", field="run", value=str(run.path), message=message, remedy=remedy)]) from error
+
+
+def _ended(run: RunDirectory, assume_dead: bool) -> RunState:
+    """Return the final state of a run, or that of one of which nothing was ever started. Raises InputError if it lives or is queued."""
+    state = read_state(run)
+    return state if state.state == "created" else ended_state(run, assume_dead=assume_dead)
 
 
 def _remove(run: RunDirectory) -> None:

@@ -194,6 +194,16 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
         delete_run(ended)
 
 
+def test_a_run_whose_job_waits_in_a_queue_cannot_be_deleted(spec: RunSpec) -> None:
+    run = create_run(spec)
+    write_state(run, msgspec.structs.replace(read_state(run), state="queued"))
+    for assume_dead in (False, True):
+        with pytest.raises(InputError) as caught:
+            delete_run(run, assume_dead=assume_dead)
+        assert codes(caught) == ["run-is-live"]
+    assert read_state(run).state == "queued"
+
+
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
