@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError, parse_queue, submit
 
 QUEUE = """\
@@ -37,3 +43,37 @@ def test_without_slurm_it_is_said_where_to_submit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SlurmError):
         submit("job.sh", "/", {"PATH": "/nowhere"})
+
+
+def installed(folder: Path, name: str, lines: str) -> None:
+    """Make a command of Slurm that a shell executes."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(stat.S_IRWXU)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("squeue", commands.own_jobs),
+        ("sacct", lambda: commands.accounted("7")),
+        ("scancel", lambda: commands.cancel("7")),
+        ("sinfo", commands.partitions),
+        ("sbatch", lambda: submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})),
+    ],
+)
+def test_no_variable_of_the_users_shell_changes_what_is_asked(
+    name: str, call: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm lets ``SBATCH_PARTITION`` win over a script, and ``SQUEUE_PARTITION`` hide a job."""
+    installed(tmp_path, name, f"env > {tmp_path}/seen; echo 7")
+    hostile = {"SBATCH_JOB_NAME", "SBATCH_PARTITION", "SQUEUE_PARTITION", "SACCT_FORMAT", "SCANCEL_STATE", "SINFO_FORMAT", "SLURM_JOB_ID"}
+    for variable in hostile:
+        monkeypatch.setenv(variable, "x")
+    monkeypatch.setenv("SLURM_CONF", "/etc/ours")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    call()
+    seen = dict(line.partition("=")[::2] for line in (tmp_path / "seen").read_text().splitlines())
+    assert hostile.isdisjoint(seen)
+    assert seen["SLURM_CONF"] == "/etc/ours"
+    assert ("TOKEN" in seen) == (name == "sbatch")

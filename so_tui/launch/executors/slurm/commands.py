@@ -15,6 +15,10 @@ from so_tui.spec import SoTuiError
 TIMEOUT_S = 20.0
 _QUEUE = "%i|%T|%r|%S|%N|%j"
 _ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,JobName"
+_CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables that say how Slurm is reached."""
+_OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_", "SLURMD_", "SRUN_")
+"""What other variables begin with that Slurm's commands read as options, or that Slurm set for the job which submits a successor."""
 _NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
 
 
@@ -110,7 +114,9 @@ def _seconds(text: str) -> float | None:
 
 
 def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    env = {**(os.environ if environment is None else environment), "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
+    given = os.environ if environment is None else environment
+    env = {name: value for name, value in given.items() if name in _CONNECTION or not name.startswith(_OPTIONS)}
+    env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_S

@@ -96,7 +96,7 @@ class SlurmExecutor:
         )
         write_state(run, msgspec.structs.replace(queued, exit_code=None, heartbeat=before.heartbeat + 1))
         try:
-            environment = {**_outside_a_job(os.environ), TOKEN_VARIABLE: token}
+            environment = {**os.environ, TOKEN_VARIABLE: token}
             job_id = commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
         except BaseException:
             write_state(run, before)
@@ -193,12 +193,6 @@ def _checkpoint_s(run: RunDirectory) -> float | None:
 def _accounted(job_id: str, minute: int) -> Job | None:
     """Return a job as the accounting database recorded it, asked at most once a minute."""
     return commands.accounted(job_id)
-
-
-def _outside_a_job(environ: os._Environ[str]) -> dict[str, str]:
-    """Return the environment without what Slurm set for the job that submits a successor, which would bind the successor's steps."""
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    return {name: value for name, value in environ.items() if name in kept or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))}
 
 
 def _last_lines(run: RunDirectory, attempt: int, job_id: str) -> str:
