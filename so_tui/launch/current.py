@@ -11,7 +11,7 @@ from so_tui.launch.executors import JobPhase, JobStatus, executor_of_attempt
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.liveness import OLD_S, HeartbeatWatch, now_of, state_with_truth
+from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.own import not_own
 from so_tui.runs.records import FINAL_STATES, RunState
@@ -41,8 +41,6 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
         return _ended(run, attempt, job)
     if recorded.state != "queued":
         return state_with_truth(run, watch, recorded)
-    if job.phase is JobPhase.UNKNOWN and not job.job_id and now_of(run) - run.state_path.stat().st_mtime > OLD_S:
-        return _ended(run, attempt, replace(job, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN))
     return replace(recorded, detail=queue_text(job))
 
 

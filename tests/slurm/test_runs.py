@@ -95,6 +95,15 @@ def test_an_interpreter_that_the_node_lacks_is_named(cluster: Cluster, tmp_path:
     assert "/no/such/python" in state.reason
 
 
+@pytest.mark.parametrize("name", ['it\'s a "b" $(id); #', "a|b", "\N{LATIN SMALL LETTER U WITH DIAERESIS}"])
+def test_the_folder_of_the_runs_may_have_any_name(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
+    site.write_text('title = "x"\npython = "/no/such/python"\npoll_s = 1\n')
+    state = wait_for(submit(tmp_path / name), ended)
+    assert (state.state, state.code) == ("lost", OutcomeCode.JOB_FAILED)
+    assert "/no/such/python" in state.reason  # what the job wrote was found
+
+
 def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(cluster: Cluster, tmp_path: Path) -> None:
     spec = tiny(slurm__partition="main", slurm__site="generic", gpus="[1, 3]")
     run = start(prepare(spec, quad_machine(), force=True), runs_dir=tmp_path)

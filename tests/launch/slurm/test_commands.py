@@ -13,9 +13,9 @@ from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError, parse_queue, submit
 
 QUEUE = """\
-1201|PENDING|Resources|2026-11-24T02:13:00||tiny-1
-1202|PENDING|Priority|N/A||a|b
-1199|RUNNING|None|2026-11-24T00:13:00|nid00[1001-1002]|x
+1201|PENDING|Resources|2026-11-24T02:13:00||/runs/tiny-1
+1202|PENDING|Priority|N/A||/runs/a|b
+1199|RUNNING|None|2026-11-24T00:13:00|nid00[1001-1002]|/x
 1198|CANCELLED|None|2026-11-24T00:01:00|n1|y
 1197_[1-4]|PENDING|Resources|N/A||z
 slurm_load_jobs: a warning
@@ -27,7 +27,7 @@ def test_the_queue() -> None:
     waits, behind, runs, cancelled = parse_queue(QUEUE)
     assert (waits.id, waits.state, waits.reason, waits.nodes) == ("1201", "PENDING", "Resources", "")
     assert waits.start is not None
-    assert (behind.start, behind.name) == (None, "a|b")
+    assert (behind.start, behind.folder) == (None, "/runs/a|b")
     assert (runs.state, runs.reason, runs.nodes) == ("RUNNING", "", "nid00[1001-1002]")
     assert cancelled.state == "CANCELLED"
 

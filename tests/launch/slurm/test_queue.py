@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from so_tui.launch import stop
 from so_tui.launch.current import current_state, queue_text
 from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
@@ -36,6 +39,11 @@ def answer(monkeypatch: pytest.MonkeyPatch, *jobs: Job) -> None:
     monkeypatch.setattr(commands, "own_jobs", lambda: jobs)
 
 
+def folder_of(run: RunDirectory) -> str:
+    """Return the working folder of the run's job."""
+    return str(run.attempt_dir(1))
+
+
 @pytest.mark.parametrize(
     ("slurm", "state", "code"),
     [
@@ -50,7 +58,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *jobs: Job) -> None:
 def test_the_ends_of_a_job_are_told_apart_and_recorded(
     slurm: str, state: str, code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer(monkeypatch, Job(id="7", state=slurm, name=run.name))
+    answer(monkeypatch, Job(id="7", state=slurm, folder=folder_of(run)))
     found = current_state(run)
     assert (found.state, found.code, found.attempt) == (state, code, 1)
     answer(monkeypatch)
@@ -59,7 +67,7 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
 
 def test_a_waiting_job_changes_nothing_that_is_recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     before = read_state(run)
-    answer(monkeypatch, Job(id="7", state="PENDING", reason="Priority", name=run.name))
+    answer(monkeypatch, Job(id="7", state="PENDING", reason="Priority", folder=folder_of(run)))
     assert current_state(run) == msgspec.structs.replace(before, detail=current_state(run).detail)
     assert read_state(run) == before
 
@@ -105,14 +113,43 @@ def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(run: RunDirec
     assert asked == []
 
 
-def test_the_job_of_another_run_is_neither_believed_nor_cancelled(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copied folder carries the number of the original's job."""
+def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copied folder carries the number of the original's job, and may have the original's name."""
+    copied = RunDirectory(shutil.copytree(run.path, tmp_path / "backup" / run.name))
     cancelled: list[str] = []
     monkeypatch.setattr(commands, "cancel", cancelled.append)
-    answer(monkeypatch, Job(id="7", state="CANCELLED", name="another"))
-    assert current_state(run).state == "queued"
-    assert SlurmExecutor().cancel(run, 1) is False
+    answer(monkeypatch, Job(id="7", state="CANCELLED", folder=folder_of(run)))
+    assert current_state(copied).state == "queued"
+    assert SlurmExecutor().cancel(copied, 1) is False
     assert cancelled == []
+    assert current_state(run).state == "stopped"
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
+    linked: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that submitted it was killed before Slurm's answer was written."""
+    write_submission(run, 1, msgspec.structs.replace(SUBMITTED, job_id=""))
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    folder = folder_of(RunDirectory(tmp_path / "link" / run.name) if linked else run)
+    cancelled: list[str] = []
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    answer(monkeypatch, Job(id="6", state="RUNNING", folder="/"), Job(id="9", state="PENDING", reason="Priority", folder=folder))
+    assert "9" in current_state(run).detail
+    assert stop(run).state == "stopped"
+    assert cancelled == ["9"]
+
+
+def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = msgspec.structs.replace(SUBMITTED, job_id="", submitted=time.time())
+    write_submission(run, 1, now)
+    answer(monkeypatch)
+    assert current_state(run).state == "queued"  # sbatch may still be at work
+    write_submission(run, 1, msgspec.structs.replace(now, submitted=now.submitted - 120))
+    assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:

@@ -61,6 +61,13 @@ def test_a_folder_with_any_name_stays_one_argument() -> None:
     assert folder in shlex.split(line)
 
 
+@pytest.mark.parametrize("folder", ["/runs/50%j", "/runs/back\\slash"])
+def test_a_folder_whose_name_slurm_would_change_is_refused(folder: str) -> None:
+    with pytest.raises(InputError) as caught:
+        script(run=folder)
+    assert [problem.code for problem in caught.value.problems] == ["path-unfit-for-slurm"]
+
+
 def test_environment_and_setup_come_before_the_start() -> None:
     site = msgspec.structs.replace(
         SITE, environment={"A": "x y"}, setup=("module load cuda",), python="/opt/python", step_options=("--x=1",)

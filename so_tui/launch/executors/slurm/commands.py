@@ -13,8 +13,8 @@ from msgspec import Struct
 from so_tui.spec import SoTuiError
 
 TIMEOUT_S = 20.0
-_QUEUE = "%i|%T|%r|%S|%N|%j"
-_ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,JobName"
+_QUEUE = "%i|%T|%r|%S|%N|%Z"
+_ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,WorkDir"
 _CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 """Variables that say how Slurm is reached."""
 _OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_", "SLURMD_", "SRUN_")
@@ -36,7 +36,8 @@ class Job(Struct, frozen=True, kw_only=True):
     start: float | None = None
     """When it started, or is expected to, in seconds since the epoch."""
     nodes: str = ""
-    name: str = ""
+    folder: str = ""
+    """Its working folder."""
 
 
 def submit(script: str, folder: str, environment: Mapping[str, str], options: Sequence[str] = ()) -> str:
@@ -95,7 +96,7 @@ def parse_queue(printed: str) -> tuple[Job, ...]:
             reason=_word(row[2]),
             start=_seconds(row[3]),
             nodes=_word(row[4]),
-            name=row[5],
+            folder=row[5],
         )
         for row in rows
         if len(row) == 6 and row[0].isdigit()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError
 from so_tui.launch.executors.slurm.queue import forget, queue
-from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, job_name, warning_lead_s
+from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s
 from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
 from so_tui.launch.preparation import Launch
 from so_tui.launch.starter import TOKEN_VARIABLE
@@ -36,7 +37,7 @@ from so_tui.trust.ownership import read_own
 from so_tui.trust.reading import read_bounded
 
 _FORGOTTEN_S = 60.0
-"""An answer this much younger than a submission that lacks the job means that Slurm has forgotten it. Clocks of hosts differ."""
+"""An answer this much younger than a submission, without the job, means that Slurm has forgotten it or never had it. Clocks differ."""
 _OUTPUT_BYTES = 1 << 16
 _RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
 _QUEUED = frozenset(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
@@ -113,30 +114,30 @@ class SlurmExecutor:
         submission = read_submission(run, attempt)
         if submission is None:
             return None
-        if not submission.job_id or submission.cluster != commands.cluster_name():
-            return JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        if submission.cluster != commands.cluster_name():
+            return unknown
         answer = queue(submission.cluster, submission.poll_s)
-        job = answer.job(submission.job_id) if answer is not None else None
-        if job is not None and job.name != job_name(run.name):  # a copy of the run's folder, or numbers that have begun again
-            return JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        if job is not None:
+        if answer is None:
+            return unknown
+        if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
             return self._status(run, attempt, job)
-        if answer is None or answer.error or answer.asked < submission.submitted + _FORGOTTEN_S:
-            return JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        job = _accounted(submission.job_id, int(time.monotonic() // 60))
-        if job is not None and job.name == job_name(run.name):
+        if answer.error or answer.asked < submission.submitted + _FORGOTTEN_S or answer.lists(submission.job_id):
+            return unknown
+        recorded = _accounted(submission.job_id, int(time.monotonic() // 60)) if submission.job_id else None
+        if recorded is not None and (job := _job_of(run, attempt, submission, (recorded,))) is not None:
             return self._status(run, attempt, job)
         return JobStatus(job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Cancel the attempt's job; see ``Executor.cancel``."""
         submission = read_submission(run, attempt)
-        if submission is None or not submission.job_id:
+        if submission is None:
             return False
         if submission.cluster != commands.cluster_name():
-            raise SlurmError(f"job {submission.job_id} is on the cluster {submission.cluster}. Cancel it from a login node of that cluster")
-        job = next((job for job in commands.own_jobs() if job.id == submission.job_id), None)
-        if job is None or job.name != job_name(run.name):
+            raise SlurmError(f"its job is on the cluster {submission.cluster}. Cancel it from a login node of that cluster")
+        job = _job_of(run, attempt, submission, commands.own_jobs())
+        if job is None:
             return False
         commands.cancel(job.id)
         forget(submission.cluster)
@@ -173,6 +174,22 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
 def write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+
+
+def _job_of(run: RunDirectory, attempt: int, submission: Submission, jobs: Iterable[Job]) -> Job | None:
+    """Return an attempt's job: it works in the attempt's folder, and has the number that was written, if it was.
+
+    The number alone would name the original's job in a copy of its folder, and some other job once Slurm begins to count again.
+    """
+    folder = run.attempt_dir(attempt)
+    return next((job for job in jobs if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)), None)
+
+
+def _is_folder(name: str, folder: Path) -> bool:
+    try:
+        return folder.samefile(name)
+    except (OSError, ValueError):  # of another host, gone, or no path
+        return False
 
 
 def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:

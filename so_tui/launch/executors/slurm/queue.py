@@ -39,9 +39,9 @@ class Queue(Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why Slurm did not answer; the jobs are those of the answer before."""
 
-    def job(self, job_id: str) -> Job | None:
-        """Return a job of the queue."""
-        return next((job for job in self.jobs if job.id == job_id), None)
+    def lists(self, job_id: str) -> bool:
+        """Return whether a job has this number."""
+        return any(job.id == job_id for job in self.jobs)
 
 
 def queue(cluster: str, interval_s: float) -> Queue | None:

@@ -4,6 +4,7 @@ Problem codes:
     account-missing: The site charges an account, and the spec names none.
     option-refused: The site refuses an option of ``slurm.options``.
     option-reserved: so-tui itself sets an option of ``slurm.options``.
+    path-unfit-for-slurm: Slurm would read the run directory's path as a pattern.
     time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
 """
 
@@ -58,11 +59,6 @@ def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None) 
     return max(site.warning_s, math.ceil(_MARGIN * takes_s) + _STEP_S)
 
 
-def job_name(run_name: str) -> str:
-    """Return the name of a run's jobs, by which they are recognised as its own."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", run_name)
-
-
 def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: int, python: str, warning_s: int = 0) -> str:
     """Return the batch script of an attempt.
 
@@ -79,7 +75,8 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
         InputError: With the codes of this module.
     """
     warning_s = warning_s or site.warning_s
-    refuse_options(spec, site, warning_s)
+    if problems := (*_problems(spec, site, warning_s), *_path_problems(run)):
+        raise InputError(problems)
     step = ("srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
     interpreter = (site.python or python, "-P")
     check = shlex.join((*step, *interpreter, "-c", _CHECK))
@@ -87,7 +84,7 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
     return "\n".join(
         (
             "#!/bin/bash",
-            f"#SBATCH --job-name={job_name(run.name)}",
+            f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '_', run.name)}",
             *(f"#SBATCH {option}" for option in _options(spec, site, gpus, warning_s)),
             "",
             f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
@@ -118,12 +115,6 @@ def seconds_of(time_limit: str) -> int:
     return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
 
 
-def refuse_options(spec: RunSpec, site: Site, warning_s: int) -> None:
-    """Refuse what the site would refuse, before anything is written. Raises InputError with the codes of this module."""
-    if problems := tuple(_problems(spec, site, warning_s)):
-        raise InputError(problems)
-
-
 def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
         remedy = "Give it with --account NAME, or in a preset of yours."
@@ -141,6 +132,12 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
         elif name in _RESERVED:
             remedy = "Leave it out; partition, account, qos, time_limit and constraint have keys of their own."
             yield Problem(code="option-reserved", field="slurm.options", value=option, message="so-tui sets this option", remedy=remedy)
+
+
+def _path_problems(run: Path) -> Iterator[Problem]:
+    if "%" in str(run) or "\\" in str(run):  # Slurm replaces %j and the like in the whole path of a job's output, its folder included
+        message, remedy = "Slurm cannot write into a folder with % or \\ in its path", "Choose another folder with --runs-dir."
+        yield Problem(code="path-unfit-for-slurm", field="--runs-dir", value=str(run.parent), message=message, remedy=remedy)
 
 
 def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
