@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 
 from msgspec.structs import replace
@@ -46,7 +47,9 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
 
 def newest_attempt(run: RunDirectory, state: RunState) -> int:
     """Return the attempt that a state is about: a queued one has no supervisor yet that would have written its number."""
-    return max(run.attempts(), default=0) if state.state == "queued" else state.attempt
+    if state.state != "queued":
+        return state.attempt
+    return next((attempt for attempt in reversed(run.attempts()) if os.path.lexists(run.submission_path(attempt))), 0)
 
 
 def queue_text(job: JobStatus) -> str:

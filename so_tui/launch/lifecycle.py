@@ -92,7 +92,7 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     try:
         _start_attempt(run, attempt, launch, executor)
     finally:
-        if (state := read_state(run)).attempt != attempt and state.state != "queued":
+        if newest_attempt(run, read_state(run)) != attempt:
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
         elif launch.changes:  # only now: if two resumes compete, the settings of the one that trains count
             write_spec(run, launch.spec)

@@ -6,6 +6,7 @@ the job in its environment, which Slurm shows to nobody else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -30,10 +31,13 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import RunState
+from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state, write_state
-from so_tui.spec import RunSpec
+from so_tui.spec import RunSpec, SoTuiError
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import read_own
+from so_tui.trust.printable import so_tui_command
 from so_tui.trust.reading import read_bounded
 
 _FORGOTTEN_S = 60.0
@@ -77,7 +81,6 @@ class SlurmExecutor:
 
     def start(self, run: RunDirectory, attempt: int, token: str) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
-        before = read_state(run)
         plan = decode_json(read_own(run.plan_path(attempt)), Plan)
         name, site = site_of(plan.spec)
         script = _script(plan, site, run.path, attempt, _checkpoint_s(run))
@@ -90,19 +93,16 @@ class SlurmExecutor:
             submitted=time.time(),
             planned_for=machine.removeprefix("machine.").removesuffix(".json"),
         )
-        write_run_file(run, run.job_script_path(attempt), script.encode())
-        write_submission(run, attempt, submission)
-        queued = msgspec.structs.replace(
-            before, state="queued", host="", supervisor=None, processes=(), ended=None, code="", reason="", suggestion="", detail=""
-        )
-        write_state(run, msgspec.structs.replace(queued, exit_code=None, heartbeat=before.heartbeat + 1))
+        before, queued = _enter_queue(run, attempt, script, submission)
         try:
             environment = {**os.environ, TOKEN_VARIABLE: token}
             job_id = commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
         except BaseException:
-            write_state(run, before)
+            if read_state(run) == queued:  # sbatch may have failed to say that it succeeded, and the job may have started
+                write_state(run, before)
             raise
-        write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+        with contextlib.suppress(OSError):  # the job is found by its folder, too
+            write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
         forget(submission.cluster)
 
     def preview(self, launch: Launch) -> str:
@@ -174,6 +174,36 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
 def write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+
+
+def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submission) -> tuple[RunState, RunState]:
+    """Write what the job needs and that the run is queued, and return the states before and after.
+
+    Raises:
+        SoTuiError: Another start of the run came first.
+    """
+    with run_lock(run) as lock:
+        before = read_state(run)
+        if lock is None or before.state == "queued":
+            raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
+        write_run_file(run, run.job_script_path(attempt), script.encode())
+        write_submission(run, attempt, submission)
+        queued = msgspec.structs.replace(
+            before,
+            state="queued",
+            host="",
+            supervisor=None,
+            processes=(),
+            ended=None,
+            code="",
+            reason="",
+            suggestion="",
+            detail="",
+            exit_code=None,
+            heartbeat=before.heartbeat + 1,
+        )
+        write_state(run, queued)
+    return before, queued
 
 
 def _job_of(run: RunDirectory, attempt: int, submission: Submission, jobs: Iterable[Job]) -> Job | None:

@@ -1,0 +1,92 @@
+"""Starts that Slurm is given, refuses, or answers too late. ``sbatch`` is a function here; tests/slurm has the real one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch import prepare, prepare_resume, resume, start
+from so_tui.launch.current import newest_attempt
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import SlurmError
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, read_spec, read_state, write_state
+from so_tui.spec import SoTuiError
+from tests.support.launching import tiny
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Return the folders of the jobs that are submitted; each takes a moment."""
+    folders: list[str] = []
+
+    def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
+        time.sleep(0.2)
+        folders.append(folder)
+        return str(len(folders))
+
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(commands, "submit", submit)
+    return folders
+
+
+@pytest.fixture
+def stopped(submitted: list[str], tmp_path: Path) -> RunDirectory:
+    """A run whose first job was stopped."""
+    run = start(prepare(tiny(slurm__partition="gh"), inspect_machine()), runs_dir=tmp_path / "runs")
+    write_state(run, msgspec.structs.replace(read_state(run), state="stopped", attempt=1))
+    submitted.clear()
+    return run
+
+
+def test_of_two_resumes_at_once_one_submits_a_job(stopped: RunDirectory, submitted: list[str]) -> None:
+    launches = [prepare_resume(stopped, inspect_machine(), values={"train.steps": steps}) for steps in ("30", "40")]
+    refused: list[SoTuiError] = []
+
+    def resumed(index: int) -> None:
+        try:
+            resume(stopped, launches[index])
+        except SoTuiError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=resumed, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(submitted), len(refused)) == (1, 1)
+    state = read_state(stopped)
+    assert state.state == "queued"
+    attempt = newest_attempt(stopped, state)
+    assert submitted == [str(stopped.attempt_dir(attempt))]
+    assert stopped.attempts() == (1, attempt)
+    plan = msgspec.json.decode(stopped.plan_path(attempt).read_bytes())
+    assert plan["spec"]["train"]["steps"] == read_spec(stopped).train.steps
+
+
+def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
+        write_state(stopped, msgspec.structs.replace(read_state(stopped), state="starting", attempt=2, host="n1"))
+        raise SlurmError("sbatch did not answer within 20 s")
+
+    monkeypatch.setattr(commands, "submit", submit)
+    with pytest.raises(SlurmError):
+        resume(stopped, prepare_resume(stopped, inspect_machine()))
+    assert (read_state(stopped).state, stopped.attempts()) == ("starting", (1, 2))
+
+
+def test_what_slurm_refuses_leaves_a_run_as_it_was(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
+        raise SlurmError("sbatch refused: invalid account")
+
+    monkeypatch.setattr(commands, "submit", submit)
+    before = read_state(stopped)
+    with pytest.raises(SlurmError):
+        resume(stopped, prepare_resume(stopped, inspect_machine()))
+    assert (read_state(stopped), stopped.attempts()) == (before, (1,))
