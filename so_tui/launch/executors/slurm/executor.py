@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError
-from so_tui.launch.executors.slurm.queue import forget, queue
+from so_tui.launch.executors.slurm.queue import queue
 from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s
 from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
 from so_tui.launch.preparation import Launch
@@ -103,7 +103,6 @@ class SlurmExecutor:
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
             write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
-        forget(submission.cluster)
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
@@ -140,7 +139,6 @@ class SlurmExecutor:
         if job is None:
             return False
         commands.cancel(job.id)
-        forget(submission.cluster)
         return True
 
     def _status(self, run: RunDirectory, attempt: int, job: Job) -> JobStatus:

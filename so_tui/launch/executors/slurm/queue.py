@@ -47,46 +47,64 @@ class Queue(Struct, frozen=True, kw_only=True):
 def queue(cluster: str, interval_s: float) -> Queue | None:
     """Return the newest answer of this cluster, after asking again if it is older than ``interval_s``. None if there was none yet."""
     path = _path(cluster)
-    found = _read(path)
-    if found is None or not 0 <= time.time() - found.asked < interval_s:
+    if not _is_fresh(_found(path), interval_s):
         asking = threading.Thread(target=_ask, args=(path, interval_s), name="squeue", daemon=True)
         asking.start()
         asking.join(_WAIT_S)
-        found = _read(path)
-    return found
+    return _found(path)
 
 
-def forget(cluster: str) -> None:
-    """Have the next call ask again, because this program has just changed the queue."""
-    _path(cluster).unlink(missing_ok=True)
+_asking = threading.Lock()
+_answers: dict[Path, Queue] = {}
+"""What this process was answered: where no file can be written, Slurm must not be asked more often."""
 
 
 def _ask(path: Path, interval_s: float) -> None:
-    with contextlib.suppress(OSError), _locked(path) as mine:
-        before = _read(path)
-        if not mine or (before is not None and 0 <= time.time() - before.asked < interval_s):
+    with _alone(path) as alone:
+        before = _found(path)
+        if not alone or _is_fresh(before, interval_s):
             return
         asked = time.time()
         try:
             answer = Queue(asked=asked, jobs=commands.own_jobs())
         except SlurmError as error:
             answer = Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
-        write_atomic(path, msgspec.json.encode(answer))
+        _answers[path] = answer
+        with contextlib.suppress(OSError):
+            write_atomic(path, msgspec.json.encode(answer))
+
+
+def _is_fresh(answer: Queue | None, interval_s: float) -> bool:
+    return answer is not None and abs(time.time() - answer.asked) < interval_s  # another host's clock may be ahead
+
+
+def _found(path: Path) -> Queue | None:
+    """Return the newest answer that this process or another one got."""
+    answers = [answer for answer in (_answers.get(path), _read(path)) if answer is not None]
+    return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    private_folder(path.parent)
-    descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _alone(path: Path) -> Iterator[bool]:
+    """Yield whether no other thread asks now, and no other process either, where files can be locked."""
+    if not _asking.acquire(blocking=False):
+        yield False
+        return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
+        with contextlib.ExitStack() as stack:
+            try:
+                private_folder(path.parent)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                lock = stack.enter_context(os.fdopen(os.open(path.with_suffix(".lock"), flags, 0o600), "r+b"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:  # no locks here, or nothing can be written
+                pass
             yield True
     finally:
-        os.close(descriptor)
+        _asking.release()
 
 
 def _read(path: Path) -> Queue | None:

@@ -1,0 +1,81 @@
+"""One answer of Slurm for all screens, on file systems that are full, have no locks, or are shared by hosts whose clocks differ."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import Job
+from so_tui.launch.executors.slurm.queue import Queue, queue
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """Return when Slurm was asked; it knows one job."""
+    times: list[float] = []
+
+    def own_jobs() -> tuple[Job, ...]:
+        times.append(time.time())
+        return (Job(id="7", state="PENDING"),)
+
+    monkeypatch.setattr(commands, "own_jobs", own_jobs)
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    return times
+
+
+def numbers(answer: Queue | None) -> list[str]:
+    return [] if answer is None else [job.id for job in answer.jobs]
+
+
+@pytest.mark.parametrize(("ahead_s", "asks"), [(5, 0), (-5, 0), (3600, 1), (-3600, 1)])
+def test_an_answer_dated_by_another_hosts_clock_counts_for_its_interval(
+    ahead_s: float, asks: int, asked: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue("here", 30)
+    (file,) = shutil.copytree(tmp_path / "cache", tmp_path / "other").glob("slurm/queue.*.json")
+    file.write_bytes(msgspec.json.encode(Queue(asked=time.time() + ahead_s)))
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "other")
+    asked.clear()
+    for _ in range(3):
+        queue("here", 30)
+    assert len(asked) == asks
+
+
+def test_where_nothing_can_be_written_slurm_is_asked_as_rarely(asked: list[float], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert [numbers(queue("here", 30)) for _ in range(5)] == [["7"]] * 5
+    assert len(asked) == 1
+
+
+def test_without_locks_an_answer_is_found(asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert numbers(queue("here", 30)) == ["7"]
+
+
+def test_threads_that_wait_for_a_slow_answer_do_not_ask_again(asked: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    quick = commands.own_jobs
+
+    def slow() -> tuple[Job, ...]:
+        time.sleep(0.3)
+        return quick()
+
+    monkeypatch.setattr(commands, "own_jobs", slow)
+    threads = [threading.Thread(target=queue, args=("here", 30)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    time.sleep(0.5)
+    assert len(asked) == 1
