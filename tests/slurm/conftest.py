@@ -30,7 +30,7 @@ def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     """Two idle nodes, which the test's own commands find too. Whatever the test leaves in the queue fails it and is removed."""
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, _slurm.environ[name])
-    commands.cluster_name.cache_clear()
+    monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName())
     yield _slurm
     left = _slurm.left()
     _slurm.clear()

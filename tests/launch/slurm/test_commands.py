@@ -77,3 +77,18 @@ def test_no_variable_of_the_users_shell_changes_what_is_asked(
     assert hostile.isdisjoint(seen)
     assert seen["SLURM_CONF"] == "/etc/ours"
     assert ("TOKEN" in seen) == (name == "sbatch")
+
+
+def test_a_cluster_that_was_silent_is_asked_for_its_name_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName(clock=lambda: now[0]))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    installed(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; exit 1")
+    for _ in range(3):
+        with pytest.raises(SlurmError):
+            commands.cluster_name()
+    assert (tmp_path / "asked").read_text().split() == ["asked"]  # a silent one is not asked every second
+    installed(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; echo 'ClusterName             = here'")
+    now[0] += 60
+    assert [commands.cluster_name() for _ in range(3)] == ["here"] * 3
+    assert (tmp_path / "asked").read_text().split() == ["asked"] * 2

@@ -90,3 +90,18 @@ def test_what_slurm_refuses_leaves_a_run_as_it_was(stopped: RunDirectory, monkey
     with pytest.raises(SlurmError):
         resume(stopped, prepare_resume(stopped, inspect_machine()))
     assert (read_state(stopped), stopped.attempts()) == (before, (1,))
+
+
+def test_nothing_is_submitted_to_a_cluster_without_a_name(
+    stopped: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its jobs could be neither watched nor cancelled from another program."""
+
+    def silent() -> str:
+        raise SlurmError("scontrol did not answer within 20 s")
+
+    monkeypatch.setattr(commands, "cluster_name", silent)
+    launch, before = prepare_resume(stopped, inspect_machine()), read_state(stopped)
+    with pytest.raises(SlurmError):
+        resume(stopped, launch)
+    assert (submitted, read_state(stopped), stopped.attempts()) == ([], before, (1,))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
 
 from msgspec import Struct
 
 from so_tui.spec import SoTuiError
 
 TIMEOUT_S = 20.0
+_AGAIN_S = 60.0
 _QUEUE = "%i|%T|%r|%S|%N|%Z"
 _ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,WorkDir"
 _CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -70,14 +71,35 @@ def cancel(job_id: str) -> None:
     _call(("scancel", job_id))
 
 
-@lru_cache(maxsize=1)
+class ClusterName:
+    """The name of the cluster that commands of this host speak to. Once known it is not asked for again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._name = ""
+        self._again_at = clock()
+        self._error = SlurmError("Slurm does not say which cluster this is")
+
+    def get(self) -> str:
+        """Return the name. Raises SlurmError; Slurm is asked again after a minute."""
+        if not self._name and self._clock() >= self._again_at:
+            try:
+                lines = _call(("scontrol", "show", "config")).splitlines()
+                self._name = next((line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")), "")
+            except SlurmError as error:
+                self._error = error
+            self._again_at = self._clock() + _AGAIN_S
+        if not self._name:
+            raise self._error
+        return self._name
+
+
+CLUSTER = ClusterName()
+
+
 def cluster_name() -> str:
-    """Return the name of the cluster that commands of this host speak to; empty if Slurm does not say. Asked once."""
-    try:
-        lines = _call(("scontrol", "show", "config")).splitlines()
-    except SlurmError:
-        return ""
-    return next((line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")), "")
+    """Return the name of this host's cluster; see ``ClusterName.get``."""
+    return CLUSTER.get()
 
 
 def partitions() -> tuple[str, ...]:

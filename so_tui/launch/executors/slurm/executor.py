@@ -86,7 +86,7 @@ class SlurmExecutor:
         script = _script(plan, site, run.path, attempt, _checkpoint_s(run))
         machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
         submission = Submission(
-            cluster=commands.cluster_name(),
+            cluster=commands.cluster_name(),  # without it, nobody could tell later whose job it is
             partition=plan.spec.slurm.partition,
             site=name,
             poll_s=site.poll_s,
@@ -114,7 +114,7 @@ class SlurmExecutor:
         if submission is None:
             return None
         unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        if submission.cluster != commands.cluster_name():
+        if submission.cluster != _cluster_here():
             return unknown
         answer = queue(submission.cluster, submission.poll_s)
         if answer is None:
@@ -154,8 +154,16 @@ class SlurmExecutor:
 
 def site_of(spec: RunSpec) -> tuple[str, Site]:
     """Return the profile that a spec names or that names this cluster, with its name. Raises InputError."""
-    name = spec.slurm.site or recognised_site(commands.cluster_name())
+    name = spec.slurm.site or recognised_site(_cluster_here())
     return name, load_site(name)
+
+
+def _cluster_here() -> str:
+    """Return the name of this host's cluster; empty where there is none, or Slurm does not answer."""
+    try:
+        return commands.cluster_name()
+    except SlurmError:
+        return ""
 
 
 def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
