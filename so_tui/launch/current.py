@@ -41,7 +41,8 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     if job.phase is JobPhase.ENDED and not forgotten:
         return _ended(run, attempt, job)
     if recorded.state != "queued":
-        return state_with_truth(run, watch, recorded)
+        # The heartbeat of a suspended job stands still.
+        return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
     return replace(recorded, detail=queue_text(job))
 
 
@@ -57,7 +58,8 @@ def queue_text(job: JobStatus) -> str:
     number = f"job {printable_line(job.job_id)}"
     match job.phase:
         case JobPhase.QUEUED:
-            why = f" waits for {_WAITS.get(job.waits_for, printable_line(job.waits_for))}" if job.waits_for else " waits in the queue"
+            reason = job.waits_for.partition(",")[0]  # a list of nodes may follow
+            why = f" waits for {_WAITS.get(reason, printable_line(reason))}" if reason else " waits in the queue"
             start = f", expected to start {_clock(job.expected_start)}" if job.expected_start is not None else ""
             return f"{number}{why}{start}"
         case JobPhase.RUNNING | JobPhase.COMPLETING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -63,6 +64,43 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
     assert (found.state, found.code, found.attempt) == (state, code, 1)
     answer(monkeypatch)
     assert read_state(run) == found
+
+
+@pytest.mark.parametrize(
+    "slurm", ["REVOKED", "EXPEDITING", "POWER_UP_NODE", "", "RUNNING", "SUSPENDED", "CONFIGURING", "REQUEUED", "STOPPED"]
+)
+@pytest.mark.parametrize("recorded", ["queued", "training"])
+def test_a_job_that_may_still_run_ends_nothing(slurm: str, recorded: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer Slurm may have further states, and a revoked job runs on another cluster of the federation."""
+    before = msgspec.structs.replace(read_state(run), state=recorded, attempt=1 if recorded == "training" else 0, host="n1")
+    write_state(run, before)
+    answer(monkeypatch, Job(id="7", state=slurm, folder=folder_of(run)))
+    assert current_state(run).state == recorded
+    assert read_state(run) == before
+
+
+def test_a_run_whose_job_is_suspended_is_not_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor is stopped with it, so its heartbeat stands still."""
+    trains = msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1")
+    write_state(run, trains)
+    os.utime(run.state_path, (0, 0))
+    answer(monkeypatch, Job(id="7", state="SUSPENDED", folder=folder_of(run)))
+    assert current_state(run) == trains
+
+
+def test_the_heartbeat_decides_while_slurm_is_silent(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
+    answer(monkeypatch, Job(id="7", state="RUNNING", folder=folder_of(run)))
+    assert current_state(run).state == "queued"
+    write_state(run, msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1"))
+    os.utime(run.state_path, (0, 0))
+
+    def fail() -> tuple[Job, ...]:
+        raise SlurmError("squeue did not answer within 20 s")
+
+    monkeypatch.setattr(commands, "own_jobs", fail)
+    time.sleep(1.1)
+    assert current_state(run).state == "lost"
 
 
 def test_a_waiting_job_changes_nothing_that_is_recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +194,9 @@ def test_words_of_slurm_are_shown_harmless() -> None:
     text = queue_text(JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6))
     assert text.isprintable()
     assert "1970" in text
+
+
+def test_what_slurm_adds_to_a_reason_is_left_out() -> None:
+    job = JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]")
+    assert "nid" not in queue_text(job)
+    assert queue_text(job) == queue_text(msgspec.structs.replace(job, waits_for="ReqNodeNotAvail"))

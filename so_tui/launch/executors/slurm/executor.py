@@ -45,17 +45,18 @@ _FORGOTTEN_S = 60.0
 _OUTPUT_BYTES = 1 << 16
 _RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
 _QUEUED = frozenset(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
-_ENDS = {
+_ENDS: dict[str, OutcomeCode | None] = {
+    "COMPLETED": None,
     "TIMEOUT": OutcomeCode.OUT_OF_TIME,
     "DEADLINE": OutcomeCode.OUT_OF_TIME,
     "NODE_FAIL": OutcomeCode.NODE_FAILED,
     "BOOT_FAIL": OutcomeCode.NODE_FAILED,
     "PREEMPTED": OutcomeCode.PREEMPTED,
     "CANCELLED": OutcomeCode.JOB_CANCELLED,
-    "REVOKED": OutcomeCode.JOB_CANCELLED,
     "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
     "FAILED": OutcomeCode.JOB_FAILED,
 }
+"""States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still run."""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
@@ -120,7 +121,8 @@ class SlurmExecutor:
         if answer is None:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
-            return self._status(run, attempt, job)
+            status = self._status(run, attempt, job)
+            return unknown if answer.error and status.phase is JobPhase.RUNNING else status  # it may have ended since
         if answer.error or answer.asked < submission.submitted + _FORGOTTEN_S or answer.lists(submission.job_id):
             return unknown
         recorded = _accounted(submission.job_id, int(time.monotonic() // 60)) if submission.job_id else None
@@ -148,8 +150,10 @@ class SlurmExecutor:
             return JobStatus(job_id=job.id, phase=JobPhase.RUNNING, nodes=job.nodes)
         if job.state == "COMPLETING":
             return JobStatus(job_id=job.id, phase=JobPhase.COMPLETING, nodes=job.nodes)
+        if job.state not in _ENDS:
+            return JobStatus(job_id=job.id, phase=JobPhase.UNKNOWN, nodes=job.nodes)
         output = _last_lines(run, attempt, job.id) if job.state == "FAILED" else ""
-        return JobStatus(job_id=job.id, phase=JobPhase.ENDED, nodes=job.nodes, end=_ENDS.get(job.state), output=output)
+        return JobStatus(job_id=job.id, phase=JobPhase.ENDED, nodes=job.nodes, end=_ENDS[job.state], output=output)
 
 
 def site_of(spec: RunSpec) -> tuple[str, Site]:
