@@ -39,6 +39,15 @@ def test_the_accounting() -> None:
     assert isinstance(late, Job)
 
 
+@pytest.mark.parametrize(
+    "line", ["", "|", "7", "7| |||||", "7|||0001-01-01T00:00:00||", "7|||9999-12-31T23:59:59||", "\u0663|RUNNING||||/x", "\0|\0|||"]
+)
+def test_a_line_that_no_slurm_would_write_breaks_nothing(line: str) -> None:
+    jobs = parse_queue(f"{line}\n1201|PENDING|Resources|N/A||/x\n")
+    assert jobs[-1].id == "1201"
+    assert {job.id for job in jobs} <= {"7", "1201"}
+
+
 def test_without_slurm_it_is_said_where_to_submit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SlurmError):
@@ -92,3 +101,24 @@ def test_a_cluster_that_was_silent_is_asked_for_its_name_again(tmp_path: Path, m
     now[0] += 60
     assert [commands.cluster_name() for _ in range(3)] == ["here"] * 3
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 2
+
+
+@pytest.mark.parametrize("printed", ["", "Usage: sbatch [OPTIONS(0)...]", "slurm 24.11.5", "7 8", "-7"])
+def test_a_submission_without_a_number_is_refused(printed: str, tmp_path: Path) -> None:
+    installed(tmp_path, "sbatch", f"echo '{printed}'")
+    with pytest.raises(SlurmError):
+        submit("job.sh", "/", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+
+
+@pytest.mark.parametrize("printed", ["1201", "1201;alps", "Welcome\n----> checks ... OK\n1201;alps\n"])
+def test_the_number_of_a_job_is_found_below_a_sites_own_words(printed: str, tmp_path: Path) -> None:
+    installed(tmp_path, "sbatch", f"echo '{printed}'")
+    assert submit("job.sh", "/", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == "1201"
+
+
+def test_a_command_that_cannot_be_executed_is_an_error_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "squeue").write_text("no program")
+    (tmp_path / "squeue").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmError):
+        commands.own_jobs()

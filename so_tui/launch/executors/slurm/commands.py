@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,12 @@ from datetime import datetime
 from msgspec import Struct
 
 from so_tui.spec import SoTuiError
+from so_tui.trust.printable import brief_line
 
 TIMEOUT_S = 20.0
 _AGAIN_S = 60.0
+_SUBMITTED = re.compile(r"([0-9]{1,12})(;.*)?")
+"""The number of the job, and the cluster if there are several."""
 _QUEUE = "%i|%T|%r|%S|%N|%Z"
 _ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,WorkDir"
 _CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -41,14 +45,17 @@ class Job(Struct, frozen=True, kw_only=True):
     """Its working folder."""
 
 
-def submit(script: str, folder: str, environment: Mapping[str, str], options: Sequence[str] = ()) -> str:
+def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
     """Submit a batch script from a folder and return the job's id.
 
     Raises:
-        SlurmError: Slurm refused it; the message is Slurm's own.
+        SlurmError: Slurm refused it, in Slurm's own words, or did not say which job it made.
     """
-    printed = _call(("sbatch", "--parsable", f"--chdir={folder}", *options, script), environment)
-    return printed.strip().splitlines()[-1].partition(";")[0] if printed.strip() else ""
+    printed = _call(("sbatch", "--parsable", f"--chdir={folder}", script), environment)
+    last = printed.strip().rpartition("\n")[2]  # sites print greetings before it
+    if (found := _SUBMITTED.fullmatch(last)) is None:
+        raise SlurmError(f"sbatch did not say which job it made: {brief_line(last)}")
+    return found[1]
 
 
 def own_jobs() -> tuple[Job, ...]:
@@ -114,14 +121,14 @@ def parse_queue(printed: str) -> tuple[Job, ...]:
     return tuple(
         Job(
             id=row[0],
-            state=row[1].split()[0] if row[1] else "",
+            state=row[1].partition(" ")[0],
             reason=_word(row[2]),
             start=_seconds(row[3]),
             nodes=_word(row[4]),
             folder=row[5],
         )
         for row in rows
-        if len(row) == 6 and row[0].isdigit()
+        if len(row) == 6 and row[0].isascii() and row[0].isdigit()
     )
 
 
@@ -132,7 +139,7 @@ def _word(text: str) -> str:
 def _seconds(text: str) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp()  # in the time zone of this host, as Slurm prints it
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -146,6 +153,8 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
         )
     except FileNotFoundError:
         raise SlurmError(f"{argv[0]} is not installed here. Runs are submitted from a login node of the cluster") from None
+    except OSError as error:
+        raise SlurmError(f"{argv[0]} cannot be executed: {error.strerror}") from error
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
