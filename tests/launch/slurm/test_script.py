@@ -35,6 +35,11 @@ def test_the_spec_and_the_profile_become_options() -> None:
     assert "--exclusive" in options(script())
 
 
+def test_braces_of_a_gpu_option_are_no_python() -> None:
+    site = msgspec.structs.replace(SITE, gpu_option="--gres=gpu:{type}:{gpus}{gpus.real}{0}")
+    assert "--gres=gpu:{type}:4{gpus.real}{0}" in options(script(site))
+
+
 def test_a_partition_of_the_profile_limits_the_time_unless_the_spec_does() -> None:
     assert "--time=48:00:00" in options(script(load_site("vista")))
     assert "--time=30" in options(script(load_site("vista"), slurm__time_limit="30"))
@@ -84,6 +89,9 @@ def test_environment_and_setup_come_before_the_start() -> None:
     [
         ("vista", {"slurm__options": '["--gres=gpu:1"]'}, "option-refused"),
         ("generic", {"slurm__options": '["--output=/etc/x"]'}, "option-reserved"),
+        ("generic", {"slurm__options": '["--outpu=/etc/x"]'}, "option-reserved"),
+        ("generic", {"slurm__options": '["--wra=id"]'}, "option-reserved"),
+        ("generic", {"slurm__options": '["--clusters=other"]'}, "option-reserved"),
         ("alps", {}, "account-missing"),
         ("generic", {"slurm__time_limit": "10"}, "time-limit-too-short"),
     ],
@@ -113,6 +121,11 @@ def test_hostile_values_are_no_part_of_a_script(values: dict[str, object]) -> No
     assert [problem.field for problem in problems_in(tree)] == [f"slurm.{next(iter(values))}"]
 
 
+@pytest.mark.parametrize("option", ["--time-min=1:00:00", "--nodelist=n1", "--mem=8G", "--gpus=1", "--exclude=n2", "--hold", "--no-kill"])
+def test_other_options_of_sbatch_are_passed_on(option: str) -> None:
+    assert option in options(script(slurm__options=f'["{option}"]'))
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in builtin_sites().glob("*.toml")))
 def test_every_built_in_profile_says_where_it_comes_from(name: str) -> None:
     assert load_site(name).source
@@ -129,7 +142,19 @@ def test_a_users_profile_wins_and_must_be_their_own() -> None:
     assert caught.value.problems[0].code == "invalid-site"
 
 
-@pytest.mark.parametrize("content", ["title = 1", 'title = "x"\nunknown = 1', "no toml", 'title = "x"\nsetup = ["a\\nb"]', "poll_s = 1"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "title = 1",
+        'title = "x"\nunknown = 1',
+        "no toml",
+        'title = "x"\nnode_option = "--x=a\\nb"',
+        'title = "x"\ngpu_option = "id"',
+        'title = "a\\nb"',
+        'title = "x"\nsetup = ["a\\nb"]',
+        "poll_s = 1",
+    ],
+)
 def test_a_wrong_profile_is_named(content: str) -> None:
     user_sites().mkdir(parents=True)
     (user_sites() / "mine.toml").write_text(content)

@@ -32,7 +32,7 @@ _STEP_S = 60
 """For the step in progress, which is finished first."""
 _RESERVED = frozenset(
     (
-        *("--array", "--chdir", "--comment", "--error", "--export", "--export-file", "--get-user-env", "--input", "--job-name"),
+        *("--array", "--chdir", "--clusters", "--error", "--export", "--export-file", "--get-user-env", "--input", "--job-name"),
         *("--nodes", "--no-requeue", "--ntasks", "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--partition", "--requeue"),
         *("--signal", "--test-only", "--time", "--wait", "--wrap", "--account", "--qos", "--constraint", "--uid", "--gid"),
     )
@@ -129,7 +129,7 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
         if name in site.refused_options:
             message, remedy = f"{site.title} refuses {name}", "Leave it out."
             yield Problem(code="option-refused", field="slurm.options", value=option, message=message, remedy=remedy)
-        elif name in _RESERVED:
+        elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
             remedy = "Leave it out; partition, account, qos, time_limit and constraint have keys of their own."
             yield Problem(code="option-reserved", field="slurm.options", value=option, message="so-tui sets this option", remedy=remedy)
 
@@ -151,7 +151,7 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
     yield "--nodes=1"
     yield "--ntasks-per-node=1"
     if gpus and site.gpu_option:
-        yield site.gpu_option.format(gpus=gpus)
+        yield site.gpu_option.replace("{gpus}", str(gpus))
     if site.node_option:
         yield site.node_option
     share = max(1, gpus)

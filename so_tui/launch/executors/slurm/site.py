@@ -25,7 +25,8 @@ from so_tui.trust.ownership import NotOwnError, read_own
 GENERIC = "generic"
 
 Option = Annotated[str, Meta(pattern=r"^-[A-Za-z0-9-]+(=[^\n\0\"\\]*)?\Z", max_length=400)]
-ShellLine = Annotated[str, Meta(pattern=r"^[^\n\0]*\Z", max_length=2000)]
+OptionOrNone = Annotated[str, Meta(pattern=r"^(-[A-Za-z0-9-]+(=[^\n\0\"\\]*)?)?\Z", max_length=400)]
+Line = Annotated[str, Meta(pattern=r"^[^\n\0]*\Z", max_length=2000)]
 VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=100)]
 TimeLimit = Annotated[str, Meta(pattern=r"^(\d{1,4}:\d\d:\d\d)?\Z")]
 
@@ -40,7 +41,7 @@ class PartitionProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A site profile."""
 
-    title: str
+    title: Line
     source: str = ""
     """Where this comes from, and when it was read."""
     clusters: tuple[str, ...] = ()
@@ -50,15 +51,15 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of ``sbatch`` that every job gets."""
     refused_options: tuple[str, ...] = ()
     """Options that the site refuses, without their values."""
-    node_option: str = "--exclusive"
+    node_option: OptionOrNone = "--exclusive"
     """How a job asks for a whole node; empty where it gets one anyway, or shares."""
     cores_per_gpu: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Cores to ask for with each GPU, where nodes are shared; 0 to leave that to the site."""
     memory_per_gpu_gib: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """The same for host memory, in Slurm's ``G`` (GiB)."""
-    gpu_option: str = "--gpus-per-node={gpus}"
+    gpu_option: OptionOrNone = "--gpus-per-node={gpus}"
     """How a job asks for GPUs; empty where nodes are given with all of theirs."""
-    setup: tuple[ShellLine, ...] = ()
+    setup: tuple[Line, ...] = ()
     """Lines of shell before the start: modules, an environment to activate."""
     environment: dict[VariableName, str] = {}
     """Variables of the job."""
