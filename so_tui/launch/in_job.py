@@ -63,7 +63,7 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
     code = supervise(run, attempt, token)
-    if submitted.spec.slurm.continues and _out_of_time(run, before):
+    if submitted.spec.slurm.continues and needs_successor(run, before, start_over=submitted.start_over):
         _submit_successor(run, machine)
     return code
 
@@ -75,6 +75,21 @@ def planned_here(submitted: Launch, machine: Machine) -> Launch:
     return msgspec.structs.replace(
         here, argv=argv, changes=submitted.changes, start_over=submitted.start_over, assume_dead=submitted.assume_dead
     )
+
+
+def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
+    """Return whether a scheduler's warning ended a run, and no person did, with more saved than before.
+
+    A job that saved nothing new would be followed by others like it, without end.
+
+    Args:
+        run: A run whose job is about to end.
+        before: The state that the job found.
+        start_over: The job trained from step 0, whatever was saved.
+    """
+    state, asked = read_state(run), stop_request(run)
+    earlier = 0 if start_over else before.saved_step or 0
+    return state.state == "stopped" and (state.saved_step or 0) > earlier and asked is not None and asked.warned
 
 
 def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoTuiError) -> int:
@@ -90,16 +105,6 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
             text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
             write_last_state(run, run_state.final_state(first, outcome, text, first.attempt_started or 0.0))
     return outcome.run_exit_code
-
-
-def _out_of_time(run: RunDirectory, before: RunState) -> bool:
-    """Return whether the scheduler's warning ended the run, and no person did, with more saved than ``before``.
-
-    A job that saved nothing new would be followed by others like it, without end.
-    """
-    state, asked = read_state(run), stop_request(run)
-    saved, earlier = state.saved_step or 0, 0 if state.saved_step is None else before.saved_step or 0
-    return state.state == "stopped" and saved > earlier and asked is not None and asked.warned
 
 
 def _submit_successor(run: RunDirectory, machine: Machine) -> None:
