@@ -49,22 +49,41 @@ constexpr int64_t TILE = 1 << 10;   // elements that stay in the L1 cache betwee
 
 static_assert(CHUNK % TILE == 0 && TILE % BLOCK == 0);  // no thread shares a block with another
 
-struct bfloat16 {
-    uint16_t bits;
+// Weights of a sub-group, or the gradient in their place: bf16 or fp32. They are converted a tile at a time, so that a step is compiled
+// once for both types.
+struct Weights {
+    void* data;
+    bool are_bf16;
+
+    void load(float* values, int64_t begin, int64_t count) const
+    {
+        if (are_bf16)
+            for (int64_t i = 0; i < count; i++) values[i] = float_of(static_cast<uint32_t>(bf16(begin)[i]) << 16);
+        else
+            std::memcpy(values, fp32(begin), count * sizeof(float));
+    }
+
+    void store(const float* values, int64_t begin, int64_t count) const
+    {
+        if (are_bf16)
+            for (int64_t i = 0; i < count; i++) bf16(begin)[i] = rounded(values[i]);
+        else
+            std::memcpy(fp32(begin), values, count * sizeof(float));
+    }
+
+    int64_t element_bytes() const { return are_bf16 ? 2 : 4; }
+
+private:
+    uint16_t* bf16(int64_t begin) const { return static_cast<uint16_t*>(data) + begin; }
+    float* fp32(int64_t begin) const { return static_cast<float*>(data) + begin; }
+
+    static uint16_t rounded(float value)
+    {
+        const uint32_t bits = bits_of(value);
+        const uint32_t nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;  // ties to even
+        return static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : nearest);
+    }
 };
-
-inline float to_float(bfloat16 value) { return float_of(static_cast<uint32_t>(value.bits) << 16); }
-
-inline float to_float(float value) { return value; }
-
-inline void store(bfloat16& target, float value)
-{
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-    target.bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
-}
-
-inline void store(float& target, float value) { target = value; }
 
 inline double sum_of_squares(const float* values, int64_t count)
 {
@@ -74,11 +93,12 @@ inline double sum_of_squares(const float* values, int64_t count)
     return sum;
 }
 
-// Copies count values from the L1 cache to memory. On x86 whole lines bypass the caches, and finish_streaming must follow; Arm cores
-// themselves detect that whole lines are overwritten.
-template <typename T>
-inline void stream(T* target, const T* source, int64_t count)
+// Copies values from the L1 cache to memory. On x86 whole lines bypass the caches, and finish_streaming must follow; Arm cores themselves
+// detect that whole lines are overwritten.
+inline void stream(void* to, const void* from, int64_t bytes)
 {
+    auto* target = static_cast<uint8_t*>(to);
+    const auto* source = static_cast<const uint8_t*>(from);
     int64_t done = 0;
 #if defined(__x86_64__)
 #if defined(__AVX512F__)
@@ -86,17 +106,17 @@ inline void stream(T* target, const T* source, int64_t count)
 #else
     constexpr int64_t LINE = 16;
 #endif
-    constexpr int64_t WIDTH = LINE / sizeof(T);
-    const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % LINE / sizeof(T));
-    for (; done < head && done < count; done++) target[done] = source[done];
-    for (; done + WIDTH <= count; done += WIDTH)
+    const int64_t head = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(target) % LINE);
+    done = head < bytes ? head : bytes;
+    std::memcpy(target, source, done);
+    for (; done + LINE <= bytes; done += LINE)
 #if defined(__AVX512F__)
         _mm512_stream_si512(reinterpret_cast<__m512i*>(target + done), _mm512_loadu_si512(source + done));
 #else
         _mm_stream_si128(reinterpret_cast<__m128i*>(target + done), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + done)));
 #endif
 #endif
-    std::memcpy(target + done, source + done, (count - done) * sizeof(T));
+    std::memcpy(target + done, source + done, bytes - done);
 }
 
 // Makes what this thread streamed visible to other threads, processes and devices.
@@ -195,75 +215,63 @@ Moments<typename Format::Type> moments(const States& states)
 }
 
 // Where a speculative step puts one tile before it is streamed to memory.
-template <typename T, typename Moment>
+template <typename Moment>
 struct alignas(64) NewTile {
     float p[TILE];
     Moment m[TILE];
     Moment v[TILE];
-    T weights[TILE];
+    float weights[TILE];  // or half as many bytes, in bf16
 };
 
-template <typename T>
-inline void load_gradient(float* gradient, const float* accumulated, const T* staging, bool add_staging, int64_t count)
+// Loads a tile's gradient: accumulated + staging, or one of them.
+inline void load_gradient(float* gradient, const Span& tile, const float* accumulated, const Weights& staging, bool add_staging)
 {
-    if (accumulated && add_staging)
-        for (int64_t i = 0; i < count; i++) gradient[i] = accumulated[i] + to_float(staging[i]);
-    else if (accumulated)
-        for (int64_t i = 0; i < count; i++) gradient[i] = accumulated[i];
-    else
-        for (int64_t i = 0; i < count; i++) gradient[i] = to_float(staging[i]);
+    if (accumulated && !add_staging) {
+        std::memcpy(gradient, accumulated + tile.begin, tile.count * sizeof(float));
+        return;
+    }
+    staging.load(gradient, tile.begin, tile.count);
+    if (accumulated)
+        for (int64_t i = 0; i < tile.count; i++) gradient[i] += accumulated[tile.begin + i];
 }
 
-template <typename Format, typename T>
-double step(const SubGroup& group, const AdamWScalars c, const States states, const float* accumulated, T* staging, bool add_staging,
-            uint64_t* progress)
+template <typename Format>
+double step(const SubGroup& group, const AdamWScalars c, const States states, const float* accumulated, const Weights staging,
+            bool add_staging, uint64_t* progress)
 {
     const auto all = moments<Format>(states);
     return sum_over(group, progress, [=](const Span& tile) {
         float gradient[TILE];
         float* const p = states.p + tile.begin;
-        T* const weights = staging + tile.begin;
-        load_gradient(gradient, accumulated ? accumulated + tile.begin : nullptr, weights, add_staging, tile.count);
+        load_gradient(gradient, tile, accumulated, staging, add_staging);
         const double sum = sum_of_squares(gradient, tile.count);
         Format::step(c, tile, gradient, p, all.at(tile), p, all.at(tile));
-        for (int64_t i = 0; i < tile.count; i++) store(weights[i], p[i]);
+        staging.store(p, tile.begin, tile.count);
         return sum;
     });
 }
 
-template <typename Format, typename T>
+template <typename Format>
 double speculate(const SubGroup& group, const AdamWScalars c, const States old_states, const States new_states, const float* accumulated,
-                 const T* staging, T* new_weights, bool add_staging, uint64_t* progress)
+                 const Weights staging, const Weights new_weights, bool add_staging, uint64_t* progress)
 {
     const auto from = moments<Format>(old_states), to = moments<Format>(new_states);
     return sum_over(group, progress, [=](const Span& tile) {
         float gradient[TILE];
-        NewTile<T, typename Format::Type> made;
-        load_gradient(gradient, accumulated ? accumulated + tile.begin : nullptr, staging + tile.begin, add_staging, tile.count);
+        NewTile<typename Format::Type> made;
+        load_gradient(gradient, tile, accumulated, staging, add_staging);
         const double sum = sum_of_squares(gradient, tile.count);
-        auto target = to.at(tile);
+        const auto target = to.at(tile);
         Format::step(c, tile, gradient, old_states.p + tile.begin, from.at(tile), made.p,
                      {made.m, made.v, target.m_exponents, target.v_exponents});
-        for (int64_t i = 0; i < tile.count; i++) store(made.weights[i], made.p[i]);
-        stream(new_states.p + tile.begin, made.p, tile.count);
-        stream(target.m, made.m, tile.count);
-        stream(target.v, made.v, tile.count);
-        stream(new_weights + tile.begin, made.weights, tile.count);
+        const Weights made_weights{made.weights, new_weights.are_bf16};
+        made_weights.store(made.p, 0, tile.count);
+        stream(new_states.p + tile.begin, made.p, tile.count * sizeof(float));
+        stream(target.m, made.m, tile.count * sizeof(*made.m));
+        stream(target.v, made.v, tile.count * sizeof(*made.v));
+        const int64_t bytes = new_weights.element_bytes();
+        stream(static_cast<uint8_t*>(new_weights.data) + bytes * tile.begin, made.weights, bytes * tile.count);
         return sum;
-    });
-}
-
-template <typename T>
-double accumulate(const SubGroup& group, float* accumulated, const T* staging, bool first, uint64_t* progress)
-{
-    return sum_over(group, progress, [=](const Span& tile) {
-        float* const at = accumulated + tile.begin;
-        const T* const st = staging + tile.begin;
-        if (first)
-            for (int64_t i = 0; i < tile.count; i++) at[i] = to_float(st[i]);
-        else
-            for (int64_t i = 0; i < tile.count; i++) at[i] += to_float(st[i]);
-        return sum_of_squares(at, tile.count);
     });
 }
 
@@ -280,40 +288,14 @@ void zero(const States& states, const Span& tile)
     std::memset(target.v_exponents, 0, blocks);
 }
 
-template <typename Format, typename T>
-double initialize(const SubGroup& group, const States states, const States second, float* accumulated, const T* staging, T* new_weights,
-                  uint64_t* progress)
-{
-    return sum_over(group, progress, [=](const Span& tile) {
-        const int64_t begin = tile.begin;
-        for (int64_t i = begin; i < begin + tile.count; i++) states.p[i] = to_float(staging[i]);
-        for (float* array : {second.p, accumulated})
-            if (array) std::memset(array + begin, 0, tile.count * sizeof(float));
-        zero<Format>(states, tile);
-        zero<Format>(second, tile);
-        if (new_weights) std::memset(new_weights + begin, 0, tile.count * sizeof(T));
-        return 0.0;
-    });
-}
-
-template <typename T>
-double restore(const SubGroup& group, const float* p, T* staging, uint64_t* progress)
-{
-    return sum_over(group, progress, [=](const Span& tile) {
-        for (int64_t i = tile.begin; i < tile.begin + tile.count; i++) store(staging[i], p[i]);
-        return 0.0;
-    });
-}
-
-// Calls function(format, pointer to the weights' type) with the types of a sub-group.
+// Calls function(format) with the format of a sub-group's moments.
 template <typename Function>
-auto with_types(const SubGroup& group, const Function& function)
+auto with_format(const SubGroup& group, const Function& function)
 {
-    const auto with_format = [&](auto format) {
-        return group.has_bf16_weights ? function(format, static_cast<bfloat16*>(nullptr)) : function(format, static_cast<float*>(nullptr));
-    };
-    return group.format == 0 ? with_format(Fp32()) : group.format == 1 ? with_format(Bf16()) : with_format(Int8());
+    return group.format == 0 ? function(Fp32()) : group.format == 1 ? function(Bf16()) : function(Int8());
 }
+
+Weights weights_of(const SubGroup& group, void* data) { return {data, group.has_bf16_weights != 0}; }
 
 }  // namespace
 
@@ -324,18 +306,28 @@ extern "C" {
 double superoffload_initialize(const States* states, const States* second, float* accumulated, void* staging, void* new_weights,
                                const SubGroup* group, uint64_t* progress)
 {
-    return with_types(*group, [&](auto format, auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        return initialize<decltype(format)>(*group, *states, *second, accumulated, static_cast<const T*>(staging),
-                                            static_cast<T*>(new_weights), progress);
+    const Weights weights = weights_of(*group, staging);
+    return sum_over(*group, progress, [=](const Span& tile) {
+        weights.load(states->p + tile.begin, tile.begin, tile.count);
+        for (float* array : {second->p, accumulated})
+            if (array) std::memset(array + tile.begin, 0, tile.count * sizeof(float));
+        for (const States* each : {states, second})
+            with_format(*group, [&](auto format) { zero<decltype(format)>(*each, tile); });
+        const int64_t bytes = weights.element_bytes();
+        if (new_weights) std::memset(static_cast<uint8_t*>(new_weights) + bytes * tile.begin, 0, bytes * tile.count);
+        return 0.0;
     });
 }
 
 // Adds the staging buffer to accumulated, or overwrites accumulated with it if first. Returns the sum of squares of accumulated.
 double superoffload_accumulate(float* accumulated, void* staging, int first, const SubGroup* group, uint64_t* progress)
 {
-    return with_types(*group, [&](auto, auto* type) {
-        return accumulate(*group, accumulated, static_cast<decltype(type)>(staging), first, progress);
+    const Weights gradients = weights_of(*group, staging);
+    return sum_over(*group, progress, [=](const Span& tile) {
+        float sum[TILE];
+        load_gradient(sum, tile, first ? nullptr : accumulated, gradients, true);
+        std::memcpy(accumulated + tile.begin, sum, tile.count * sizeof(float));
+        return sum_of_squares(sum, tile.count);
     });
 }
 
@@ -344,8 +336,8 @@ double superoffload_accumulate(float* accumulated, void* staging, int first, con
 double superoffload_step(const AdamWScalars* c, const States* states, float* accumulated, void* staging, int add_staging,
                          const SubGroup* group, uint64_t* progress)
 {
-    return with_types(*group, [&](auto format, auto* type) {
-        return step<decltype(format)>(*group, *c, *states, accumulated, static_cast<decltype(type)>(staging), add_staging, progress);
+    return with_format(*group, [&](auto format) {
+        return step<decltype(format)>(*group, *c, *states, accumulated, weights_of(*group, staging), add_staging, progress);
     });
 }
 
@@ -353,22 +345,26 @@ double superoffload_step(const AdamWScalars* c, const States* states, float* acc
 double superoffload_speculate(const AdamWScalars* c, const States* old_states, const States* new_states, float* accumulated,
                               void* staging, void* new_weights, int add_staging, const SubGroup* group, uint64_t* progress)
 {
-    return with_types(*group, [&](auto format, auto* type) {
-        return speculate<decltype(format)>(*group, *c, *old_states, *new_states, accumulated, static_cast<decltype(type)>(staging),
-                                           static_cast<decltype(type)>(new_weights), add_staging, progress);
+    return with_format(*group, [&](auto format) {
+        return speculate<decltype(format)>(*group, *c, *old_states, *new_states, accumulated, weights_of(*group, staging),
+                                           weights_of(*group, new_weights), add_staging, progress);
     });
 }
 
 // Leaves the weights of these states in the staging buffer.
 double superoffload_restore(const States* states, void* staging, const SubGroup* group, uint64_t* progress)
 {
-    return with_types(*group, [&](auto, auto* type) { return restore(*group, states->p, static_cast<decltype(type)>(staging), progress); });
+    const Weights weights = weights_of(*group, staging);
+    return sum_over(*group, progress, [=](const Span& tile) {
+        weights.store(states->p + tile.begin, tile.begin, tile.count);
+        return 0.0;
+    });
 }
 
 // Writes the moments of these states to two fp32 arrays, in the calling thread.
 void superoffload_decode(const States* states, float* m, float* v, const SubGroup* group)
 {
-    with_types(*group, [&](auto format, auto*) {
+    with_format(*group, [&](auto format) {
         using Format = decltype(format);
         const auto all = moments<Format>(*states);
         for (const Span& chunk : chunks(*group)) Format::decode(chunk, all.at(chunk), m + chunk.begin, v + chunk.begin);
@@ -378,7 +374,7 @@ void superoffload_decode(const States* states, float* m, float* v, const SubGrou
 // Sets the moments of these states, rounded to nearest, in the calling thread. What decode returned is set without rounding.
 void superoffload_encode(const States* states, const float* m, const float* v, const SubGroup* group)
 {
-    with_types(*group, [&](auto format, auto*) {
+    with_format(*group, [&](auto format) {
         using Format = decltype(format);
         const auto all = moments<Format>(*states);
         for (const Span& chunk : chunks(*group)) Format::encode(chunk, m + chunk.begin, v + chunk.begin, all.at(chunk));
