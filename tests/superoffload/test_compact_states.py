@@ -41,6 +41,9 @@ class States:
         memory = mmap.mmap(-1, worker.layout(size).bytes)
         with kernel.opened(kernel.library()) as descriptor:
             self.kernel = worker.Kernel(kernel.loadable(descriptor), memory, size)
+        own, (blocks,) = worker.layout(size).states[0], size.blocks
+        self.codes = [np.frombuffer(memory, np.uint8, self.numel, start[0]) for start in (own.first_moment, own.second_moment)]
+        self.exponents = [np.frombuffer(memory, np.uint8, blocks, start[0]) for start in (own.first_exponents, own.second_exponents)]
         self._staging = np.frombuffer(memory, np.uint16, self.numel, worker.layout(size).staging[0])
         self._weights = [
             np.frombuffer(memory, np.float32, self.numel, states.master_weights[0]) if not which or speculating else np.empty(0)
@@ -131,6 +134,41 @@ def test_what_was_decoded_is_encoded_without_rounding(moments: Moments, place: i
     assert not states.found()[1].any()
     states.set_moments(*before[1:])
     assert same(states.found(), before)
+
+
+def test_every_code_with_every_exponent_is_decoded_and_encoded_without_rounding() -> None:
+    """Alone in its block, and beside all others."""
+    pairs = np.arange(256 * 256)
+    states = States(Moments.INT8, [Segment(1)] * len(pairs) + [Segment(256)] * 256)
+    for codes, exponents in zip(states.codes, states.exponents, strict=True):
+        codes[:] = np.concatenate((pairs % 256, pairs % 256))
+        exponents[:] = np.concatenate((pairs // 256, np.arange(512) // 2))
+    _, first, second = states.found()
+    assert (second[states.codes[1] == 0] == 0).all()
+    assert (second[states.codes[1] != 0] != 0).all()
+    for moment in first, second:  # the largest exponent has codes that stand for no number
+        moment[np.isnan(moment)] = np.inf
+    states.set_moments(first, second)
+    assert same(states.found()[1:], (first, second))
+
+
+@pytest.mark.parametrize("moments", PRECISION)
+def test_extreme_moments_keep_what_they_are_and_change_no_other(moments: Moments) -> None:
+    states, least, tiny = States(moments, (Segment(BLOCK),)), np.float32(2.0**-126), np.float32(1e-40)
+    for extreme in (0.0, -0.0, tiny, -tiny, least, -least):
+        first = np.full(BLOCK, 0.5, np.float32)
+        first[7] = extreme
+        states.set_moments(first, abs(first) if extreme else first)
+        _, *found = states.found()
+        for moment in found:
+            assert (np.delete(moment, 7) == 0.5).all()
+            assert abs(moment[7]) < 1e-9
+        assert bool(found[1][7]) == bool(extreme)
+    for extreme in (np.inf, 2.0**126):
+        first[7] = extreme
+        states.set_moments(-first, first)
+        _, *found = states.found()
+        assert (found[0][7], found[1][7]) == (-extreme, extreme)
 
 
 @pytest.mark.parametrize("moments", PRECISION)
@@ -265,6 +303,25 @@ def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
             for state, kept in zip(sub_group_states(made), rounded, strict=True):
                 assert state.moments is not None
                 assert all(torch.equal(found, wanted) for found, wanted in zip(state.moments(), kept, strict=True))
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path: Path) -> None:
+    """Left alone, a negative second moment would be the largest of its block, and a NaN could become a number."""
+    run = support.spec("superoffload", 1.0)
+    with support.engine(run) as made:
+        support.train(made, support.batches(1))
+        superoffload.save_state(made, tmp_path)
+        numel = sub_group_states(made)[0].master_weights.numel()
+    saved = np.memmap(tmp_path / "rank_00000.states", np.float32, "r+")
+    with support.engine(run, states=states) as made:
+        for element, value in ((numel, np.nan), (2 * numel, np.nan), (2 * numel, -1e-30)):
+            kept, saved[element] = saved[element].copy(), value
+            with pytest.raises(superoffload.OffloadError) as caught:
+                superoffload.load_state(made, tmp_path)
+            assert caught.value.code == "impossible-moments"
+            saved[element] = kept
+        superoffload.load_state(made, tmp_path)
 
 
 def test_the_seed_selects_the_random_bits(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def load_state(engine: Any, folder: Path) -> int:
 
     Raises:
         StateMismatchError: If it belongs to another model or lacks the moments. Nothing was changed.
-        OffloadError: If a file is missing or cut short.
+        OffloadError: If a file is missing or cut short, or compact moments cannot hold the saved ones (``impossible-moments``).
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)

@@ -23,6 +23,7 @@ import torch
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel, worker
+from superoffload.errors import OffloadError
 from superoffload.meter import Meter
 from superoffload.norm import non_finite
 from superoffload.shared_states import SharedStates, host_available_bytes
@@ -200,12 +201,19 @@ class CpuStates:
         return first, second
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative second moment where they are compact."""
         if self._kernel is None:
             for target, values in zip(self.moments(index), (first, second), strict=True):
                 if values.data_ptr() != target.data_ptr():
                     target.copy_(values)
             return
         first, second = (values.to("cpu", torch.float32).contiguous() for values in (first, second))
+        if first.min().isnan() or not second.min() >= 0:  # the minimum of values with a NaN is NaN
+            raise OffloadError(
+                f"The moments of {self._sub_groups[index].names[0]}, or of parameters that are stepped with it, are not numbers, or the "
+                "second moments are negative, which AdamW never makes. Compact moments cannot hold them; use another checkpoint.",
+                code="impossible-moments",
+            )
         self._kernel.encode(self.slot[index], self._current[index], first.data_ptr(), second.data_ptr())
 
     def close(self) -> None:

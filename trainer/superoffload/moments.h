@@ -198,7 +198,7 @@ struct Int8 {
     {
         over_blocks(span, [&](int64_t begin, auto count, int64_t block) {
             Stage stage;
-            for (int64_t i = 0; i < count; i++) stage.put(i, m[begin + i], v[begin + i]);
+            for (int64_t i = 0; i < count; i++) stage.put(i, m[begin + i], std::fabs(v[begin + i]));  // -0 would be the largest
             for (int64_t i = 0; i < count; i++) {
                 stage.m_largest = larger(stage.m_largest, stage.m[i] & MAGNITUDE);
                 stage.v_largest = larger(stage.v_largest, stage.v[i]);
