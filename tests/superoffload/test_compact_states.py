@@ -19,7 +19,9 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 import superoffload
 from so_tui.model.sharding import MOMENT_BLOCK, StatesFormat, state_bytes
 from superoffload import kernel, worker
+from superoffload.checkpoint import Manifest, SubGroupRecord
 from superoffload.deepspeed_adapter.engine import sub_group_states
+from superoffload.resharding import Rounded, rounded
 from superoffload.worker import BLOCK, Moments, Segment
 from tests.support import engine as support
 
@@ -303,6 +305,34 @@ def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
             for state, kept in zip(sub_group_states(made), rounded, strict=True):
                 assert state.moments is not None
                 assert all(torch.equal(found, wanted) for found, wanted in zip(state.moments(), kept, strict=True))
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_moments_that_leave_the_gpu_are_rounded_and_counted(states: StatesFormat, tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 0.5), states=states) as made:
+        support.train(made, support.batches(1))
+        superoffload.save_state(made, tmp_path)
+        on_gpu = [state.master_weights.numel() for state in sub_group_states(made) if state.device == "gpu"]
+        assert on_gpu
+        assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=0)
+    with support.engine(support.spec("superoffload", 1.0), states=states) as made:
+        assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=sum(on_gpu))
+    with support.engine(support.spec("superoffload", 0.0), states=states) as made:
+        assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=0)
+
+
+def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path) -> None:
+    def manifest(rank: int, ranks: int, *devices: str) -> Manifest:
+        groups = [SubGroupRecord(1200 // ranks, device, 1, True, (name,), (1200,)) for name, device in zip("ab", devices, strict=True)]
+        return Manifest(deepspeed="", mode="", engine="", ratio=1.0, rank=rank, ranks=ranks, sub_groups=tuple(groups))
+
+    for before, now, expected in (
+        (("cpu", "cpu"), ("cpu", "cpu"), Rounded(blocks=2, numel=0)),
+        (("cpu", "cpu"), ("gpu", "cpu"), Rounded(blocks=1, numel=0)),
+        (("gpu", "cpu"), ("cpu", "cpu"), Rounded(blocks=1, numel=1200)),
+        (("gpu", "cpu"), ("gpu", "gpu"), Rounded(blocks=0, numel=0)),
+    ):
+        assert rounded([manifest(rank, 2, *before) for rank in range(2)], manifest(0, 1, *now)) == expected
 
 
 @pytest.mark.parametrize("states", FORMATS)

@@ -100,6 +100,7 @@ def test_the_overlaps_of_all_ranks_cover_every_parameter_once(saved_ranks: int, 
         (1000, 1, 2, [0, 0]),  # parts of a block keep its values
         (1200, 4, 2, [1, 1]),  # at 300, 600 and 900, of which 600 stays a boundary
         (1200, 3, 2, [1, 1]),  # at 400 and 800
+        (1200, 2, 3, [0, 1, 0]),  # at 600, which is the second rank's
         (100, 8, 1, [1]),  # seven boundaries in one block
     ],
 )

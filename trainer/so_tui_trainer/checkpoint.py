@@ -31,6 +31,7 @@ from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import Damage, Found, Manifest, claim, newest, optimizer_folder, read_manifest, set_aside, start_over
 from so_tui_trainer.failures import Explanation, TrainingError
 from so_tui_trainer.ranks import Ranks
+from superoffload.resharding import Rounded
 
 __all__ = [
     "Damage",
@@ -102,24 +103,25 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
 
 
-def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> int:
+def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
     With another number of ranks the random number generators stay as seeded; only dropout uses them in training. So they do with the
     files of earlier versions, which were pickles: loading one can run any code.
 
     Returns:
-        As ``superoffload.load_state``.
+        What ``superoffload.load_state`` returns, summed over all ranks.
 
     Raises:
         TrainingError: A rank cannot load it; raised on all ranks.
     """
     with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
-        cut = superoffload.load_state(engine, optimizer_folder(checkpoint))
+        rounded = superoffload.load_state(engine, optimizer_folder(checkpoint))
         path = _random_file(checkpoint, ranks.rank)
         if manifest.ranks == ranks.size and path.exists():
             _restore_random_state(msgspec.msgpack.decode(read_bounded(path, _LARGEST_RANDOM_BYTES), type=_RandomState))
-    return cut
+    rows = ranks.all_gather_row([float(count) for count in rounded])
+    return Rounded(*(int(sum(counts)) for counts in zip(*rows, strict=True)))
 
 
 def _random_file(checkpoint: Path, rank: int) -> Path:

@@ -38,12 +38,13 @@ from so_tui.spec import RunSpec
 from so_tui.units import memory_size
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError, SupersededError
-from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes, states_format
+from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
 from so_tui_trainer.failures import Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
+from so_tui_trainer.rounding import rounding_warnings
 from so_tui_trainer.trackers import trackers_of
 from superoffload.settings import Settings
 
@@ -277,14 +278,9 @@ class Session:
             )
             suggestion = "Resume with the same data, seed, sequence length and packing to neither skip nor repeat sequences."
             self._warn("data-changed", message, suggestion)
-        states = states_format(before), states_format(now)
-        if states[0] != states[1]:
-            message = f"the checkpoint's moments are {states[0]} and this run's are {states[1]}: what the new format cannot hold is rounded"
-            self._warn("states-format-changed", message, f'Resume with offload.states = "{states[0]}" to continue bit for bit.')
-        cut = checkpoint.load(self.engine, found.path, found.manifest, ranks)
-        if cut and states == ("int8-moments", "int8-moments"):
-            message = f"on rank 0, {cut} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
-            self._warn("blocks-rounded-again", message, f"Resume on {found.manifest.ranks} GPUs to continue bit for bit.")
+        rounded = checkpoint.load(self.engine, found.path, found.manifest, ranks)
+        for warning in rounding_warnings(found.manifest, now, rounded):
+            self._warn(*warning)
         loop.resume(str(found.path), found.manifest)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:

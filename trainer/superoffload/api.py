@@ -18,6 +18,7 @@ from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.meter import OffloadStats
+from superoffload.resharding import Rounded
 from superoffload.settings import Settings
 from superoffload.sub_groups import SubGroupState
 
@@ -100,14 +101,14 @@ def save_state(engine: Any, folder: Path) -> int:
     return checkpoint.write(Path(folder), _manifest(engine, states), states)
 
 
-def load_state(engine: Any, folder: Path) -> int:
+def load_state(engine: Any, folder: Path) -> Rounded:
     """Load this rank's shards of a saved state and cast the weights from it, so that training continues as if it had never stopped.
 
     Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name. Compact moments
-    are saved as fp32, and are not rounded again where they are loaded in the same format.
+    are saved as fp32, and are not rounded again where they are loaded in the same format, with two exceptions.
 
     Returns:
-        With 8-bit moments that other ranks saved, how many of this rank's blocks are rounded once more, because shards had cut them.
+        The exceptions, on this rank: 8-bit blocks that shards of other ranks had cut, and parameters whose moments were on a GPU.
 
     Raises:
         StateMismatchError: If it belongs to another model or lacks the moments. Nothing was changed.
@@ -115,10 +116,13 @@ def load_state(engine: Any, folder: Path) -> int:
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)
-    cut = resharding.read(Path(folder), _manifest(engine, states), states)
+    rounded = resharding.read(Path(folder), _manifest(engine, states), states)
     adapter.replay_bias_correction(engine)
     adapter.publish_weights(engine)
-    return cut if engine.superoffload_settings.states == "int8-moments" else 0
+    settings: Settings = engine.superoffload_settings
+    if settings.states == "fp32" or not settings.replaces_deepspeeds_optimizer:
+        return Rounded(0, 0)
+    return rounded if settings.states == "int8-moments" else rounded._replace(blocks=0)
 
 
 def verify_state(folder: Path) -> None:

@@ -34,7 +34,16 @@ class Overlap(NamedTuple):
     numel: int
 
 
-def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> int:
+class Rounded(NamedTuple):
+    """What is rounded when a rank loads a state into compact moments, though a run with the same format saved it."""
+
+    blocks: int
+    """Blocks of 8-bit moments that saved shards had cut: ``cut_blocks`` of all parameters."""
+    numel: int
+    """Parameters whose moments were on a GPU, in fp32."""
+
+
+def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> Rounded:
     """Read this rank's shards of a saved state into ``states``, in place.
 
     Args:
@@ -43,7 +52,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> i
         states: This rank's states, in the order of ``expected.sub_groups``.
 
     Returns:
-        The blocks of ``cut_blocks``, of all its parameters.
+        What is rounded if the moments are compact.
 
     Raises:
         StateMismatchError: If the state belongs to another model. Nothing was changed.
@@ -68,8 +77,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> i
                 tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
             state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
             state.set_step(saved[0].sub_groups[0].step)
-    numels = [numel for group in expected.sub_groups for numel in group.numels]
-    return sum(cut_blocks(numel, len(saved), expected.rank, expected.ranks) for numel in numels)
+    return rounded(saved, expected)
 
 
 def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,6 +117,21 @@ def cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
     begin = min(rank * partition_numel(numel, ranks), numel)
     starts = [begin + overlap.offset for overlap in overlaps(numel, saved_ranks, rank, ranks)]
     return len({start // MOMENT_BLOCK for start in starts[1:] if start % MOMENT_BLOCK})
+
+
+def rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
+    """Return what is rounded when the rank of ``expected`` loads a saved state. Only moments in host memory are compact."""
+    were_on_gpu = {name for group in saved[0].sub_groups if group.device != "cpu" for name in group.names}
+    blocks = loaded = 0
+    for group in expected.sub_groups:
+        if group.device != "cpu":
+            continue
+        for name, numel in zip(group.names, group.numels, strict=True):
+            if name in were_on_gpu:
+                loaded += sum(overlap.numel for overlap in overlaps(numel, len(saved), expected.rank, expected.ranks))
+            else:
+                blocks += cut_blocks(numel, len(saved), expected.rank, expected.ranks)
+    return Rounded(blocks, loaded)
 
 
 def mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismatch]:
