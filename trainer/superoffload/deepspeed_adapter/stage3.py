@@ -192,17 +192,19 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         Raises OffloadError (``compact-moments``) for a ``safe_set_*`` of compact moments, which would change a copy only.
         """
         self.core.synchronize()
+        index, member = self._member[param.ds_id]
+        group = self.core.sub_groups[index]
+        begin, end = group.span(member)
+        if optim_state_key is None:
+            return self.core.master_weights(index)[begin:end], index
         # Only the functions that set pass False.
-        if optim_state_key is not None and not release_swap_buffers and self._settings.states != "fp32":
+        if not release_swap_buffers and self._settings.states != "fp32" and not group.on_gpu:
             raise OffloadError(
                 f'Moments cannot be set one by one with states "{self._settings.states}". Use Settings(states="fp32").',
                 code="compact-moments",
             )
-        index, member = self._member[param.ds_id]
-        first, second = self.core.moments(index)
-        states = {None: self.core.master_weights(index), "exp_avg": first, "exp_avg_sq": second}
-        begin, end = self.core.sub_groups[index].span(member)
-        return states[optim_state_key][begin:end], index
+        moments = dict(zip(("exp_avg", "exp_avg_sq"), self.core.moments(index), strict=True))
+        return moments[optim_state_key][begin:end], index
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         raise OffloadError(
