@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import select
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +19,7 @@ import superoffload
 from so_tui.plan.timing import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding
+from superoffload import worker
 from superoffload.shared_states import MEMORY_NAME
 from superoffload.transfers import HostTransfers, Transfer
 from superoffload.worker import Command, GradientSource, Moments, Operation, bytes_moved
@@ -85,3 +90,33 @@ def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
 
 def test_compact_moments_save_traffic() -> None:
     assert [bytes_moved(Command(Operation.STEP, 0), 1, 2, moments) for moments in Moments] == [28, 20, 16]
+
+
+def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> None:
+    """Another process that was forked meanwhile has the pipe open, so that the settings never end."""
+    start = (
+        "import os, subprocess, sys; from superoffload import worker\n"
+        "command = [sys.executable, '-I', '-S', worker.__file__, str(os.getpid())]\n"
+        "print(subprocess.Popen(command).pid, flush=True); sys.stdout.close(); os.read(3, 1)"
+    )
+    ours, theirs = os.pipe()
+    waits, ends = os.pipe()
+    code = f"import os; os.dup2({waits}, 3)\n{start}"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=ours, stdout=subprocess.PIPE, text=True, pass_fds=(waits,)) as starter:
+        assert starter.stdout is not None
+        worker_process = os.pidfd_open(int(starter.stdout.readline()))
+        starter.kill()
+    try:
+        assert select.select([worker_process], [], [], 10)[0]
+    finally:
+        signal.pidfd_send_signal(worker_process, signal.SIGKILL)
+        for descriptor in (ours, theirs, waits, ends, worker_process):
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("settings", [b"", b'{"cpus": [0]', b'{"cpus": [0]}'])
+def test_a_worker_whose_settings_were_cut_short_ends(settings: bytes) -> None:
+    command = [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())]
+    done = subprocess.run(command, input=settings, capture_output=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr

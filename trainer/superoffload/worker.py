@@ -1,8 +1,8 @@
 """The Adam worker: a process that runs AdamW on one rank's CPU sub-groups, in memory that it shares with the training process.
 
-The training process starts this file as an isolated script (``python -I -S worker.py``). It uses the standard library only: without torch
-it needs no CUDA context and no second OpenMP runtime, and it starts within milliseconds. Commands and results are fixed-size packets on a
-socket; tensors never move.
+The training process starts this file as an isolated script (``python -I -S worker.py PARENT``) and writes the settings to its stdin, as a
+line of JSON. It uses the standard library only: without torch it needs no CUDA context and no second OpenMP runtime, and it starts within
+milliseconds. Commands and results are fixed-size packets on a socket; tensors never move.
 
 The training process imports this module for the packets and for the layout of the shared memory.
 """
@@ -366,11 +366,14 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    settings = json.load(sys.stdin)
-    _die_with(settings["parent"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Signals reach the whole process group. The training process decides what they mean, and this process ends with it.
         signal.signal(number, signal.SIG_IGN)
+    _die_with(int(sys.argv[1]))
+    line = sys.stdin.readline()  # and not to the end: a process that was forked meanwhile may have the pipe open
+    if not line.endswith("\n"):
+        sys.exit("The training process is gone.")
+    settings = json.loads(line)
     os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded, which creates its threads accordingly
     sub_groups, weight_bytes, accumulate, speculating, moments = settings["size"]
     segments = tuple(tuple(Segment(*segment) for segment in group) for group in sub_groups)

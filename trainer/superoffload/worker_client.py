@@ -227,7 +227,6 @@ class WorkerClient:
 
 def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: int) -> subprocess.Popen[bytes]:
     settings: dict[str, object] = {
-        "parent": os.getpid(),
         "cpus": list(cpus),
         "memory": states.descriptor,
         "channel": channel,
@@ -239,14 +238,14 @@ def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: in
     try:
         with kernel.opened(library) as descriptor:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", worker.__file__],
+                [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())],
                 env=environment,
                 pass_fds=(states.descriptor, channel, descriptor),
                 stdin=subprocess.PIPE,
             )
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin:  # a worker that has ended already is reported by whoever waits for it
-                process.stdin.write(json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode())
+                process.stdin.write(json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode() + b"\n")
             return process
     except OSError as error:
         raise OffloadError(f"The Adam worker could not be started: {error}", code="worker-start") from error
