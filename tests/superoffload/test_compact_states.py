@@ -29,6 +29,7 @@ from tests.support.reference_adamw import core_of
 Floats = npt.NDArray[np.float32]
 
 FORMATS: tuple[StatesFormat, ...] = ("bf16-moments", "int8-moments")
+EACH_FORMAT = [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"]
 ALL = 1 << 30
 NUMEL = 3 * (1 << 16) + 77
 PRECISION = {Moments.BF16: 2**-7, Moments.INT8: 2**-3}
@@ -246,48 +247,50 @@ def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulat
     assert worker.layout(size).bytes == pytest.approx(state_bytes(2, states, accumulates=accumulation > 1) * numel, rel=0.005)
 
 
-def trained(states: StatesFormat, data: list[torch.Tensor], folder: Path, *, clipping: float = 10.7, **settings: Any) -> tuple[Any, ...]:
-    with support.engine(support.spec("superoffload", 0.8, clipping=clipping), states=states, **settings) as made:
-        losses = support.train(made, data)
+def trained(states: StatesFormat, data: list[torch.Tensor], folder: Path, poisoned: int = 0, **settings: Any) -> tuple[Any, ...]:
+    """Train and return losses, states and stats. After ``poisoned`` steps comes one whose gradient is not finite."""
+    with support.engine(support.spec("superoffload", 0.8, clipping=10.7), states=states, max_skipped_steps=1, **settings) as made:
+        losses = support.train(made, data[:poisoned])
+        if poisoned:
+            hook = support.poison(made)
+            support.train(made, support.batches(1, seed=9))
+            hook.remove()
+            assert made.skipped_steps == 1
+        losses += support.train(made, data[poisoned:])
         return losses, support.states(made, folder), superoffload.stats(made)
 
 
-@pytest.mark.parametrize("states", [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"])
-def test_losses_stay_close_to_those_of_fp32_moments(states: StatesFormat, tmp_path: Path) -> None:
-    data = support.batches(2) * 15
-    expected, *_ = trained("fp32", data, tmp_path / "fp32")
-    found, *_ = trained(states, data, tmp_path / states)
-    assert found != expected
-    assert expected[-1] < 0.6 * expected[0]
-    assert found[-1] == pytest.approx(expected[-1], rel=0.15)
-
-
-@pytest.mark.parametrize("states", [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"])
-def test_steps_before_the_norm_is_known_have_the_bits_of_steps_that_are_held_back(states: StatesFormat, tmp_path: Path) -> None:
-    data = support.batches(20)
+@pytest.mark.parametrize("states", EACH_FORMAT)
+def test_a_run_is_close_to_one_with_fp32_moments_and_the_same_with_speculation(states: StatesFormat, tmp_path: Path) -> None:
+    """Steps are kept, redone, and in the middle skipped. The bits are those of steps that are held back."""
+    data = support.batches(2) * 10
+    exact = trained("fp32", data, tmp_path / "fp32")
     held = trained(states, data, tmp_path / "held")
-    early = trained(states, data, tmp_path / "early", speculation_bytes=ALL)
+    early = trained(states, data, tmp_path / "early", 10, speculation_bytes=ALL)
     assert early[:2] == held[:2]
     assert min(early[2].kept_steps, early[2].redone_steps) >= 2
+    assert held[0] != exact[0]
+    assert exact[0][-1] < 0.7 * exact[0][0]
+    assert held[0][-1] == pytest.approx(exact[0][-1], rel=0.1)
 
 
-@pytest.mark.parametrize("states", [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"])
+@pytest.mark.parametrize("states", EACH_FORMAT)
 def test_a_resumed_run_continues_bit_for_bit(states: StatesFormat, tmp_path: Path) -> None:
-    data, run = support.batches(6), support.spec("superoffload", 1.0, clipping=1.0)
+    data, run = support.batches(4), support.spec("superoffload", 1.0, clipping=1.0)
     with support.engine(run, states=states) as made:
-        support.train(made, data[:3])
+        support.train(made, data[:2])
         superoffload.save_state(made, tmp_path / "saved")
-        expected = support.train(made, data[3:]), support.states(made, tmp_path / "expected")
+        expected = support.train(made, data[2:]), support.states(made, tmp_path / "expected")
     with support.engine(run, states=states) as made:
         superoffload.load_state(made, tmp_path / "saved")
-        assert (support.train(made, data[3:]), support.states(made, tmp_path / "found")) == expected
+        assert (support.train(made, data[2:]), support.states(made, tmp_path / "found")) == expected
 
 
 def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
     """In both directions, from fp32 and back: the moments are rounded once, the weights are not."""
-    data, run = support.batches(6), support.spec("superoffload", 1.0)
+    run = support.spec("superoffload", 1.0)
     with support.engine(run) as made:
-        support.train(made, data)
+        support.train(made, support.batches(2))
         superoffload.save_state(made, tmp_path / "fp32")
         exact = [state.moments() for state in sub_group_states(made) if state.moments]
         weights = [state.master_weights.clone() for state in sub_group_states(made)]
@@ -308,7 +311,7 @@ def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
                 assert all(torch.equal(found, wanted) for found, wanted in zip(state.moments(), kept, strict=True))
 
 
-@pytest.mark.parametrize("states", FORMATS)
+@pytest.mark.parametrize("states", EACH_FORMAT)
 def test_moments_that_leave_the_gpu_are_rounded_and_counted(states: StatesFormat, tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 0.5), states=states) as made:
         support.train(made, support.batches(1))
@@ -336,7 +339,7 @@ def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path
         assert rounded([manifest(rank, 2, *before) for rank in range(2)], manifest(0, 1, *now)) == expected
 
 
-@pytest.mark.parametrize("states", FORMATS)
+@pytest.mark.parametrize("states", EACH_FORMAT)
 def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path: Path) -> None:
     """Left alone, a negative second moment would be the largest of its block, and a NaN could become a number."""
     run = support.spec("superoffload", 1.0)
@@ -356,9 +359,9 @@ def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path
 
 
 def test_the_seed_selects_the_random_bits(tmp_path: Path) -> None:
-    data = support.batches(4)
-    runs = [trained("int8-moments", data, tmp_path / str(seed), seed=seed)[0] for seed in (1, 1, 2)]
-    assert runs[0] == runs[1] != runs[2]
+    one, other = (trained("int8-moments", support.batches(1), tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    assert one[0] == other[0]
+    assert one[1] != other[1]
 
 
 def test_moments_in_host_memory_are_read_and_not_set_one_by_one() -> None:

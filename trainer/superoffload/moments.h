@@ -86,25 +86,30 @@ inline Stepped adamw(const AdamWScalars& c, float gradient, float p, float m, fl
     return {std::fma(-c.step_size, first / denominator, p * c.decay_factor), first, second};
 }
 
+// Returns the hash lowbias32 of C. Wellons' hash-prospector.
+inline uint32_t hashed(uint32_t x)
+{
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
 // Selects the bits that round a span: at random, or to nearest.
 struct Rounding {
     bool at_random;
     uint32_t place, key;
 
-    // Returns 16 bits for each of an element's moments (the hash is lowbias32 of C. Wellons' hash-prospector).
-    uint32_t bits(uint32_t element) const
-    {
-        uint32_t x = (place + element) * 0x9E3779B1u + key;
-        x = (x ^ (x >> 16)) * 0x7FEB352Du;
-        x = (x ^ (x >> 15)) * 0x846CA68Bu;
-        x ^= x >> 16;
-        return at_random ? x : 0x80008000u;
-    }
+    // Returns 16 bits for each of an element's moments.
+    uint32_t bits(uint32_t element) const { return at_random ? hashed((place + element) * 0x9E3779B1u + key) : 0x80008000u; }
 
     Rounding from(int64_t element) const { return {at_random, place + static_cast<uint32_t>(element), key}; }
 };
 
-inline Rounding at_random(const Span& span, uint32_t step) { return {true, static_cast<uint32_t>(span.place), span.random ^ step}; }
+// All keys select parts of one sequence, so they are hashed: a step would otherwise repeat the bits of a step before, some places further.
+inline Rounding at_random(const Span& span, uint32_t step)
+{
+    return {true, static_cast<uint32_t>(span.place), hashed(span.random ^ step)};
+}
 
 constexpr Rounding TO_NEAREST{false, 0, 0};
 
