@@ -6,6 +6,7 @@ Nothing is computed before the first paint. Named workers compute presets, machi
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,6 +41,15 @@ if TYPE_CHECKING:
 RUNS_POLL_S = 2.0
 TERMINAL_POLL_S = 5.0
 StartRun = Callable[..., "RunDirectory"]
+PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.plan", "so_tui.machine.doctor")
+"""Packages that import their own modules. They are imported before any worker starts: of two threads that import such a package and one of
+its modules at the same time, each may wait for the other, and Python then lets one of them fail with an ImportError."""
+
+
+def import_packages() -> None:
+    """Import what the threads of the workers use."""
+    for package in PACKAGES:
+        importlib.import_module(package)
 
 
 class SoTuiApp(PrintableApp[None]):
@@ -94,6 +104,8 @@ class SoTuiApp(PrintableApp[None]):
         self._quit_question: Question | None = None
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
+        if open_run is not None:
+            import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another screen first.
         setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
         super().__init__()
@@ -118,6 +130,7 @@ class SoTuiApp(PrintableApp[None]):
             self.exit()
 
     def _after_first_paint(self) -> None:
+        import_packages()
         self.load()
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs)

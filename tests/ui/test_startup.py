@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import os
 import pty
@@ -11,6 +12,13 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+
+import pytest
+
+from so_tui.runs import create_run
+from so_tui.ui.app import PACKAGES
+from tests.support.launching import tiny
+from tests.support.python_path import ROOT
 
 SCRIPT = Path(__file__).with_name("first_paint.py")
 BUDGET_S = 0.10
@@ -60,3 +68,49 @@ def test_the_first_screen_imports_no_planner_and_no_inspection() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def imports_own_modules(package: Path) -> bool:
+    """Return whether importing a package imports modules of it."""
+    name = str(package.relative_to(ROOT)).replace("/", ".")
+    statements = ast.parse((package / "__init__.py").read_bytes()).body
+    return any(isinstance(statement, ast.ImportFrom) and f"{statement.module}.".startswith(f"{name}.") for statement in statements)
+
+
+def test_packages_that_import_their_own_modules_are_known() -> None:
+    """Two threads that import such a package and one of its modules may both fail, now and then, on a busy machine."""
+    packages = [init.parent for init in (ROOT / "so_tui").rglob("__init__.py")]
+    eager = {str(package.relative_to(ROOT)).replace("/", ".") for package in packages if imports_own_modules(package)}
+    assert eager == set(PACKAGES)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_such_packages_are_imported_before_a_worker_starts(opened: bool, tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from textual.worker import Worker
+from so_tui.ui.app import PACKAGES, SoTuiApp
+
+missing = []
+start = Worker._start
+
+def checked(worker, app, done_callback=None):
+    missing.append((worker.name, sorted(set(PACKAGES) - set(sys.modules))))
+    start(worker, app, done_callback)
+
+Worker._start = checked
+run = None
+if {opened}:
+    from so_tui.runs.directory import RunDirectory
+    run = RunDirectory(sys.argv[1])
+
+async def main():
+    async with SoTuiApp(runs_dir=sys.argv[2], open_run=run).run_test() as pilot:
+        await pilot.pause()
+
+asyncio.run(main())
+print(bool(missing), [name for name, packages in missing if packages])
+"""
+    run = create_run(tiny(), tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, str(run.path), str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True []"
