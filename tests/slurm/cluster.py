@@ -152,8 +152,8 @@ class Cluster:
             time.sleep(0.2)
 
     def left(self) -> tuple[str, tuple[int, ...]]:
-        """Return the jobs and processes that there are; a job that has ended needs a moment to be gone."""
-        deadline = time.monotonic() + 5
+        """Return the jobs and processes that there are. A job outlives the end of its run, on a busy machine by many seconds."""
+        deadline = time.monotonic() + 60
         while (left := (self.jobs(), self.processes())) != ("", ()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
