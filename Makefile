@@ -24,7 +24,7 @@ TRAIN := $(VENV)/.train
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test test-all test-slow test-system test-gpu check screenshots lock wheel clean
+.PHONY: help demo test test-all test-slow test-system test-gpu check screenshots tour lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/ from a real run"
+	@echo "make tour         record the tour in screenshots/ (ten minutes; needs tmux and npm)"
 	@echo "make lock         renew the exact versions in locks/"
 
 $(BIN)/python:
@@ -85,6 +86,9 @@ check: $(TRAIN)
 
 screenshots: $(TRAIN)
 	@$(BIN)/python screenshots/make.py
+
+tour: $(TRAIN)
+	@$(BIN)/python screenshots/tour.py
 
 wheel: $(LIGHT)
 	@$(BIN)/python -m hatchling build -t wheel
