@@ -18,13 +18,14 @@ BUDGETS ?= report
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIGHT := $(VENV)/.light
+PACKAGES := $(VENV)/.packages
 TRAIN := $(VENV)/.train
 
 # The first run compiles DeepSpeed's CPU Adam kernel; with ccache only the very first one pays for it.
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test test-all test-slow test-system test-gpu check screenshots tour lock wheel clean
+.PHONY: help install demo test test-all test-slow test-system test-gpu check screenshots tour lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,13 +49,20 @@ $(LIGHT): $(BIN)/python pyproject.toml locks/light.txt
 	@$(PIP) install --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(TRAIN): $(LIGHT) locks/train.txt
+# Without --use-pep517, pip before 23.1 (Debian 12) runs DeepSpeed's setup.py in a way that PYTHONSAFEPATH breaks.
+$(PACKAGES): $(LIGHT) locks/train.txt
 	@echo "installing torch, DeepSpeed and transformers into $(VENV)"
 	@$(if $(SYSTEM_TORCH),$(BIN)/python -c 'import torch; print("using torch", torch.__version__)',$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH))
-	@$(PIP) install -r locks/train.txt -c locks/light.txt
+	@$(PIP) install --use-pep517 -r locks/train.txt -c locks/light.txt
+	@touch $@
+
+$(TRAIN): $(PACKAGES)
 	@echo "compiling DeepSpeed's CPU Adam kernel (once, about a minute)"
 	@echo '{}' | $(BIN)/python -m so_tui_trainer.tools.build_ops >$(VENV)/build_ops.log 2>&1 || { cat $(VENV)/build_ops.log; exit 1; }
 	@touch $@
+
+# For containers: the kernels are compiled for the CPU that they first run on.
+install: $(PACKAGES)
 
 demo: $(TRAIN)
 	@$(BIN)/so-tui run tiny

@@ -14,7 +14,7 @@ from tests.support.python_path import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"`([^`\n]+)`")
-OUR_FOLDERS = ("so_tui/", "trainer/", "tests/", "benchmarks/", "presets/", "docs/", "locks/", "screenshots/")
+OUR_FOLDERS = ("so_tui/", "trainer/", "tests/", "benchmarks/", "presets/", "docs/", "locks/", "screenshots/", "containers/")
 
 
 def names(pages: list[Path]) -> list[str]:
