@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.runs import default_runs_dir
-from so_tui.spec import user_folder
-from so_tui.spec.folders import state_home
+from so_tui.folders import default_runs_dir, state_home, user_folder
 from tests.support.python_path import ROOT, checkout_path
 
 

@@ -70,9 +70,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
     import msgspec
 
+    from so_tui.folders import default_runs_dir
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings
-    from so_tui.runs import default_runs_dir
 
     if arguments.fix and arguments.machine:
         message, remedy = "is another machine and cannot be fixed from here", "Leave --fix out, or run it on that machine."

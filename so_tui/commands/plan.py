@@ -84,13 +84,14 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     """Train a few steps of the plan, store the difference from the prediction, and print it with the corrected plan."""
     import msgspec
 
+    from so_tui.folders import probes_dir
     from so_tui.launch import prepare
     from so_tui.launch.preparation import plan_refused
     from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
     from so_tui.plan import make_plan, plans_json
     from so_tui.plan.calibration import store
     from so_tui.plan.render import render_comparison, render_plan
-    from so_tui.runs import delete_run, probes_dir
+    from so_tui.runs import delete_run
     from so_tui.runs.records import PhaseRecord, StepRecord
 
     if not chosen.fits:

@@ -7,6 +7,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+from so_tui.folders import default_runs_dir
 from so_tui.launch import locks
 from so_tui.launch.executors import executor_of
 from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
@@ -17,7 +18,6 @@ from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
-from so_tui.runs.listing import default_runs_dir
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
 from so_tui.units import disk_size, memory_size
 

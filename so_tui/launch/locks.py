@@ -12,8 +12,8 @@ from pathlib import Path
 
 from msgspec import Struct, json
 
+from so_tui.folders import state_home
 from so_tui.machine.types import Gpu
-from so_tui.spec.folders import state_home
 from so_tui.trust.ownership import NotOwnError, private_folder
 
 

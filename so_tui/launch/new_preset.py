@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from so_tui.folders import user_folder
 from so_tui.launch.helpers import call_tool
-from so_tui.spec import InputError, Problem, RunSpec, check_tree, create_preset, load_catalog, user_folder, with_values
+from so_tui.spec import InputError, Problem, RunSpec, check_tree, create_preset, load_catalog, with_values
 from so_tui.spec.catalog import BUILTIN
 
 _LONGEST_SEQUENCE = 4096

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from so_tui.folders import state_home
 from so_tui.machine.types import Machine
 from so_tui.spec.files import write_atomic
-from so_tui.spec.folders import state_home
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import NotOwnError, private_folder, read_own
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from so_tui.spec.folders import compiled_folder
+from so_tui.folders import compiled_folder
 from so_tui.trust.ownership import distrust_of_folder, private_folder
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from so_tui.folders import state_home
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import state_files
@@ -24,7 +25,6 @@ from so_tui.plan.facts import Mode
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
-from so_tui.spec.folders import state_home
 from so_tui.spec.types import ModelSpec
 from so_tui.structs import prepare
 

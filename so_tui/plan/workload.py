@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from so_tui.folders import state_home
 from so_tui.plan import state_files
-from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
 

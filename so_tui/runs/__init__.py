@@ -5,7 +5,7 @@ Only rank 0 writes metrics, and only the supervisor writes state and samples and
 
 from so_tui.runs.deletion import delete_run
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt
-from so_tui.runs.listing import create_run, default_runs_dir, find_run, list_runs, probes_dir
+from so_tui.runs.listing import create_run, find_run, list_runs
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers
 from so_tui.runs.overview import Column, Overview
@@ -27,14 +27,12 @@ __all__ = [
     "Update",
     "alive",
     "create_run",
-    "default_runs_dir",
     "delete_run",
     "deleted",
     "find_run",
     "list_runs",
     "log_readers",
     "new_attempt",
-    "probes_dir",
     "read_spec",
     "read_state",
     "state_with_truth",

@@ -19,30 +19,19 @@ import os
 import time
 from pathlib import Path
 
+from so_tui.folders import default_runs_dir, known_runs_dirs, probes_dir, run_folders_record
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.manifest import new_manifest, write_manifest
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
-from so_tui.spec.folders import state_home
 from so_tui.spec.types import RunSpec
 from so_tui.trust.sharing import GROUP, VARIABLE, is_shared, make_run_folder, wanted
 
 LATEST = "latest"
 _SUFFIX_BYTES = 3
 """Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of one name would meet."""
-
-
-def default_runs_dir() -> Path:
-    """Return ``$SO_TUI_RUNS_DIR``, or ``runs`` in the XDG state folder."""
-    override = os.environ.get("SO_TUI_RUNS_DIR", "")
-    return Path(override).expanduser().absolute() if override else state_home() / "runs"
-
-
-def probes_dir() -> Path:
-    """Return the folder for the runs of ``plan --probe``, which no list shows; a failed one can be found by its path."""
-    return state_home() / "probes"
 
 
 def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = None) -> RunDirectory:
@@ -84,7 +73,7 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
 
 def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
     """Return all runs of one folder, or of the default folder and the recorded ones, newest first."""
-    folders = (runs_dir.expanduser().absolute(),) if runs_dir else known_folders()
+    folders = (runs_dir.expanduser().absolute(),) if runs_dir else known_runs_dirs()
     found = {run.path: made for folder in folders for run, made in _runs_in(folder)}
     return tuple(RunDirectory(path) for path in sorted(found, key=lambda path: (found[path], path.name), reverse=True))
 
@@ -124,26 +113,12 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     raise _not_found("unknown-run", run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
 
 
-def known_folders() -> tuple[Path, ...]:
-    """Return the default folder and the recorded ones, each once."""
-    try:
-        recorded = _record_path().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # nothing recorded, or not readable: the default folder remains
-        recorded = []
-    others = (Path(line) for line in recorded if line.startswith("/"))
-    return tuple(dict.fromkeys((default_runs_dir(), *(folder for folder in others if folder != probes_dir()))))
-
-
-def _record_path() -> Path:
-    return state_home() / "run-folders"
-
-
 def _record_folder(folder: Path) -> None:
-    if folder in known_folders() or "\n" in str(folder):
+    if folder in known_runs_dirs() or "\n" in str(folder):
         return
     # Without this record the run can still be found by its path, so a read-only home is no reason to refuse it.
     with contextlib.suppress(OSError):
-        path = _record_path()
+        path = run_folders_record()
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:

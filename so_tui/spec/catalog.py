@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from so_tui.folders import builtin_folder, user_folder
 from so_tui.spec.check import check_tree
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
@@ -47,19 +48,6 @@ class Catalog(Struct, frozen=True):
     presets: dict[str, Preset]
     """Presets by name, in display order (``tiny`` last)."""
     problems: tuple[Problem, ...] = ()
-
-
-def builtin_folder() -> Path:
-    """Return the folder of the built-in presets: ``so_tui/presets`` in a wheel, ``presets`` beside the package in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "presets"
-    return installed if installed.is_dir() else package.parent / "presets"
-
-
-def user_folder() -> Path:
-    """Return the folder of the user's presets, following the XDG rules."""
-    config = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(config) if config.startswith("/") else Path.home() / ".config") / "so-tui" / "presets"
 
 
 def resolve_source(text: str) -> str:

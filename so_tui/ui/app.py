@@ -166,8 +166,8 @@ class SoTuiApp(PrintableApp[None]):
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)
     def diagnose(self) -> None:
         """Have doctor check the machine."""
+        from so_tui.folders import default_runs_dir
         from so_tui.machine.doctor import findings
-        from so_tui.runs import default_runs_dir
 
         if self.machine is not None:
             messages.answer(self, messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))

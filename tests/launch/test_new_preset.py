@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from so_tui.folders import user_folder
 from so_tui.launch.new_preset import add_preset, describe_model, preset_name
 from so_tui.plan import make_plan
-from so_tui.spec import InputError, check_tree, create_preset, find_preset, user_folder
+from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
 
 pytest.importorskip("transformers")

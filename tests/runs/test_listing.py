@@ -15,15 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from so_tui.folders import default_runs_dir, probes_dir
 from so_tui.runs import (
     RunDirectory,
     create_run,
-    default_runs_dir,
     delete_run,
     find_run,
     list_runs,
     new_attempt,
-    probes_dir,
     read_spec,
     read_state,
     write_state,

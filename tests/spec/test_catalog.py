@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.spec import InputError, find_preset, load_catalog, resolve_source, save_preset, user_folder, with_values
+from so_tui.folders import user_folder
+from so_tui.spec import InputError, find_preset, load_catalog, resolve_source, save_preset, with_values
 from tests.support.problems import codes
 
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.spec.folders import kernel_folder
+from so_tui.folders import kernel_folder
 from superoffload import kernel
 from superoffload.optimizer import SuperOffload
 from superoffload.shared_states import MEMORY_NAME

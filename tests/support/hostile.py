@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
+from so_tui.folders import user_folder
 from so_tui.machine import machine_json
 from so_tui.machine.types import Machine
 from so_tui.runs import MetricsWriter, RunDirectory, read_state, write_state
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
-from so_tui.spec.catalog import user_folder
 from so_tui.trust.printable import printable
 from tests.support.make_run import quad_machine, write_run
 

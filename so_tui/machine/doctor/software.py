@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from so_tui.folders import kernel_folder
 from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
-from so_tui.spec.folders import kernel_folder
 from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
 DEEPSPEED = ("0.18.9", "0.19.8")

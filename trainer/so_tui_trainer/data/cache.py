@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from so_tui.folders import cache_home
 from so_tui.spec import DataSpec, InputError, Problem, RunSpec
-from so_tui.spec.folders import cache_home
 from so_tui.trust.decoding import read_json
 from so_tui_trainer.data.documents import Counts, Documents, SourcePart
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from so_tui.folders import cache_home
 from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
-from so_tui.spec.folders import cache_home
 from so_tui_trainer.model import mxfp4
 
 

@@ -17,8 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from so_tui.folders import user_folder
 from so_tui.spec import InputError, Problem
-from so_tui.spec.catalog import user_folder
 from so_tui.trust.decoding import decode_toml
 from so_tui.trust.ownership import NotOwnError, read_own
 

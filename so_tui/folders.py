@@ -1,0 +1,74 @@
+"""Folders of a user's presets, runs, state and cache, following the XDG rules.
+
+Imports nothing heavy: a shell waits for completions, which need these folders.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def state_home() -> Path:
+    """Return so-tui's folder in the XDG state folder."""
+    return _home("XDG_STATE_HOME", ".local/state", os.environ)
+
+
+def cache_home() -> Path:
+    """Return so-tui's folder in the XDG cache folder. Its content may be deleted at any time."""
+    return _home("XDG_CACHE_HOME", ".cache", os.environ)
+
+
+def builtin_folder() -> Path:
+    """Return the folder of the built-in presets: ``so_tui/presets`` in a wheel, ``presets`` beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "presets"
+    return installed if installed.is_dir() else package.parent / "presets"
+
+
+def user_folder() -> Path:
+    """Return the folder of the user's presets."""
+    return _home("XDG_CONFIG_HOME", ".config", os.environ) / "presets"
+
+
+def default_runs_dir() -> Path:
+    """Return ``$SO_TUI_RUNS_DIR``, or ``runs`` in the XDG state folder."""
+    override = os.environ.get("SO_TUI_RUNS_DIR", "")
+    return Path(override).expanduser().absolute() if override else state_home() / "runs"
+
+
+def probes_dir() -> Path:
+    """Return the folder for the runs of ``plan --probe``, which no list shows; a failed one can be found by its path."""
+    return state_home() / "probes"
+
+
+def run_folders_record() -> Path:
+    """Return the file that records other folders of runs than the default, one path per line."""
+    return state_home() / "run-folders"
+
+
+def known_runs_dirs() -> tuple[Path, ...]:
+    """Return the default folder of runs and the recorded ones, each once."""
+    try:
+        recorded = run_folders_record().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # nothing recorded, or not readable: the default folder remains
+        recorded = []
+    others = (Path(line) for line in recorded if line.startswith("/"))
+    return tuple(dict.fromkeys((default_runs_dir(), *(folder for folder in others if folder != probes_dir()))))
+
+
+def kernel_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of the compiled CPU Adam kernels for a process with this environment."""
+    return _home("XDG_CACHE_HOME", ".cache", environment) / "kernels"
+
+
+def compiled_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of what torch, Triton and others compile, for a process with this environment."""
+    return _home("XDG_CACHE_HOME", ".cache", environment) / "compiled"
+
+
+def _home(variable: str, default: str, environment: Mapping[str, str]) -> Path:
+    """Return a folder from an XDG variable; the XDG rules say to ignore relative paths."""
+    base = Path(environment.get(variable, ""))
+    return (base if base.is_absolute() else Path(environment.get("HOME") or Path.home()) / default) / "so-tui"
