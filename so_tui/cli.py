@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # without Unicode, a terminal or pipe gets question marks instead of a traceback
     guard_output()
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for words
+        from so_tui.commands.completion import offer_words
+
+        offer_words(parser)
+    arguments = parser.parse_args(argv)
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
     try:

@@ -17,6 +17,12 @@ first steps: so-tui inspect        what this machine has
              so-tui plan           what it can train
              so-tui run tiny       one minute of real training, anywhere
 """
+_COMPLETION_EPILOG = """\
+to install it, once:
+  bash   echo 'eval "$(so-tui completion bash)"' >> ~/.bashrc
+  zsh    echo 'eval "$(so-tui completion zsh)"' >> ~/.zshrc      # after compinit
+  fish   so-tui completion fish > ~/.config/fish/completions/so-tui.fish
+"""
 _MACHINE = "NAME|FILE"
 _MACHINE_HELP = "a name such as gh200-480 (`machines` lists them), or a file that `inspect --json` wrote"
 _PRESET = "PRESET|FILE"
@@ -78,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_preset_commands(commands)
     _add_run(commands)
     _add_run_commands(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -108,7 +115,7 @@ def _add_machine_commands(commands: _Commands) -> None:
     doctor.add_argument("preset", nargs="?", metavar=_PRESET)
     doctor.add_argument("--fix", action="store_true", help="fix what can be fixed: compile the CPU Adam kernel ahead of time")
     machines = commands.add("machines", "machine:machines", "list machines to plan for by name; with a name, show that one", json)
-    machines.add_argument("name", nargs="?", metavar="NAME")
+    machines.add_argument("name", nargs="?", metavar="MACHINE")
     text = "measure this machine's rates in under a minute; later plans use them"
     commands.add("calibrate", "calibrate:calibrate", text, json)
 
@@ -190,6 +197,13 @@ def _add_run_commands(commands: _Commands) -> None:
     supervise.add_argument("run", metavar="RUN")
     supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
     supervise.add_argument("--in-job", action="store_true", help="plan for this node of a scheduler's job first")
+
+
+def _add_completion(commands: _Commands) -> None:
+    completion = commands.add("completion", "completion:completion", "print the code that makes a shell complete so-tui's commands")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish")
+    completion.formatter_class = argparse.RawDescriptionHelpFormatter
+    completion.epilog = _COMPLETION_EPILOG
 
 
 def _folder(text: str) -> Path:

@@ -58,6 +58,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "resume": [["resume", HOSTILE], ["resume", "RUN", "--set", f"train.steps={HOSTILE}"]],
     "logs": [["logs", "RUN"], ["logs", HOSTILE]],
     "export": [["export", HOSTILE]],
+    "completion": [["completion", "zsh"], ["completion", HOSTILE]],
     "supervise": [["supervise", HOSTILE, "--attempt", "1"], ["supervise", "RUN", "--attempt", HOSTILE]],
 }
 WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "supervise")

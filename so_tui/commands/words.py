@@ -1,0 +1,23 @@
+"""Print the keys of presets and the machines for completion: ``python -m so_tui.commands.words > so_tui/commands/words.json``."""
+
+from __future__ import annotations
+
+import json
+
+from so_tui.machine.described import MACHINES
+from so_tui.spec.fields import FieldInfo, fields
+
+
+def words() -> str:
+    """Return ``words.json``."""
+    keys = {info.path: {"description": info.description, "values": _values(info)} for info in fields() if info.type_name != "table"}
+    machines = {name: machine.title for name, machine in MACHINES.items()}
+    return json.dumps({"keys": keys, "machines": machines}, indent=1) + "\n"
+
+
+def _values(info: FieldInfo) -> tuple[str, ...]:
+    return ("true", "false") if info.type_name == "boolean" else info.choices
+
+
+if __name__ == "__main__":
+    print(words(), end="")
