@@ -22,6 +22,7 @@ from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, R
 from tests.support.launching import records
 from tests.support.planted_secrets import SECRETS, open_to_others, secrets_in
 from tests.support.python_path import checkout_path
+from tests.support.schemas import valid
 
 STEPS = 6
 SETTINGS = {
@@ -69,9 +70,9 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> None:
     changes = [argument for key, value in SETTINGS.items() for argument in ("--set", f"{key}={value}")]
-    started = so_tui("run", "tiny", "--gpus", "2", "--detach", "--runs-dir", str(runs_dir), *changes)
+    started = so_tui("run", "tiny", "--gpus", "2", "--detach", "--json", "--runs-dir", str(runs_dir), *changes)
     assert started.returncode == 0, started.stderr
-    run = RunDirectory(next(runs_dir.glob("*/spec.json")).parent)
+    run = RunDirectory(valid("run-detach", started.stdout)["path"])
 
     state = wait_for(run, lambda state: state.step >= 3, attempt=1)
     victim = next(process for process in state.processes if process.role == "rank" and process.rank == 1)

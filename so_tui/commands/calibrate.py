@@ -7,8 +7,19 @@ import os
 import sys
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from so_tui.commands.common import print_json, print_rich
 from so_tui.machine.types import Machine
+from so_tui.plan.calibration import Calibration, Rates, calibration_of, store
+
+
+class Measured(Struct, frozen=True):
+    """What ``calibrate --json`` prints."""
+
+    path: str
+    calibration: Calibration | None
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
@@ -17,13 +28,10 @@ def calibrate(arguments: argparse.Namespace) -> int:
     Raises:
         Refused: A run uses a GPU (code ``gpu-in-use``).
     """
-    import msgspec
-
     from so_tui.launch import locks
     from so_tui.launch.helpers import stream_tool
     from so_tui.launch.preparation import visible_machine
     from so_tui.machine import inspect_machine
-    from so_tui.plan.calibration import Rates, calibration_of, store
     from so_tui.spec import Refusal, Refused
 
     machine = inspect_machine()
@@ -42,9 +50,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
         for lock in held:
             lock.release()
     path = store(machine, rates=msgspec.convert(answer["rates"], Rates))
-    known = calibration_of(machine)
     if arguments.json:
-        print_json({"path": str(path), "calibration": msgspec.to_builtins(known)})
+        print_json(Measured(str(path), calibration_of(machine)))
     else:
         print_rich(f"measured in {answer['rates']['seconds']:.0f} s and stored in {path}; plans of this machine use it")
         if not machine.gpus:

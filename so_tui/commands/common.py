@@ -91,11 +91,13 @@ def usable_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "")
 
 
-def print_json(value: bytes | dict[str, Any]) -> None:
-    """Print indented JSON in ASCII."""
+def print_json(value: object) -> None:
+    """Print a struct, or plain values, as indented JSON in ASCII."""
     import json
 
-    print(printable_source(json.dumps(json.loads(value) if isinstance(value, bytes) else value, indent=2)))  # DEL is ASCII
+    import msgspec
+
+    print(printable_source(json.dumps(msgspec.to_builtins(value, str_keys=True), indent=2)))  # DEL is ASCII
 
 
 def print_rich(*renderables: Any) -> None:

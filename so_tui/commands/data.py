@@ -32,11 +32,10 @@ def data(arguments: argparse.Namespace) -> int:
             progress.show(f"{event.message} …")
             continue
         progress.clear()
-        preview, answer = event
         if arguments.json:
-            print_json(answer)
+            print_json(event)
         else:
-            _print(console(), preview)
+            _print(console(), event)
     return 0
 
 

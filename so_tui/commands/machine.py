@@ -7,13 +7,30 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from msgspec import Struct
+
 from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
+from so_tui.machine.described import MACHINES, Description, named_machine
+from so_tui.machine.doctor.types import Finding
 from so_tui.spec import InputError, Problem
+
+
+class KnownMachines(Struct, frozen=True):
+    """What ``machines --json`` prints."""
+
+    machines: dict[str, Description]
+
+
+class Findings(Struct, frozen=True):
+    """What ``doctor --json`` prints."""
+
+    findings: tuple[Finding, ...]
+    """Worst first."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print the machine, for people or as the JSON that ``--machine`` reads back."""
-    from so_tui.machine import inspect_machine, machine_json
+    from so_tui.machine import inspect_machine
 
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
     if sysroot is not None and not (sysroot / "sys").is_dir():
@@ -25,7 +42,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         raise InputError([Problem(code="unused-option", field="--hostname", value=arguments.hostname, message=message, remedy=remedy)])
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if arguments.json:
-        print_json(machine_json(machine))
+        print_json(machine)
     else:
         from so_tui.machine.show import render
 
@@ -35,20 +52,16 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def machines(arguments: argparse.Namespace) -> int:
     """List the machines that ``--machine`` knows by name, or show one as ``inspect`` shows this machine."""
-    import msgspec
-
-    from so_tui.machine import machine_json
-    from so_tui.machine.described import MACHINES, named_machine
     from so_tui.machine.show import render, render_described
 
     if arguments.name:
         machine = named_machine(arguments.name)
         if arguments.json:
-            print_json(machine_json(machine))
+            print_json(machine)
         else:
             print_rich(render(machine))
     elif arguments.json:
-        print_json(msgspec.json.encode({"machines": MACHINES}))
+        print_json(KnownMachines(MACHINES))
     else:
         print_rich(render_described(MACHINES))
     return 0
@@ -68,8 +81,6 @@ def _fix(out: TextIO) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
-    import msgspec
-
     from so_tui.folders import default_runs_dir
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings
@@ -88,7 +99,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         _fix(sys.stderr if arguments.json else sys.stdout)  # with --json, stdout has only the findings
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
-        print_json(msgspec.json.encode({"findings": found}))
+        print_json(Findings(tuple(found)))
     else:
         print_rich(render_findings(found))
     return 3 if any(finding.severity == "blocks" for finding in found) else 0

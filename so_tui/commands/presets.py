@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import argparse
 
+from msgspec import Struct
+
 from so_tui.commands.common import chosen_changes, chosen_spec, print_json, print_rich
 from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
+from so_tui.spec.preset_file import Origin
 from so_tui.spec.wording import shown
 from so_tui.trust.printable import printable_line, printable_source, so_tui_command
 from so_tui.units import count
+
+
+class ListedPreset(Struct, frozen=True):
+    """A preset of ``presets --json``."""
+
+    name: str
+    title: str
+    gpus: int
+    model: str
+    origin: Origin
+    path: str
+
+
+class Presets(Struct, frozen=True):
+    """What ``presets --json`` prints."""
+
+    presets: tuple[ListedPreset, ...]
+    problems: tuple[str, ...]
+
+
+class AddedPreset(Struct, frozen=True, kw_only=True):
+    """What ``presets add --json`` prints."""
+
+    name: str
+    path: str
+    parameters: int
+    leaf_modules: tuple[str, ...]
+    gpus: int
+    sequence_length: int
+    notes: tuple[str, ...]
 
 
 def presets(arguments: argparse.Namespace) -> int:
@@ -28,18 +61,11 @@ def presets(arguments: argparse.Namespace) -> int:
         return 0
     catalog = load_catalog()
     if arguments.json:
-        listed = [
-            {
-                "name": name,
-                "title": preset.spec.title or name,
-                "gpus": preset.spec.ranks,
-                "model": preset.spec.model.id,
-                "origin": preset.origin,
-                "path": preset.path,
-            }
+        listed = (
+            ListedPreset(name, preset.spec.title or name, preset.spec.ranks, preset.spec.model.id, preset.origin, preset.path)
             for name, preset in catalog.presets.items()
-        ]
-        print_json({"presets": listed, "problems": [str(problem) for problem in catalog.problems]})
+        )
+        print_json(Presets(tuple(listed), tuple(map(str, catalog.problems))))
     else:
         from rich.table import Table
 
@@ -96,8 +122,16 @@ def _add(arguments: argparse.Namespace) -> int:
     path = add_preset(described)
     spec, model = described.spec, described.spec.model
     if arguments.json:
-        values = {"name": spec.name, "path": str(path), "parameters": model.parameter_count, "leaf_modules": model.leaf_modules}
-        print_json({**values, "gpus": spec.ranks, "sequence_length": spec.data.sequence_length, "notes": described.notes})
+        added = AddedPreset(
+            name=spec.name,
+            path=str(path),
+            parameters=model.parameter_count,
+            leaf_modules=tuple(model.leaf_modules),
+            gpus=spec.ranks,
+            sequence_length=spec.data.sequence_length,
+            notes=tuple(described.notes),
+        )
+        print_json(added)
         return 0
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")

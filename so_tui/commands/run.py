@@ -8,6 +8,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from so_tui.commands.common import chosen_changes, chosen_spec, machine_for, print_json, print_rich, usable_terminal
 from so_tui.commands.progress import exit_code_of, follow
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
@@ -15,6 +17,13 @@ from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
+
+
+class StartedRun(Struct, frozen=True):
+    """What ``run --detach --json`` prints."""
+
+    name: str
+    path: str
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,10 +60,10 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
 
 
 def _print_launch(launch: Launch, *, as_json: bool) -> None:
-    from so_tui.launch.render import launch_json, render_launch
+    from so_tui.launch.render import render_launch, shown_launch
 
     if as_json:
-        print_json(launch_json(launch))
+        print_json(shown_launch(launch))
     else:
         print_rich(render_launch(launch))
 
@@ -114,7 +123,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
     """Show the dashboard, progress lines or only the name. Return the run's exit code if it has ended, else 0."""
     if getattr(arguments, "detach", False):
         if getattr(arguments, "json", False):
-            print_json({"name": target.name, "path": str(target.path)})
+            print_json(StartedRun(target.name, str(target.path)))
         else:
             print(target.name)
         return 0

@@ -8,18 +8,43 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from so_tui.commands.common import print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs
 from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.liveness import sighting
 from so_tui.runs.own import refuse_another_users
-from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.records import FINAL_STATES, RunState, State
 from so_tui.spec import InputError
 from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+class ListedRun(Struct, frozen=True, kw_only=True):
+    """A run of ``runs --json``."""
+
+    name: str
+    path: str
+    state: State
+    step: int
+    total_steps: int
+    loss: float | None
+    started: float | None
+    """Unix seconds."""
+    attempts: int
+    reason: str
+
+
+class Runs(Struct, frozen=True):
+    """What ``runs --json`` prints."""
+
+    runs: tuple[ListedRun, ...]
+    """Newest first."""
+
 
 _HEADINGS = ("name", "state", "step", "loss", "started")
 _ROOM_FOR_REASONS = 110
@@ -36,7 +61,7 @@ def runs(arguments: argparse.Namespace) -> int:
         ensure_supervised(run, own_processes)
         listed.append((run, _state(run)))
     if arguments.json:
-        print_json({"runs": [{"name": run.name, "path": str(run.path), **_summary(state)} for run, state in listed]})
+        print_json(Runs(tuple(_listed(run, state) for run, state in listed)))
         return 0
     if not listed:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
@@ -93,16 +118,18 @@ def _state(run: RunDirectory) -> RunState:
         return RunState(name=run.name, state="lost", reason=str(error.problems[0].message))
 
 
-def _summary(state: RunState) -> dict[str, object]:
-    return {
-        "state": state.state,
-        "step": state.step,
-        "total_steps": state.total_steps,
-        "loss": state.loss,
-        "started": state.started,
-        "attempts": state.attempt,
-        "reason": state.reason,
-    }
+def _listed(run: RunDirectory, state: RunState) -> ListedRun:
+    return ListedRun(
+        name=run.name,
+        path=str(run.path),
+        state=state.state,
+        step=state.step,
+        total_steps=state.total_steps,
+        loss=state.loss,
+        started=state.started,
+        attempts=state.attempt,
+        reason=state.reason,
+    )
 
 
 def stop(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any
 
 import msgspec
 from msgspec import Struct, field
@@ -176,14 +175,14 @@ class DataPreview(Tally, frozen=True, kw_only=True):
 prepare(Progress, DataPreview)
 
 
-def preview_data(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | tuple[DataPreview, dict[str, Any]]]:
-    """Yield progress, then the preview with ``rows`` sample rows and the answer that it was read from.
+def preview_data(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | DataPreview]:
+    """Yield progress, then the preview with ``rows`` sample rows.
 
     A cancelled preview just ends. Raises the errors of ``call_tool``.
     """
     for answer in stream_tool("data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel):
         if answer.get("done"):
             if "problems" not in answer:  # else the helper's exit raises them
-                yield msgspec.convert(answer, DataPreview), answer
+                yield msgspec.convert(answer, DataPreview)
         else:
             yield msgspec.convert(answer, Progress)

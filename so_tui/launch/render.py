@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+from msgspec import Struct
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,11 +16,39 @@ from so_tui.launch.preparation import Launch
 from so_tui.machine import cpu_ranges
 from so_tui.plan import plan_tree
 from so_tui.plan.messages import deepspeed_text
-from so_tui.plan.types import MemoryPolicy, RankBinding
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.trust.printable import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
 
 _VERDICTS = {"fits": ("✓", "bold green"), "tight": ("~", "bold yellow"), "does not fit": ("✗", "bold red")}
+
+
+class ShownBinding(Struct, frozen=True, kw_only=True):
+    """The binding of a rank in ``run --dry-run --json``."""
+
+    rank: int
+    gpu: int | None
+    numa_node: int | None
+    cpus: tuple[int, ...]
+    memory_policy: MemoryPolicy
+    deepspeed: DeepSpeedBinding
+    """What DeepSpeed's launcher does with our core list, and below without it."""
+    deepspeed_alone: DeepSpeedBinding | None
+
+
+class ShownLaunch(Struct, frozen=True, kw_only=True):
+    """What ``run --dry-run --json`` prints."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str | None]
+    """Changes of the environment; None removes a variable."""
+    placeholders: dict[str, str]
+    """What stands in ``argv`` and ``env`` for values that are known at the start, and their meanings."""
+    ds_config: dict[str, Any]
+    binding: tuple[ShownBinding, ...]
+    plan: dict[str, Any]
+    """As ``plan_tree`` returns it."""
+    batch_script: str
 
 
 def render_launch(launch: Launch) -> RenderableType:
@@ -46,29 +77,27 @@ def render_launch(launch: Launch) -> RenderableType:
     )
 
 
-def launch_json(launch: Launch) -> bytes:
+def shown_launch(launch: Launch) -> ShownLaunch:
     """Return what ``run --dry-run --json`` prints."""
-    return msgspec.json.encode(
-        {
-            "argv": launch.argv,
-            "env": environment.shown(launch.environment),
-            "placeholders": _placeholders(launch),
-            "ds_config": launch.ds_config,
-            "binding": [
-                {
-                    "rank": rank.rank,
-                    "gpu": rank.gpu,
-                    "numa_node": rank.numa_node,
-                    "cpus": rank.cpus,
-                    "memory_policy": rank.memory_policy,
-                    "deepspeed": rank.deepspeed,
-                    "deepspeed_alone": rank.deepspeed_unlisted,
-                }
-                for rank in launch.plan.binding
-            ],
-            "plan": plan_tree(launch.plan),
-            "batch_script": executor_of(launch.spec).preview(launch),
-        }
+    return ShownLaunch(
+        argv=launch.argv,
+        env=environment.shown(launch.environment),
+        placeholders=_placeholders(launch),
+        ds_config=launch.ds_config,
+        binding=tuple(
+            ShownBinding(
+                rank=rank.rank,
+                gpu=rank.gpu,
+                numa_node=rank.numa_node,
+                cpus=rank.cpus,
+                memory_policy=rank.memory_policy,
+                deepspeed=rank.deepspeed,
+                deepspeed_alone=rank.deepspeed_unlisted,
+            )
+            for rank in launch.plan.binding
+        ),
+        plan=plan_tree(launch.plan),
+        batch_script=executor_of(launch.spec).preview(launch),
     )
 
 

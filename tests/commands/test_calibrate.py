@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from so_tui.spec import SoTuiError
 from so_tui_trainer.tools import calibrate
 from so_tui_trainer.tools.calibrate import rank_counts
 from tests.support.machines import x86
+from tests.support.schemas import valid
 
 
 @pytest.mark.slow
 def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = valid("calibrate", capsys.readouterr().out)
     rates = answer["calibration"]["rates"]
     assert Path(answer["path"]).is_file()
     assert rates["seconds"] < 60

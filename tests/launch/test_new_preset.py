@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from so_tui.cli import main
 from so_tui.folders import user_folder
 from so_tui.launch.new_preset import add_preset, describe_model, preset_name
 from so_tui.plan import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
+from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
@@ -110,6 +112,14 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     assert describe_model(str(model), name="other", changes=settled).notes == ()
     assert "is read from the model" in refusal(model, name="other", changes={"model.config.vocab_size": "2048"})
     assert make_plan(spec, superchips(1)).fits
+
+
+def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder(tmp_path, "moe", model_type="qwen3_moe", **MOE)
+    assert main(["presets", "add", str(model), "--name", "mine", "--json"]) == 0
+    answer = valid("presets-add", capsys.readouterr().out)
+    assert answer["parameters"] == find_preset("mine").spec.model.parameter_count
+    assert answer["leaf_modules"] == ["Qwen3MoeSparseMoeBlock"]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from so_tui.launch import launch_of, prepare, preview
 from so_tui.launch.attempt_files import read_launch, write_launch
 from so_tui.launch.placeholders import Placeholder
 from so_tui.launch.preparation import visible_machine
-from so_tui.launch.render import launch_json
+from so_tui.launch.render import shown_launch
 from so_tui.machine.types import Gpu, Software
 from so_tui.runs import create_run, new_attempt
 from so_tui.spec import OffloadSpec, Refused, RunSpec, find_preset
@@ -52,7 +52,9 @@ def test_a_list_of_gpus_is_kept(tiny: RunSpec) -> None:
 
 
 def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
-    document = json.loads(launch_json(prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"})))
+    document = json.loads(
+        msgspec.json.encode(shown_launch(prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"})))
+    )
     assert document.keys() == {"argv", "env", "placeholders", "ds_config", "binding", "plan", "batch_script"}
     assert document["placeholders"].keys() == {placeholder.value for placeholder in Placeholder}
     rank = document["binding"][1]

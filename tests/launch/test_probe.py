@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from so_tui.runs.records import PhaseRecord, Sample
 from so_tui.spec import find_preset, with_values
 from tests.support.plans import cpu_machine
 from tests.support.records import step_record
+from tests.support.schemas import valid
 
 SPEC = with_values(find_preset("qwen3-4b-random").spec, {"offload.mode": "gpu", "model.activation_checkpointing": "full"})
 
@@ -101,7 +101,7 @@ def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.C
 @pytest.mark.slow
 def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", "data.held_out=400"]) == 0  # more than the embedded rows
-    answer = json.loads(capsys.readouterr().out)
+    answer = valid("plan", capsys.readouterr().out)
     actual = answer["probe"]["actual"]
     parts = actual["forward_s"] + actual["backward_s"] + actual["exposed_optimizer_s"]
     assert 0 < parts < 1.05 * actual["step_s"]

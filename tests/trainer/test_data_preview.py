@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from so_tui_trainer.tools.data import histogram
 from so_tui_trainer.tools.prepare import prepare
 from tests.support.launching import tiny
 from tests.support.problems import refusal
+from tests.support.schemas import valid
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +32,14 @@ def mixture(folder: Path) -> str:
     return f'[{{source = "{folder}/many.jsonl", weight = 3}}, {{source = "{folder}/few.jsonl"}}]'
 
 
-def look(**changes: str) -> tuple[DataPreview, dict[str, Any], list[Progress]]:
+def look(**changes: str) -> tuple[DataPreview, list[Progress]]:
     *progress, last = preview_data(tiny(**changes), 4)
-    assert isinstance(last, tuple)
-    return last[0], last[1], [event for event in progress if isinstance(event, Progress)]
+    assert isinstance(last, DataPreview)
+    return last, [event for event in progress if isinstance(event, Progress)]
 
 
 def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) -> None:
-    preview, answer, progress = look(data__source=mixture(tmp_path), data__format="auto", data__sequence_length="64")
+    preview, progress = look(data__source=mixture(tmp_path), data__format="auto", data__sequence_length="64")
     assert progress[-1].done_rows == progress[-1].total_rows == 32
     assert (preview.rows, preview.documents, preview.dropped) == (32, 31, 1)
     many, few = preview.sources
@@ -53,14 +53,13 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     assert sum(document.tokens for document in preview.sequence.documents) == preview.sequence.tokens
     assert sum(entry.documents for entry in preview.histogram) == preview.documents
     assert sum(entry.tokens for entry in preview.histogram) == preview.tokens
-    assert {"rows", "trained_tokens", "truncated", "dropped", "packing_efficiency", "samples"} <= answer.keys()
     cells = preview.sequence_cells(80)
     assert len(cells) == len(preview.sequence.documents) + 1
     assert sum(cells) == 80
 
 
 def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
-    preview, _, _ = look(data__held_out="20")
+    preview, _ = look(data__held_out="20")
     assert preview.sequences < look()[0].sequences
     assert preview.sources[0].times_an_epoch == pytest.approx(335 / 355)
     facts = {name: (figure, meaning) for name, figure, meaning in preview.facts()}
@@ -124,6 +123,6 @@ def test_what_a_terminal_would_obey_is_shown_as_a_picture() -> None:
 
 def test_the_command_answers_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "tiny", "--rows", "2", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = valid("data", capsys.readouterr().out)
     assert answer["rows"] == 355
     assert len(answer["samples"]) == 2

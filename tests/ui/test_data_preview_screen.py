@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual.widgets import Button, Static
@@ -21,7 +20,7 @@ from tests.support.screen import Driver, opened
 pytestmark = pytest.mark.usefixtures("_short_form")
 SLOW_S = 120
 """A helper process imports transformers, which takes its time on a busy machine."""
-Answer = Progress | tuple[DataPreview, dict[str, Any]]
+Answer = Progress | DataPreview
 
 
 @pytest.fixture(autouse=True)

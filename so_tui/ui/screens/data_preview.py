@@ -105,7 +105,7 @@ class DataPreviewScreen(ModalScreen[None]):
 
         try:
             for event in preview_data(self._spec, rows, cancel):
-                self.post_message(Progressed(event) if isinstance(event, Progress) else Previewed(event[0]))
+                self.post_message(Progressed(event) if isinstance(event, Progress) else Previewed(event))
         except InputError as error:
             lines = [
                 Content.assemble((f"{label(problem.field)} ", "bold"), f"{problem.value}: {problem.message}\n", (problem.remedy, "$accent"))

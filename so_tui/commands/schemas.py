@@ -1,0 +1,101 @@
+"""Write the JSON schemas of what commands print with ``--json``: ``python -m so_tui.commands.schemas docs/schemas``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.commands.calibrate import Measured
+from so_tui.commands.machine import Findings, KnownMachines
+from so_tui.commands.presets import AddedPreset, Presets
+from so_tui.commands.run import StartedRun
+from so_tui.commands.runs import Runs
+from so_tui.launch.data_preview import DataPreview
+from so_tui.launch.render import ShownLaunch
+from so_tui.machine.types import Machine
+from so_tui.plan.calibration import Probe
+from so_tui.plan.facts import Fact
+from so_tui.plan.types import Plan
+from so_tui.spec import RunSpec
+
+Schema = dict[str, Any]
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_TYPES = {
+    "inspect": Machine,
+    "machines": KnownMachines,
+    "doctor": Findings,
+    "calibrate": Measured,
+    "presets": Presets,
+    "preset": RunSpec,
+    "presets-add": AddedPreset,
+    "data": DataPreview,
+    "run-detach": StartedRun,
+    "runs": Runs,
+}
+_TEXT: Schema = {"type": "string"}
+_NULL: Schema = {"type": "null"}
+
+
+def schemas() -> dict[str, Schema]:
+    """Return the schemas by name."""
+    return {name: {"$schema": _DIALECT, "title": name, **schema} for name, schema in _schemas()}
+
+
+def _schemas() -> Iterator[tuple[str, Schema]]:
+    for name, kind in _TYPES.items():
+        yield name, msgspec.json.schema(kind)
+    (launch, plan), types = _with_plan(ShownLaunch)
+    types["ShownLaunch"]["properties"]["plan"] = plan
+    yield "run-dry-run", {**launch, "$defs": types}
+    (probe, plan), types = _with_plan(Probe)
+    _as_plans_json(types)
+    plans = {"plans": {"type": "array", "items": plan}, "probe": probe, "path": _TEXT}
+    yield "plan", {"type": "object", "properties": plans, "required": ["plans"], "$defs": types}
+
+
+def _with_plan(kind: type[Struct]) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
+    """Return the schemas of a type and of a plan as ``plan_tree`` returns it, with texts for facts and the facts beside them."""
+    (own, plan, fact), types = msgspec.json.schema_components([kind, Plan, Fact], ref_template="#/$defs/{name}")
+    texts = {"type": "array", "items": _TEXT}
+    types["Plan"]["properties"] |= {
+        "reasons": texts,
+        "remedies": texts,
+        "warnings": texts,
+        "facts": {"type": "array", "items": _extended(fact, role={"enum": ["reason", "remedy", "warning"]}, message=_TEXT)},
+        "shortage": {"anyOf": [_extended({"$ref": "#/$defs/Shortage"}, place=_TEXT), _NULL]},
+        "speed_source": _TEXT,
+        "speed": {"anyOf": [{"$ref": "#/$defs/SpeedSource"}, _NULL]},
+    }
+    types["Plan"]["required"] += ["facts", "speed"]
+    return (own, plan), types
+
+
+def _extended(schema: Schema, **fields: Schema) -> Schema:
+    return {"allOf": [schema, {"type": "object", "properties": fields, "required": [*fields]}]}
+
+
+def _as_plans_json(types: dict[str, Schema]) -> None:
+    """Change a plan into one of ``plans_json``, which has settings in place of the spec."""
+    plan = types["Plan"]
+    plan["properties"]["settings"] = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+    del plan["properties"]["spec"]
+    plan["required"] = [*(key for key in plan["required"] if key != "spec"), "settings"]
+    for name in msgspec.json.schema_components([RunSpec])[1]:
+        del types[name]
+
+
+def schema_text(schema: Schema) -> str:
+    """Return a schema as it is published."""
+    return json.dumps(schema, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    for name, schema in schemas().items():
+        (Path(sys.argv[1]) / f"{name}.json").write_text(schema_text(schema))
