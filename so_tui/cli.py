@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         offer_words(parser)
     arguments = parser.parse_args(argv)
+    if arguments.verbose:
+        from so_tui.commands.verbose import log_to_stderr
+
+        log_to_stderr()
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
     try:

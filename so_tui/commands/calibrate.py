@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from so_tui.commands.common import print_json, print_rich
+from so_tui.commands.common import note, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.calibration import Calibration, Rates, calibration_of, store
 
@@ -45,7 +44,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     try:
         for answer in stream_tool("calibrate", request_of(mine)):
             if message := answer.get("message"):
-                print(message, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+                note(arguments, message, stderr=arguments.json)
     finally:
         for lock in held:
             lock.release()
@@ -55,7 +54,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     else:
         print_rich(f"measured in {answer['rates']['seconds']:.0f} s and stored in {path}; plans of this machine use it")
         if not machine.gpus:
-            print_rich("This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.")
+            note(arguments, "This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, 
 from so_tui.trust.printable import printable_line, printable_source
 from so_tui.trust.streams import beneath, console
 
+_LOG = logging.getLogger(__name__)
 _SLURM_OPTIONS = {"partition": "slurm.partition", "account": "slurm.account", "time": "slurm.time_limit"}
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
@@ -20,8 +22,9 @@ _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
     """Return the named preset or file with ``--set`` and ``--gpus`` applied. Raises InputError."""
     changes = chosen_changes(arguments)
-    spec = find_preset(arguments.preset).spec
-    return with_values(spec, changes) if changes else spec
+    preset = find_preset(arguments.preset)
+    _LOG.info("preset %s: %s, %s", preset.spec.name, preset.origin, preset.path)
+    return with_values(preset.spec, changes) if changes else preset.spec
 
 
 def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
@@ -89,6 +92,12 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
 def usable_terminal() -> bool:
     """Return whether a screen can be shown. Textual does not check, and would write escape codes into a pipe."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "")
+
+
+def note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> None:
+    """Print a line of progress or a note, unless ``--quiet`` is given. With ``stderr``, stdout has only results."""
+    if not arguments.quiet:
+        print(printable_line(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
 def print_json(value: object) -> None:

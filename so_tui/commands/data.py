@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import ProgressLine, chosen_spec, print_json
+from so_tui.commands.common import ProgressLine, chosen_spec, note, print_json
 from so_tui.spec import spec_tree
-from so_tui.trust.printable import printable_line
 from so_tui.trust.streams import console
 from so_tui.units import thousands
 
@@ -26,7 +25,7 @@ def data(arguments: argparse.Namespace) -> int:
     from so_tui.launch.data_preview import Progress, preview_data
 
     spec = chosen_spec(arguments)
-    progress = ProgressLine(shown=not arguments.json)
+    progress = ProgressLine(shown=not (arguments.json or arguments.quiet))
     for event in preview_data(spec, arguments.rows):
         if isinstance(event, Progress):
             progress.show(f"{event.message} …")
@@ -143,5 +142,5 @@ def _follow(tool: str, arguments: argparse.Namespace) -> int:
 
     for event in stream_tool(tool, {"spec": spec_tree(chosen_spec(arguments))}):
         if message := event.get("message"):
-            print(printable_line(str(message)), flush=True)
+            note(arguments, str(message))
     return 0

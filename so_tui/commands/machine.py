@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from msgspec import Struct
 
-from so_tui.commands.common import chosen_machine, chosen_spec, print_json, print_rich
+from so_tui.commands.common import chosen_machine, chosen_spec, note, print_json, print_rich
 from so_tui.machine.described import MACHINES, Description, named_machine
 from so_tui.machine.doctor.types import Finding
 from so_tui.spec import InputError, Problem
@@ -67,13 +66,13 @@ def machines(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fix(out: TextIO) -> None:
+def _fix(arguments: argparse.Namespace) -> None:
     """Compile the kernels that the first run would otherwise compile while all its ranks wait."""
     from so_tui.launch.helpers import call_tool
 
-    print("compiling the CPU Adam kernels; the first time, this takes up to a minute …", file=out, flush=True)
+    note(arguments, "compiling the CPU Adam kernels; the first time, this takes up to a minute …", stderr=arguments.json)
     answer = call_tool("build_ops", {})
-    print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=out)
+    print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=sys.stderr if arguments.json else sys.stdout)
     if answer["deepspeed"]:
         reason = f"DeepSpeed's own kernel, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
         print(reason, file=sys.stderr)
@@ -96,7 +95,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         plan = make_plan(chosen_spec(arguments), machine)
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
     if arguments.fix:
-        _fix(sys.stderr if arguments.json else sys.stdout)  # with --json, stdout has only the findings
+        _fix(arguments)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(Findings(tuple(found)))

@@ -40,6 +40,7 @@ class _Options(NamedTuple):
     runs_dir: argparse.ArgumentParser
     changes: argparse.ArgumentParser
     slurm: argparse.ArgumentParser
+    output: argparse.ArgumentParser
 
 
 class _ShowVersion(argparse.Action):
@@ -62,7 +63,7 @@ class _Commands:
     def add(self, name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a command with the options of ``parents``, and return its parser."""
         description = f"{text[0].upper()}{text[1:]}."
-        command = self._commands.add_parser(name, help=text, description=description, parents=list(parents))
+        command = self._commands.add_parser(name, help=text, description=description, parents=[*parents, self.options.output])
         command.set_defaults(handler=handler, takes_machine=self.options.machine in parents)
         return command
 
@@ -77,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show version and commit, and exit")
     parser.add_argument("--machine", metavar=_MACHINE, help=f"plan for another machine: {_MACHINE_HELP}")
+    _add_output_options(parser, default=False)
     parser.set_defaults(handler="screen:open_screen", runs_dir=None, takes_machine=True)
     commands = _Commands(parser)
     _add_machine_commands(commands)
@@ -102,11 +104,17 @@ def _shared_options() -> _Options:
     options.slurm.add_argument("--partition", metavar="NAME", help="run on this Slurm partition: short for --set slurm.partition=NAME")
     options.slurm.add_argument("--account", metavar="NAME", help="Slurm account: short for --set slurm.account=NAME")
     options.slurm.add_argument("--time", metavar="LIMIT", help="time limit of a job, HH:MM:SS: short for --set slurm.time_limit=LIMIT")
+    _add_output_options(options.output, default=argparse.SUPPRESS)
     return options
 
 
+def _add_output_options(parser: argparse.ArgumentParser, default: object) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", default=default, help="print results and errors only")
+    parser.add_argument("-v", "--verbose", action="store_true", default=default, help="also print what is decided and called, on stderr")
+
+
 def _add_machine_commands(commands: _Commands) -> None:
-    json, machine, runs_dir, changes, _ = commands.options
+    json, machine, runs_dir, changes, *_ = commands.options
     inspect = commands.add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json)
     inspect.add_argument("--sysroot", metavar="DIR", help="read another /sys and /proc")
     inspect.add_argument("--hostname", metavar="NAME", help="name of the machine of --sysroot, if its files do not contain one")
@@ -121,7 +129,7 @@ def _add_machine_commands(commands: _Commands) -> None:
 
 
 def _add_plan(commands: _Commands) -> None:
-    json, machine, _, changes, slurm = commands.options
+    json, machine, _, changes, slurm, _ = commands.options
     plan = commands.add("plan", "plan:plan", "show what fits here and how fast; with a preset, all figures", json, machine, changes, slurm)
     plan.add_argument("preset", nargs="?", metavar=_PRESET)
     plan.add_argument(
@@ -137,7 +145,7 @@ def _add_plan(commands: _Commands) -> None:
 
 
 def _add_preset_commands(commands: _Commands) -> None:
-    json, _, _, changes, _ = commands.options
+    json, _, _, changes, *_ = commands.options
     text = "list the presets; with a name, print that one; `add MODEL` makes a new one"
     presets = commands.add("presets", "presets:presets", text, json, changes)
     presets.add_argument("preset", nargs="?", metavar=f"{_PRESET}|add", help="`add` makes a preset from MODEL; ./add is a file")
@@ -155,7 +163,7 @@ def _add_preset_commands(commands: _Commands) -> None:
 
 
 def _add_run(commands: _Commands) -> None:
-    json, machine, runs_dir, changes, slurm = commands.options
+    json, machine, runs_dir, changes, slurm, _ = commands.options
     run = commands.add("run", "run:run", "train: start the run and show it", json, machine, runs_dir, changes, slurm)
     run.add_argument("preset", metavar=_PRESET)
     how = run.add_mutually_exclusive_group()
@@ -167,7 +175,7 @@ def _add_run(commands: _Commands) -> None:
 
 
 def _add_run_commands(commands: _Commands) -> None:
-    json, _, runs_dir, changes, slurm = commands.options
+    json, _, runs_dir, changes, slurm, _ = commands.options
 
     def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add(name, handler, text, runs_dir, *parents)

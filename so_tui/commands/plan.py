@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, machine_for, print_json, print_rich
+from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, machine_for, note, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, find_preset, load_catalog
-from so_tui.trust.printable import printable_line
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -38,9 +36,14 @@ def plan(arguments: argparse.Namespace) -> int:
                 # On one line, so that it can be copied.
                 others = {key: value for key, value in changes.items() if key != "gpus"}
                 given = find_preset(arguments.preset).spec
-                print(f"\nto run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}")
+                note(arguments, "")
+                note(arguments, f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}")
             elif fixed:
-                print("\nThis is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.")
+                note(arguments, "")
+                note(
+                    arguments,
+                    "This is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.",
+                )
         return 0 if chosen.fits else 3
     machine = _machine_of_table(arguments)
     counts = _counts(arguments)
@@ -51,7 +54,10 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
-        print_rich(render_table(rows, machine), *left_out, *(str(problem) for problem in catalog.problems))
+        print_rich(render_table(rows, machine))
+        for text in left_out:
+            note(arguments, text)
+        print_rich(*map(str, catalog.problems))
     return 0
 
 
@@ -99,9 +105,9 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
 
     def report(record: object) -> None:
         if isinstance(record, StepRecord):
-            print(f"step {record.step}: {record.step_s:.3f} s", file=sys.stderr, flush=True)
+            note(arguments, f"step {record.step}: {record.step_s:.3f} s", stderr=True)
         elif isinstance(record, PhaseRecord):
-            print(printable_line(record.detail or record.phase), file=sys.stderr, flush=True)
+            note(arguments, record.detail or record.phase, stderr=True)
 
     launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
     run = run_to_end(launch, probes_dir(), report)

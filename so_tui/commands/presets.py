@@ -6,7 +6,7 @@ import argparse
 
 from msgspec import Struct
 
-from so_tui.commands.common import chosen_changes, chosen_spec, print_json, print_rich
+from so_tui.commands.common import chosen_changes, chosen_spec, note, print_json, print_rich
 from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.preset_file import Origin
@@ -136,8 +136,8 @@ def _add(arguments: argparse.Namespace) -> int:
     experts = f", experts in {', '.join(model.leaf_modules)}" if model.leaf_modules else ""
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
     print(printable_line(f"saved as {path}"))
-    for note in described.notes:
-        print(printable_line(f"note: {note}"))
-    print(f"next: {so_tui_command('plan', spec.name)}    what it needs here")
-    print(f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data")
+    for text in described.notes:
+        note(arguments, f"note: {text}")
+    note(arguments, f"next: {so_tui_command('plan', spec.name)}    what it needs here")
+    note(arguments, f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data")
     return 0

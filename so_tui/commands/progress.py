@@ -40,8 +40,8 @@ def exit_code_of(run: RunDirectory) -> int | None:
     return EXIT_CODES.get(current_state(run).state)
 
 
-def follow(run: RunDirectory, *, owner: bool) -> int:
-    """Print progress until the run ends, and return its exit code.
+def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
+    """Print progress until the run ends, and return its exit code. ``quiet`` prints only how it ended.
 
     An interrupt asks the run to stop if this command started it (``owner``), and otherwise only stops watching. SIGUSR1, a scheduler's
     warning, and SIGTERM, with which containers and schedulers end a job, do the same: both may reach only this process. A lost terminal
@@ -55,9 +55,9 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
     if owner:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda received, _: _ask_to_stop(run, signal.Signals(received)))
-    print(printable_line(f"run {run.name} in {run.path}"), flush=True)
     reader = RunReader(run, state_of=current_state)
-    printer = _Printer()
+    printer = _Printer(quiet=quiet)
+    printer.note(printable_line(f"run {run.name} in {run.path}"))
     stopping, waiting = False, ""
     checked = time.monotonic()
     while True:
@@ -67,7 +67,7 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
                 printer.show(record)
             if update.state is not None and update.state.state == "queued" and update.state.detail != waiting:
                 waiting = update.state.detail
-                print(brief_message(f"queued: {waiting}"), flush=True)
+                printer.note(brief_message(f"queued: {waiting}"))
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 return printer.finish(run, update.state)
             # The supervisor may have been killed; every reader replaces it.
@@ -81,11 +81,11 @@ def follow(run: RunDirectory, *, owner: bool) -> int:
             if not owner:
                 return 130
             if stopping:
-                print(f"\nno longer watching; {run.name} stops by itself after its step", flush=True)
+                printer.note(f"\nno longer watching; {run.name} stops by itself after its step")
                 return 4
             stopping = True
             control.request(run, "stop")
-            print("\nstopping after this step, with a checkpoint (interrupt again to stop watching)", flush=True)
+            printer.note("\nstopping after this step, with a checkpoint (interrupt again to stop watching)")
 
 
 def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
@@ -95,11 +95,17 @@ def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
 class _Printer:
     """Prints records as lines, but not every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
         self._total_steps = 0
         self._last_step_line = 0.0
         self._step_times: list[float] = []
         self._pending: StepRecord | None = None
+
+    def note(self, text: str) -> None:
+        """Print what is neither result nor error."""
+        if not self._quiet:
+            print(text, flush=True)
 
     def show(self, record: MetricRecord) -> None:
         if not isinstance(record, StepRecord):
@@ -132,7 +138,7 @@ class _Printer:
                 self._line(record.time, f"resumed from step {record.step}")
             case EndRecord():
                 for name, value in record.summary.items():
-                    self._line(record.time, f"{name}: {value:.6g}")
+                    print(_line(record.time, f"{name}: {value:.6g}"), flush=True)
 
     def _step(self, record: StepRecord) -> None:
         self._step_times = [*self._step_times[-19:], record.step_s]
@@ -166,9 +172,12 @@ class _Printer:
             print(f"`{so_tui_command('logs', run.name)}` shows what its processes wrote", file=sys.stderr)
         return EXIT_CODES[state.state]
 
-    @staticmethod
-    def _line(when: float, text: str) -> None:
-        print(f"{datetime.fromtimestamp(when):%H:%M:%S} {brief_line(text, _LONGEST_LINE)}", flush=True)
+    def _line(self, when: float, text: str) -> None:
+        self.note(_line(when, text))
+
+
+def _line(when: float, text: str) -> str:
+    return f"{datetime.fromtimestamp(when):%H:%M:%S} {brief_line(text, _LONGEST_LINE)}"
 
 
 def _evaluated(record: EvaluationRecord) -> str:

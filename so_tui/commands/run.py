@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from so_tui.commands.common import chosen_changes, chosen_spec, machine_for, print_json, print_rich, usable_terminal
+from so_tui.commands.common import chosen_changes, chosen_spec, machine_for, note, print_json, print_rich, usable_terminal
 from so_tui.commands.progress import exit_code_of, follow
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
 from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
@@ -37,13 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
-            _report_warnings(tuple(str(problem) for problem in missing_inputs(spec)))
+            _report_warnings(arguments, tuple(str(problem) for problem in missing_inputs(spec)))
         _print_launch(_prepared(spec, arguments), as_json=arguments.json)
         return 0
     _interrupt_on_termination(arguments)
     launch = _prepared(spec, arguments)
     if not arguments.no_preflight:
-        _report_warnings(preflight(launch, runs_dir=arguments.runs_dir))
+        _report_warnings(arguments, preflight(launch, runs_dir=arguments.runs_dir))
     return _show(start(launch, runs_dir=arguments.runs_dir), arguments, owner=True)
 
 
@@ -78,9 +77,9 @@ def _plain(arguments: argparse.Namespace) -> bool:
     return arguments.plain or not usable_terminal()
 
 
-def _report_warnings(warnings: tuple[str, ...]) -> None:
+def _report_warnings(arguments: argparse.Namespace, warnings: tuple[str, ...]) -> None:
     for warning in warnings:
-        print(f"so-tui: warning: {warning}", file=sys.stderr)
+        note(arguments, f"so-tui: warning: {warning}", stderr=True)
 
 
 def resume(arguments: argparse.Namespace) -> int:
@@ -128,7 +127,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
             print(target.name)
         return 0
     if _plain(arguments):
-        return follow(target, owner=owner)
+        return follow(target, owner=owner, quiet=arguments.quiet)
     from so_tui.commands.screen import show_screen
 
     show_screen(arguments.runs_dir, target)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from so_tui.commands.common import print_json, print_rich
+from so_tui.commands.common import note, print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs
 from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.liveness import sighting
@@ -154,9 +154,9 @@ def stop(arguments: argparse.Namespace) -> int:
         return 0
     seen = sighting(run, state)
     if not seen.by_processes:
-        print(printable_line(f"{run.name} {evidence(state, seen)}"), flush=True)
+        note(arguments, f"{run.name} {evidence(state, seen)}")
     if state.state != "queued":
-        print(printable_line(f"asked {run.name} to stop; waiting for its checkpoint"), flush=True)
+        note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
     state = stop_run(run, grace_s=arguments.grace)
     if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
         ended_state(run)  # refuses it, and says what was seen
@@ -195,6 +195,6 @@ def export(arguments: argparse.Namespace) -> int:
     writable(Path(target), "--to")
     for event in stream_tool("export", {"run": str(run.path), "to": target}):
         if message := event.get("message"):
-            print(printable_line(str(message)), flush=True)
+            note(arguments, str(message))
     print(printable_line(f"wrote {target}"))
     return 0

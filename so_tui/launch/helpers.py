@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -18,7 +19,9 @@ from typing import Any
 
 from so_tui.machine.code_folders import code_folders, make_code_folders
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError
+from so_tui.trust.printable import quoted
 
+_LOG = logging.getLogger(__name__)
 INSTALL_TRAINING = "Install the training extra: pip install 'so-tui[train]'"
 _STDERR_LINES = 5
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -124,7 +127,9 @@ def problem_of(entry: dict[str, Any]) -> Problem:
 
 
 def _argv(name: str) -> list[str]:
-    return [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
+    argv = [sys.executable, "-P", "-m", f"so_tui_trainer.tools.{name}"]
+    _LOG.info("calling %s", quoted(*argv))
+    return argv
 
 
 def _environment() -> dict[str, str]:

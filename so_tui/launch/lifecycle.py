@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import shutil
 import socket
 import time
@@ -39,6 +40,7 @@ from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import close_to_others
 
+_LOG = logging.getLogger(__name__)
 _READY_S = 30.0
 _POLL_S = 0.05
 _AFTER_KILL_S = 60.0
@@ -172,6 +174,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         write_launch(run, attempt, launch)
         token = new_token()
         record_token(run, attempt, token)
+        _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
         handle = executor.start(run, attempt, token)
     except OSError as error:
         message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir."

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from datetime import datetime
+
 from so_tui.launch.partition_machines import seen_machine
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.spec import Refusal, Refused, RunSpec
 from so_tui.trust.printable import so_tui_command
+
+_LOG = logging.getLogger(__name__)
 
 
 def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
@@ -22,7 +27,12 @@ def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
 def machine_of_partition(partition: str, here: Machine | None = None) -> Machine:
     """Return the machine of a partition, or this one if it is empty; otherwise as ``machine_of``."""
     seen = seen_machine(partition) if partition else None
-    return seen.machine if seen is not None else here or inspect_machine()
+    if seen is not None:
+        _LOG.info("partition %s: the machine that a job saw on %s", partition, datetime.fromtimestamp(seen.seen).date())
+        return seen.machine
+    if partition:
+        _LOG.info("partition %s: no job has seen its machine; this one stands for it", partition)
+    return here or inspect_machine()
 
 
 def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:

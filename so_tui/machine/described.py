@@ -6,6 +6,7 @@ Problem code:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.wording import nearest, shown
 
+_LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
 _GRACE = "Neoverse-V2"
 
@@ -124,12 +126,14 @@ def machine_of(given: str) -> Machine:
     path = Path(given).expanduser()
     if given in MACHINES or not (path.suffix or "/" in given or path.exists()):
         return named_machine(given)
+    _LOG.info("machine file %s", path)
     return load_machine(path)
 
 
 def named_machine(name: str) -> Machine:
     """Return a machine by its name in ``MACHINES``. Raises InputError (``unknown-machine``)."""
     if name in MACHINES:
+        _LOG.info("machine %s as published: %s", name, MACHINES[name].source)
         return _machine(name, MACHINES[name])
     remedy = (
         f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that `so-tui inspect --json > FILE` wrote there."

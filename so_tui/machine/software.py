@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import platform
 import re
@@ -13,7 +14,9 @@ from pathlib import Path
 from so_tui.machine.cpulist import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import NumaNode, Software
+from so_tui.trust.printable import quoted
 
+_LOG = logging.getLogger(__name__)
 _COMMAND_TIMEOUT_S = 5.0
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
@@ -131,6 +134,7 @@ def _first_version(*command: str) -> str | None:
 def _run(*command: str) -> str | None:
     """Return the output of a command; None if it is missing, fails or times out."""
     try:
+        _LOG.info("calling %s", quoted(*command))
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None

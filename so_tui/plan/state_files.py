@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,8 @@ from msgspec import Struct
 
 from so_tui.spec.files import write_atomic
 from so_tui.trust.decoding import read_json
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Struct)
 
@@ -35,6 +38,9 @@ def write(path: Path, value: Struct) -> Path:
 def _read(path: Path, kind: type[T], modified_ns: int, size: int) -> T | None:
     # Keyed by time and size, so that a plan costs a stat and not a decoding.
     try:
-        return read_json(path, kind)
-    except (OSError, msgspec.DecodeError):
+        found = read_json(path, kind)
+    except (OSError, msgspec.DecodeError) as error:
+        _LOG.info("%s is not used: %s", path, error)
         return None
+    _LOG.info("%s is used", path)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -13,6 +14,9 @@ from so_tui.launch.executors import JobStatus, SupervisorHandle
 from so_tui.launch.preparation import Launch
 from so_tui.launch.starter import TOKEN_VARIABLE
 from so_tui.runs.directory import RunDirectory
+from so_tui.trust.printable import quoted
+
+_LOG = logging.getLogger(__name__)
 
 
 class LocalExecutor:
@@ -45,6 +49,7 @@ def supervisor_log(run: RunDirectory, attempt: int) -> Path:
 
 def _started(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> SupervisorHandle:
     argv = (sys.executable, "-P", "-m", "so_tui", "supervise", str(run.path), "--attempt", str(attempt))
+    _LOG.info("calling %s", quoted(*argv))
     descriptor = os.open(supervisor_log(run, attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "ab") as output:
         process = subprocess.Popen(

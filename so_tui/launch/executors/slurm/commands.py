@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -12,8 +13,9 @@ from datetime import datetime
 from msgspec import Struct
 
 from so_tui.spec import SoTuiError
-from so_tui.trust.printable import brief_line
+from so_tui.trust.printable import brief_line, quoted
 
+_LOG = logging.getLogger(__name__)
 TIMEOUT_S = 20.0
 _AGAIN_S = 60.0
 _SUBMITTED = re.compile(r"([0-9]{1,12})(;.*)?")
@@ -147,6 +149,7 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
     given = os.environ if environment is None else environment
     env = {name: value for name, value in given.items() if name in _CONNECTION or not name.startswith(_OPTIONS)}
     env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
+    _LOG.info("calling %s", quoted(*argv))
     try:
         done = subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_S
