@@ -35,7 +35,7 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
 
 def test_every_command_is_in_the_reference() -> None:
     (commands,) = (action for action in parser.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    public = {choice.dest for choice in commands._choices_actions} - {"supervise"}  # which is started by `run`, not by hand
+    public = {choice.dest for choice in commands._choices_actions} - {*parser.INTERNAL}
     reference = (ROOT / "docs" / "commands.md").read_text()
     assert {name for name in public if not re.search(rf"`{name}\b", reference)} == set()
 

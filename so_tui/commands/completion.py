@@ -23,6 +23,7 @@ import argcomplete
 from argcomplete.completers import BaseCompleter, FilesCompleter
 from argcomplete.shell_integration import shellcode
 
+from so_tui.commands.parser import INTERNAL
 from so_tui.folders import builtin_folder, known_runs_dirs, user_folder
 from so_tui.trust.reading import read_bounded
 
@@ -41,7 +42,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 def offer_words(parser: argparse.ArgumentParser) -> None:
     """Write the words that complete the line in ``COMP_LINE`` to file descriptor 8, as argcomplete's shell code expects, and exit."""
-    argcomplete.autocomplete(parser, always_complete_options=False, exclude=("supervise",), default_completer=_Words())
+    argcomplete.autocomplete(parser, always_complete_options=False, exclude=INTERNAL, default_completer=_Words())
 
 
 class _Words(BaseCompleter):

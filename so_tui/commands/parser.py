@@ -9,14 +9,25 @@ from typing import NamedTuple
 from so_tui.commands.numbers import integer_from, number_from
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
 
-EPILOG = """\
-exit codes: 0 done, 1 the run failed, 2 wrong usage or input, 3 refused (does not fit or cannot run here),
-            4 stopped by the user, 130 interrupted before anything started
+EXIT_CODES = {
+    0: "done",
+    1: "the run failed",
+    2: "wrong usage or input",
+    3: "refused (does not fit or cannot run here)",
+    4: "stopped by the user",
+    130: "interrupted before anything started",
+}
+_CODES = [f"{code} {meaning}" for code, meaning in EXIT_CODES.items()]
+EPILOG = f"""\
+exit codes: {", ".join(_CODES[:4])},
+            {", ".join(_CODES[4:])}
 
 first steps: so-tui inspect        what this machine has
              so-tui plan           what it can train
              so-tui run tiny       one minute of real training, anywhere
 """
+INTERNAL = ("supervise",)
+"""Commands that other commands call, and users do not."""
 _COMPLETION_EPILOG = """\
 to install it, once:
   bash   echo 'eval "$(so-tui completion bash)"' >> ~/.bashrc

@@ -59,6 +59,7 @@ def test_the_wheel_holds_the_presets_and_the_trainer_with_its_kernel(wheel: Path
     assert {"so_tui/py.typed", "superoffload/py.typed"} <= names
     assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
     assert {"so_tui_trainer/__main__.py", "superoffload/optimizer.py", "superoffload/adam.cpp", "so_tui/plan/constants.json"} <= names
+    assert {f"so_tui-{__version__}.data/data/share/man/man1/so-tui.1", "so_tui/commands/words.json"} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
@@ -66,6 +67,10 @@ def test_the_light_install_needs_no_framework(environment: Path) -> None:
     freeze = [str(environment / "bin" / "python"), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
     listed = json.loads(subprocess.run(freeze, check=True, capture_output=True, text=True).stdout)
     assert not {package["name"].lower() for package in listed} & set(FRAMEWORKS)
+
+
+def test_the_manual_is_where_man_looks(environment: Path) -> None:
+    assert (environment / "share" / "man" / "man1" / "so-tui.1").read_text() == (ROOT / "docs" / "so-tui.1").read_text()
 
 
 def test_a_machine_is_inspected_and_planned_for_from_another_folder(so_tui: Run, tmp_path: Path) -> None:
