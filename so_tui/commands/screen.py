@@ -33,5 +33,5 @@ def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None, *, 
     from so_tui.ui.app import SoTuiApp
 
     machine = machine_of(machine_file) if machine_file else None
-    logging.disable()  # --verbose would write over the screen
+    logging.disable(logging.INFO)  # --verbose would write over the screen
     SoTuiApp(machine=machine, machine_file=machine_file, runs_dir=runs_dir, open_run=open_run).run()
