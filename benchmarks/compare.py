@@ -5,12 +5,9 @@
     PYTHONPATH=.:trainer python benchmarks/compare.py --out compare.json --table        # results so far, as Markdown
 
 ROWS: instruction data in the Alpaca layout, JSON or JSONL. The original is DeepSpeedExamples' training/DeepSpeed-SuperOffload, with its
-    shell
-scripts next to the Python file, unchanged. Every part runs in processes of its own, so that a failing part does not affect others. Rows
-are
-appended to the file; existing ones are measured again only with ``--again``. ``--shape tiny`` runs the same code on a machine without GPU,
-as a
-test. The method is described in docs/comparison.md.
+shell scripts next to the Python file, unchanged. Every part runs in processes of its own, so that a failing part does not affect others.
+Rows are appended to the file; existing ones are measured again only with ``--again``. ``--shape tiny`` runs the same code on a machine
+without GPU, as a test. The method is described in docs/comparison.md.
 """
 
 from __future__ import annotations
