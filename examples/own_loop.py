@@ -78,6 +78,14 @@ def train(steps: int, *, mode: str = "superoffload", clipping: float = 1.0, chec
     return losses
 
 
+def join_process_group(local_rank: int) -> None:
+    """Join the process group of DeepSpeed's launcher; without the launcher, a group of this process alone."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    get_accelerator().set_device(local_rank)
+    superoffload.join_process_group(auto_mpi_discovery=False)
+
+
 def main() -> None:
     """Train a few steps and print their losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,8 +94,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     arguments = parser.parse_args()
-    get_accelerator().set_device(arguments.local_rank)
-    superoffload.join_process_group(auto_mpi_discovery=False)
+    join_process_group(arguments.local_rank)
     for step, loss in enumerate(train(arguments.steps, mode=arguments.mode, checkpoint=arguments.checkpoint), start=1):
         if deepspeed.comm.get_rank() == 0:
             print(f"step {step}  loss {loss:.4f}", flush=True)

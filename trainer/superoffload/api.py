@@ -5,7 +5,8 @@ DeepSpeed itself has no way to do the latter. All functions must be called by ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,69 @@ def initialize(
     adapter.check_version()
     groups = _trainable(parameter_groups)
     if settings.replaces_deepspeeds_optimizer:
-        with own_super_offload(settings):
-            made = deepspeed.initialize(model=model, optimizer=_torch_adamw(groups, settings), config=engine_config(ds_config), **arguments)
-        engine = made[0]
-        if adapter.super_offload(engine) is None:
-            raise OffloadError(
-                f"DeepSpeed did not use our optimizer but made a {type(engine.optimizer).__name__}.", code="optimizer-not-used"
+        with replacing_optimizers(settings):
+            return deepspeed.initialize(  # type: ignore[no-any-return]
+                model=model, optimizer=_torch_adamw(groups, settings), config=ds_config, **arguments
             )
-    else:
-        optimizer = _deepspeed_optimizer(groups, settings)
-        made = deepspeed.initialize(model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments)
-        engine = made[0]
-        adapter.share_hyperparameters(engine)
+    optimizer = _deepspeed_optimizer(groups, settings)
+    made = deepspeed.initialize(model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments)
+    engine = made[0]
+    adapter.share_hyperparameters(engine)
+    _finish(engine, settings)
+    return made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def replacing_optimizers(settings: Settings) -> Iterator[None]:
+    """Make ``deepspeed.initialize`` give its engines our optimizer, for programs that call it, as transformers' ``Trainer`` does.
+
+    Within the context, each call needs ``optimizer``, a ``torch.optim.AdamW``, and a ZeRO-3 config as a dictionary; ``engine_config`` is
+    applied to it. Learning rate, betas, epsilon and weight decay are those of the AdamW, so that schedulers of it work; those in
+    ``settings`` are not used.
+
+    Args:
+        settings: How this rank's optimizer runs. Its mode must be ``superoffload`` and its engine ``so-tui``.
+
+    Raises:
+        OffloadError: For another DeepSpeed version (``deepspeed-version``), other settings (``mode``); from ``deepspeed.initialize``, for
+            another optimizer or config (``optimizer-class``, ``no-config``).
+    """
+    adapter.check_version()
+    if not settings.replaces_deepspeeds_optimizer:
+        raise OffloadError(
+            f'mode = "{settings.mode}", engine = "{settings.engine}": our optimizer needs "superoffload" and "so-tui".', code="mode"
+        )
+    original = deepspeed.initialize
+
+    def initialize_with_ours(*arguments: Any, config: Any = None, config_params: Any = None, **keywords: Any) -> Any:
+        given = config if config is not None else config_params
+        if not isinstance(given, Mapping):
+            raise OffloadError("deepspeed.initialize needs its config as a dictionary (`config`) for our optimizer.", code="no-config")
+        if not isinstance(optimizer := keywords.get("optimizer"), torch.optim.AdamW):
+            raise OffloadError(
+                f"deepspeed.initialize was given {type(optimizer).__name__} as `optimizer`. Our optimizer takes the place of a "
+                "torch.optim.AdamW; leave the section `optimizer` out of DeepSpeed's config.",
+                code="optimizer-class",
+            )
+        with own_super_offload(settings):
+            made = original(*arguments, config=engine_config(given), **keywords)
+        if adapter.super_offload(made[0]) is None:
+            raise OffloadError(
+                f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.", code="optimizer-not-used"
+            )
+        _finish(made[0], settings)
+        return made
+
+    deepspeed.initialize = initialize_with_ours
+    try:
+        yield
+    finally:
+        deepspeed.initialize = original
+
+
+def _finish(engine: Any, settings: Settings) -> None:
     adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
     engine.superoffload_settings = settings
-    return made  # type: ignore[no-any-return]
 
 
 def uses_worker(engine: Any) -> bool:
