@@ -9,7 +9,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from so_tui.trust.ownership import private_folder
+from so_tui.trust.ownership import NotOwnError, distrust_of_folder, private_folder
 
 
 def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
@@ -24,10 +24,12 @@ def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
         The new folder.
 
     Raises:
-        NotOwnError: Somebody else made a folder of this name.
+        NotOwnError: Somebody else made one of these, or a link of such a name.
         OSError: It cannot be made.
     """
     for left in folder.glob(f"{_prefix(run)}*"):
+        if (distrust := distrust_of_folder(left)) is not None:
+            raise NotOwnError(left, distrust)
         shutil.rmtree(left)
     return private_folder(rendezvous_path(folder, run, attempt))
 

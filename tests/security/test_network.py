@@ -19,6 +19,7 @@ from so_tui.launch.rendezvous import make_rendezvous, remove_rendezvous, rendezv
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.trust.ownership import Distrust, NotOwnError
 from tests.support.launching import tiny
 from tests.support.python_path import python_path
 from tests.support.shared_run import SUPEROFFLOAD
@@ -153,8 +154,9 @@ def test_a_rendezvous_that_another_user_prepared_is_refused(tmp_path: Path) -> N
     planted = rendezvous_path(tmp_path, Path("/runs/one"), 1)
     (tmp_path / "elsewhere").mkdir()
     planted.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic link"):
+    with pytest.raises(NotOwnError) as refused:
         make_rendezvous(tmp_path, Path("/runs/one"), 1)
+    assert (refused.value.path, refused.value.distrust) == (planted, Distrust.WRONG_KIND)
 
 
 def _command(pid: int) -> str:
