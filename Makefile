@@ -3,17 +3,23 @@
 # Variables worth knowing:
 #   PYTHON=python3.12     the interpreter the environment is made with (3.11 or newer)
 #   TORCH=torch==2.13.0   which torch to install
+#   STACK=train           which locked training packages to install: train (newest) or oldest (with TORCH=torch==2.11.0)
 #   TORCH_INDEX=URL       another package index for torch (the CUDA or CPU build you need); empty: pip's default
 #   SYSTEM_TORCH=1        use the torch that PYTHON already has (site containers, modules) and install none
 #   VENV=.venv            where the environment goes
 #   BUDGETS=enforce       fail when a test file exceeds its time budget (tests/budgets.toml); default: report
+#   COVERAGE=1            have `make test` measure which lines the tests run, into build/coverage
+#   SYSTEM_TESTS=FILES    only these tests of `make test-system`
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+STACK ?= train
 SYSTEM_TORCH ?=
 BUDGETS ?= report
+COVERAGE ?=
+SYSTEM_TESTS ?= tests/system tests/slurm
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -25,7 +31,9 @@ TRAIN := $(VENV)/.train
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
 export PYTHONSAFEPATH := 1
 
-.PHONY: help install demo test test-all test-slow test-system test-gpu check screenshots tour lock wheel clean
+CHECKS := check-code check-types check-imports check-words check-automation
+
+.PHONY: help install demo test test-all test-slow test-system test-gpu check $(CHECKS) coverage-report screenshots tour lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,7 +41,7 @@ help:
 	@echo "make test         everything that needs no GPU and launches no ranks, and one real run (at most 5 minutes on two cores)"
 	@echo "make test-all     make test, then every test that launches ranks (at most 20 minutes)"
 	@echo "make test-system  the wheel in an empty environment, packages and kernel on aarch64, Slurm (at most 25 minutes; needs a package index)"
-	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint"
+	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/ from a real run"
 	@echo "make tour         record the tour in screenshots/ (ten minutes; needs tmux and npm)"
@@ -50,10 +58,10 @@ $(LIGHT): $(BIN)/python pyproject.toml locks/light.txt
 	@touch $@
 
 # Without --use-pep517, pip before 23.1 (Debian 12) runs DeepSpeed's setup.py in a way that PYTHONSAFEPATH breaks.
-$(PACKAGES): $(LIGHT) locks/train.txt
+$(PACKAGES): $(LIGHT) locks/$(STACK).txt
 	@echo "installing torch, DeepSpeed and transformers into $(VENV)"
 	@$(if $(SYSTEM_TORCH),$(BIN)/python -c 'import torch; print("using torch", torch.__version__)',$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH))
-	@$(PIP) install --use-pep517 -r locks/train.txt -c locks/light.txt
+	@$(PIP) install --use-pep517 -r locks/$(STACK).txt $(if $(filter train,$(STACK)),-c locks/light.txt)
 	@touch $@
 
 $(TRAIN): $(PACKAGES)
@@ -70,7 +78,15 @@ demo: $(TRAIN)
 PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
 
 test: $(TRAIN)
-	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 2 --dist loadgroup
+	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 2 --dist loadgroup $(if $(COVERAGE),--cov --cov-report=)
+	@$(if $(COVERAGE),$(MAKE) --no-print-directory coverage-report)
+
+# GitHub shows what is added to GITHUB_STEP_SUMMARY on the page of the job.
+coverage-report: $(LIGHT)
+	@$(BIN)/coverage xml --quiet
+	@$(BIN)/coverage report --format=markdown >build/coverage/summary.md
+	@cat build/coverage/summary.md
+	@if [ -n "$$GITHUB_STEP_SUMMARY" ]; then cat build/coverage/summary.md >>"$$GITHUB_STEP_SUMMARY"; fi
 
 test-all: test
 	@$(MAKE) --no-print-directory test-slow
@@ -79,18 +95,35 @@ test-slow: $(TRAIN)
 	@$(PYTEST) --tier slow -m "slow and not gpu"
 
 test-system: $(TRAIN)
-	@$(PYTEST) --tier system -m system tests/system tests/slurm
+	@$(PYTEST) --tier system -m system $(SYSTEM_TESTS)
 
 test-gpu: $(TRAIN)
 	@$(BIN)/python -m pytest -m gpu
 
-check: $(TRAIN)
+# Each is a hook of .pre-commit-config.yaml, too.
+check: $(CHECKS)
+
+check-code: $(LIGHT)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+check-types: $(PACKAGES)
 	@$(BIN)/mypy
+
+check-imports: $(LIGHT)
 	@$(BIN)/lint-imports
+
+check-words: $(LIGHT)
 	@$(BIN)/codespell
 	@$(BIN)/proselint --output-format compact check README.md CONTRIBUTING.md CHANGELOG.md docs/*.md
+
+# The schemas come with check-jsonschema, and zizmor asks no server.
+check-automation: $(LIGHT)
+	@$(BIN)/zizmor --offline --quiet --persona=pedantic --collect=all --strict-collection .
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	@$(BIN)/pre-commit validate-config
 
 screenshots: $(TRAIN)
 	@$(BIN)/python screenshots/make.py
@@ -105,4 +138,4 @@ lock:
 	@PYTHON=$(PYTHON) TORCH=$(TORCH) locks/renew
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.support.python_path import ROOT
 
 pytestmark = pytest.mark.system
 
-PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_26", "manylinux_2_28", "manylinux_2_34")
+PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_24", "manylinux_2_26", "manylinux_2_28", "manylinux_2_34")
 BUILT_FROM_SOURCE = ("deepspeed",)
 """Packages without wheels on any platform. torch is the user's choice, and no lock names it."""
 
@@ -23,11 +26,15 @@ def locked(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#") and line.partition("==")[0] not in BUILT_FROM_SOURCE]
 
 
-@pytest.mark.parametrize("version", ["3.11"])
-@pytest.mark.parametrize("lock", ["light.txt", "train.txt"])
-def test_every_locked_package_has_a_wheel_for_aarch64(lock: str, version: str, tmp_path: Path) -> None:
+NEWEST, OLDEST = ("light.txt", "train.txt"), ("oldest.txt",)
+
+
+@pytest.mark.parametrize(
+    ("version", "locks"), [("3.11", NEWEST), ("3.12", NEWEST), ("3.13", NEWEST), ("3.14", NEWEST), ("3.11", OLDEST)], ids=str
+)
+def test_every_locked_package_has_a_wheel_for_aarch64(version: str, locks: tuple[str, ...], tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
-    requirements.write_text("\n".join(locked(lock)))
+    requirements.write_text("\n".join(line for lock in locks for line in locked(lock)))
     platforms = [argument for platform in PLATFORMS for argument in ("--platform", f"{platform}_aarch64")]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--dry-run", "--no-deps"]
     options = [
@@ -44,8 +51,22 @@ def test_every_locked_package_has_a_wheel_for_aarch64(lock: str, version: str, t
     assert done.returncode == 0, done.stderr
 
 
-def test_the_locks_name_exact_versions_and_no_package_twice() -> None:
-    found = [line for lock in ("light.txt", "train.txt") for line in locked(lock)]
+@pytest.mark.parametrize("locks", [NEWEST, OLDEST], ids=str)
+def test_the_locks_name_exact_versions_and_no_package_twice(locks: tuple[str, ...]) -> None:
+    found = [line for lock in locks for line in locked(lock)]
     assert all("==" in line for line in found)
     names = [line.partition("==")[0].lower().replace("_", "-") for line in found]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_oldest_lock_has_the_lower_bounds_of_the_training_packages() -> None:
+    """Those may need newer versions of other packages than so-tui does; no package may be newer than so-tui allows."""
+    lines = (ROOT / "locks" / "oldest.txt").read_text().splitlines()
+    versions = {name: Version(version) for name, _, version in (line.partition("==") for line in lines if not line.startswith("#"))}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for bound in map(Requirement, project["dependencies"] + project["optional-dependencies"]["train"]):
+        if bound.name != "torch":
+            assert versions[bound.name] in bound.specifier, bound.name
+        if bound.name in ("deepspeed", "transformers", "datasets"):
+            (lowest,) = [each.version for each in bound.specifier if each.operator == ">="]
+            assert versions[bound.name] == Version(lowest)
