@@ -78,6 +78,7 @@ demo: $(TRAIN)
 PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
 
 test: $(TRAIN)
+	@$(if $(COVERAGE),rm -rf build/coverage)
 	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 2 --dist loadgroup $(if $(COVERAGE),--cov --cov-report=)
 	@$(if $(COVERAGE),$(MAKE) --no-print-directory coverage-report)
 
