@@ -30,6 +30,11 @@ def read_stat(pid: int) -> Stat | None:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
+    return parse_stat(text)
+
+
+def parse_stat(text: bytes) -> Stat:
+    """Return what a stat file says. Kernels and sandboxes that imitate one may leave out its last fields."""
     # The command name is in parentheses and may contain anything, so the numbers begin after the last parenthesis.
     fields = text[text.rindex(b")") + 2 :].split()
     return Stat(
@@ -37,5 +42,5 @@ def read_stat(pid: int) -> Stat | None:
         parent=int(fields[1]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
         start_time=int(fields[19]),
-        wait_status=int(fields[49]),
+        wait_status=int(fields[49]) if len(fields) > 49 else 0,
     )

@@ -14,6 +14,7 @@ import pytest
 from so_tui.runs import HeartbeatWatch, MetricsWriter, RunDirectory, alive, control, state_with_truth, write_state
 from so_tui.runs.liveness import STALE_S, identify, living, supervised
 from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.process_stat import parse_stat
 from so_tui.runs.records import EndRecord, Process, RunState, StepRecord
 from so_tui.runs.unobserved import concluded
 
@@ -137,3 +138,13 @@ def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
     assert control.pending(run) == {"checkpoint"}
     assert control.details(run, "stop") is None
     assert [path.name for path in run.control_dir.iterdir()] == ["checkpoint"]
+
+
+def test_a_stat_file_without_its_last_fields_is_read() -> None:
+    """An emulator's end after 44 fields, and the state is missing."""
+    short = parse_stat(b"2120 (a (b) c) 0 2116" + b" 0" * 17 + b" 187768" + b" 0" * 22)
+    assert short.alive
+    assert (short.parent, short.start_time, short.wait_status) == (2116, 187768, 0)
+    whole = parse_stat(b"7 (sh) Z 1" + b" 0" * 17 + b" 5" + b" 0" * 29 + b" 256")
+    assert not whole.alive
+    assert (whole.start_time, whole.wait_status) == (5, 256)
