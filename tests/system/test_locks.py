@@ -11,11 +11,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.aarch64.environment import wheel_options
 from tests.support.python_path import ROOT
 
 pytestmark = pytest.mark.system
 
-PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_24", "manylinux_2_26", "manylinux_2_28", "manylinux_2_34")
 BUILT_FROM_SOURCE = ("deepspeed",)
 """Packages without wheels on any platform. torch is the user's choice, and no lock names it."""
 
@@ -35,18 +35,8 @@ NEWEST, OLDEST = ("light.txt", "train.txt"), ("oldest.txt",)
 def test_every_locked_package_has_a_wheel_for_aarch64(version: str, locks: tuple[str, ...], tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("\n".join(line for lock in locks for line in locked(lock)))
-    platforms = [argument for platform in PLATFORMS for argument in ("--platform", f"{platform}_aarch64")]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--dry-run", "--no-deps"]
-    options = [
-        "--only-binary=:all:",
-        "--python-version",
-        version,
-        *platforms,
-        "--target",
-        str(tmp_path / "target"),
-        "-r",
-        str(requirements),
-    ]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--dry-run"]
+    options = [*wheel_options(version), "--target", str(tmp_path / "target"), "-r", str(requirements)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
