@@ -21,6 +21,7 @@ from so_tui.runs.codec import decode_metric
 from so_tui.runs.records import EndRecord, PhaseRecord, RankBindingReport, WarningRecord
 from so_tui.spec import InputError
 from so_tui_trainer import failures
+from so_tui_trainer.checkpoint import all_ranks
 from so_tui_trainer.clocks import StepClock, StepPart
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
@@ -149,6 +150,14 @@ def test_failures_have_codes_and_suggestions() -> None:
     assert (no_memory.code, no_memory.reason) == ("host-memory", "Lower offload.ratio.")
     unknown = failures.explain(ZeroDivisionError("division by zero"), spec, 0, 7)
     assert (unknown.code, unknown.reason) == ("unexpected", "ZeroDivisionError: division by zero")
+
+
+def test_a_save_that_the_adam_worker_breaks_off_does_not_blame_the_disk(single_rank: Ranks) -> None:
+    with pytest.raises(failures.TrainingError) as raised, all_ranks(single_rank, "the checkpoint could not be written"):
+        raise WorkerLostError("The Adam worker made no progress", code="worker-stuck")
+    assert raised.value.code == "adam-timeout"
+    assert "offload.cpu_adam_cores_fraction" in raised.value.suggestion
+    assert raised.value.reason == "the checkpoint could not be written: The Adam worker made no progress"
 
 
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:

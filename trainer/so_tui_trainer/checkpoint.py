@@ -29,7 +29,7 @@ from so_tui.spec import RunSpec
 from so_tui.trust.reading import read_bounded
 from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import Damage, Found, Manifest, claim, newest, optimizer_folder, read_manifest, set_aside, start_over
-from so_tui_trainer.failures import Explanation, TrainingError
+from so_tui_trainer.failures import Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
 from superoffload.resharding import Rounded
 
@@ -68,7 +68,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
     parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
     share = sum(partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size) for parameter in parameters)
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-    with _all_ranks(ranks, "no checkpoint can be written"):
+    with all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
             checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
@@ -88,15 +88,15 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
     """
     began = time.monotonic()
     make_room(engine, folder, manifest.spec, ranks)
-    with _all_ranks(ranks, "the checkpoint cannot be started"):
+    with all_ranks(ranks, "the checkpoint cannot be started"):
         made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
     partial = ranks.broadcast(made, Path)
     written = 0
-    with _all_ranks(ranks, "the checkpoint could not be written", cleanup=partial):
+    with all_ranks(ranks, "the checkpoint could not be written", cleanup=partial):
         written = superoffload.save_state(engine, optimizer_folder(partial))
         _save_random_state(_random_file(partial, ranks.rank))
     total = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
-    with _all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
+    with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
         final = checkpoint_folder.complete(partial, manifest) if ranks.first else None
     seconds = time.monotonic() - began
     path = str(ranks.broadcast(final, Path))
@@ -115,7 +115,7 @@ def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rou
     Raises:
         TrainingError: A rank cannot load it; raised on all ranks.
     """
-    with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
+    with all_ranks(ranks, f"{checkpoint} could not be loaded"):
         rounded = superoffload.load_state(engine, optimizer_folder(checkpoint))
         path = _random_file(checkpoint, ranks.rank)
         if manifest.ranks == ranks.size and path.exists():
@@ -129,7 +129,7 @@ def _random_file(checkpoint: Path, rank: int) -> Path:
 
 
 @contextmanager
-def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
+def all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
     """Run a block on every rank and agree on whether it worked: an error of one rank is raised on all.
 
     Args:
@@ -159,6 +159,8 @@ def _explanation(error: Exception | None) -> Explanation | None:
     if isinstance(error, OSError) and error.errno in FULL:
         suggestion = "Free some space there, then resume. Earlier checkpoints are unchanged."
         return Explanation("disk-full", str(error), suggestion)
+    if isinstance(error, superoffload.OffloadError):
+        return engine_explanation(error)
     suggestion = "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged."
     return Explanation("checkpoint-failed", str(error), suggestion)
 

@@ -19,6 +19,7 @@ _LOWER_RATE = (
     "Lower `train.learning_rate`, leave `train.gradient_clipping` on, inspect the data around that step; "
     "then resume from the last checkpoint."
 )
+LESS_HOST_MEMORY = "lower `offload.ratio`, use more GPUs, or free host memory."
 _ALLOCATION_FAILED = ("DefaultCPUAllocator", "Cannot allocate memory")
 _CONNECTION_LOST = ("closed by peer", "reset by peer")
 
@@ -100,17 +101,11 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
         case InputError():
             reasons = "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems)
             return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
-        case NonFiniteGradientError():
-            return Explanation("not-finite", str(error), _LOWER_RATE)
-        case WorkerLostError(code="worker-stuck"):
-            advice = "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui doctor`."
-            return Explanation("adam-timeout", str(error), advice)
-        case WorkerLostError():
-            suggestion = f"If the kernel killed it for lack of memory (see `dmesg`): {less_host_memory(spec)}"
-            return Explanation("adam-worker-lost", str(error), suggestion)
-        case OffloadError():  # The message includes what to do.
-            return Explanation(error.code, str(error), "")
-        case SoTuiError():  # Likewise.
+        case WorkerLostError(code="worker-ended"):
+            return engine_explanation(error, less_host_memory(spec))
+        case OffloadError():
+            return engine_explanation(error)
+        case SoTuiError():  # The message includes what to do.
             return Explanation("error", str(error), "")
         case MemoryError() | OSError(errno=errno.ENOMEM):
             return _host_out_of_memory(spec)
@@ -123,6 +118,24 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
         case RuntimeError():
             return _explain_runtime_error(error, spec)
     return _unknown(error)
+
+
+def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY) -> Explanation:
+    """Explain an error of the engine.
+
+    Args:
+        error: The error.
+        less_memory: What would need less host memory.
+    """
+    match error:
+        case NonFiniteGradientError():
+            return Explanation("not-finite", str(error), _LOWER_RATE)
+        case WorkerLostError(code="worker-stuck"):
+            advice = "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui doctor`."
+            return Explanation("adam-timeout", str(error), advice)
+        case WorkerLostError():
+            return Explanation("adam-worker-lost", str(error), f"If the kernel killed it for lack of memory (see `dmesg`): {less_memory}")
+    return Explanation(error.code, str(error), "")  # The message includes what to do.
 
 
 def _explain_runtime_error(error: RuntimeError, spec: RunSpec) -> Explanation:
