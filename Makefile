@@ -27,6 +27,7 @@ LIGHT := $(VENV)/.light
 PACKAGES := $(VENV)/.packages
 TRAIN := $(VENV)/.train
 AARCH64_KERNEL := tests/system/test_aarch64_kernel.py
+DOCS := $(VENV)/.docs
 
 # The first run compiles DeepSpeed's CPU Adam kernel; with ccache only the very first one pays for it.
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
@@ -34,7 +35,7 @@ export PYTHONSAFEPATH := 1
 
 CHECKS := check-code check-types check-imports check-words check-automation
 
-.PHONY: help install demo test test-all test-slow test-system aarch64-test test-gpu check $(CHECKS) coverage-report screenshots tour lock wheel clean
+.PHONY: help install demo test test-all test-slow test-system aarch64-test test-gpu check $(CHECKS) docs coverage-report screenshots tour lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,7 +44,8 @@ help:
 	@echo "make test-all     make test, then every test that launches ranks (at most 20 minutes)"
 	@echo "make test-system  the wheel in an empty environment, locked packages, Slurm (at most 25 minutes; needs a package index)"
 	@echo "make aarch64-test the light install and the kernel on aarch64: natively there, elsewhere with qemu-user and Debian's packages (at most 8 minutes)"
-	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks"
+	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks, documentation"
+	@echo "make docs         the documentation as a site in build/site, with every internal link checked"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/ from a real run"
 	@echo "make tour         record the tour in screenshots/ (ten minutes; needs tmux and npm)"
@@ -77,6 +79,11 @@ install: $(PACKAGES)
 demo: $(TRAIN)
 	@$(BIN)/so-tui run tiny
 
+$(DOCS): $(LIGHT) locks/docs.txt
+	@echo "installing what builds the documentation into $(VENV)"
+	@$(PIP) install -r locks/docs.txt -c locks/light.txt
+	@touch $@
+
 PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
 
 # Measuring slows everything down, so that tests of speed may fail (1): tests are judged without it.
@@ -109,8 +116,8 @@ aarch64-test: $(TRAIN)
 test-gpu: $(TRAIN)
 	@$(BIN)/python -m pytest -m gpu
 
-# Each is a hook of .pre-commit-config.yaml, too.
-check: $(CHECKS)
+# Each of CHECKS is a hook of .pre-commit-config.yaml, too.
+check: $(CHECKS) docs
 
 check-code: $(LIGHT)
 	@$(BIN)/ruff check .
@@ -124,7 +131,13 @@ check-imports: $(LIGHT)
 
 check-words: $(LIGHT)
 	@$(BIN)/codespell
-	@$(BIN)/proselint --output-format compact check README.md CONTRIBUTING.md CHANGELOG.md docs/*.md
+	@$(BIN)/proselint --output-format compact check README.md CONTRIBUTING.md CHANGELOG.md $$(find docs -name '*.md')
+
+# Each build is a whole one: Sphinx does not repeat the warnings of pages that it need not read again.
+docs: $(DOCS)
+	@$(BIN)/sphinx-build --builder html --fresh-env --fail-on-warning --keep-going --nitpicky --quiet --conf-dir docs . build/site
+	@! grep -rnoE '<(script|link|img)[^>]+(src|href)="(https?:)?//[^"]*' --include='*.html' build/site || { echo "the site must load nothing from elsewhere"; exit 1; }
+	@echo "documentation: build/site/index.html"
 
 # The schemas come with check-jsonschema, and zizmor asks no server.
 check-automation: $(LIGHT)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from docs.make_codes import PAGE
+from docs.make_codes import page as codes
 from so_tui.commands import parser
+from so_tui.runs.outcome import OutcomeCode
 from tests.support.python_path import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"`([^`\n]+)`")
+DOCTOR = ROOT / "so_tui" / "machine" / "doctor"
 OUR_FOLDERS = ("so_tui/", "trainer/", "tests/", "benchmarks/", "presets/", "docs/", "locks/", "screenshots/", "containers/")
 
 
@@ -31,6 +36,31 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
 def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
     named = [text for text in CODE.findall(page.read_text()) if text.startswith(OUR_FOLDERS) and re.fullmatch(r"[\w./-]+", text)]
     assert [text for text in named if not (ROOT / text).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_link_to_another_site_is_a_complete_address(page: Path) -> None:
+    """No network here: whether it answers is not tried."""
+    for target in (target for target in LINK.findall(page.read_text()) if "://" in target):
+        address = urlsplit(target)
+        assert (address.scheme, "." in address.netloc) == ("https", True), target
+
+
+def test_the_codes_are_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == codes(ROOT), "run: python docs/make_codes.py"
+
+
+def test_every_outcome_and_every_check_of_doctor_has_its_code_in_the_reference() -> None:
+    written = set(re.findall(r"^\| `([a-z0-9-]+)`", codes(ROOT), re.MULTILINE))
+    listed = {code for module in DOCTOR.glob("*.py") for code in listed_codes(module.read_text())}
+    assert len(listed) > 50
+    assert {code.value for code in OutcomeCode if code not in (OutcomeCode.FINISHED, OutcomeCode.STOPPED)} | listed <= written
+
+
+def listed_codes(module: str) -> set[str]:
+    """Return the codes that the docstring of a module of doctor's checks lists."""
+    match = re.search(r"^Codes: (.*?)\.\s", module, re.MULTILINE | re.DOTALL)
+    return set(re.split(r",\s+", match.group(1))) if match else set()
 
 
 def test_every_command_is_in_the_reference() -> None:

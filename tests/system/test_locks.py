@@ -26,7 +26,7 @@ def locked(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#") and line.partition("==")[0] not in BUILT_FROM_SOURCE]
 
 
-NEWEST, OLDEST = ("light.txt", "train.txt"), ("oldest.txt",)
+NEWEST, OLDEST = ("light.txt", "train.txt", "docs.txt"), ("oldest.txt",)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,10 @@ def test_the_oldest_lock_has_the_lower_bounds_of_the_training_packages() -> None
         if bound.name in ("deepspeed", "transformers", "datasets"):
             (lowest,) = [each.version for each in bound.specifier if each.operator == ">="]
             assert versions[bound.name] == Version(lowest)
+
+
+def test_the_documentation_needs_no_other_version_than_the_rest() -> None:
+    versions = dict(line.lower().split("==") for lock in ("light.txt", "train.txt") for line in locked(lock))
+    needed = dict(line.lower().split("==") for line in locked("docs.txt"))
+    assert "sphinx" in needed
+    assert {name: version for name, version in needed.items() if versions.get(name, version) != version} == {}
