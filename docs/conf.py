@@ -8,6 +8,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/*.md", "benchmarks/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
+highlight_language = "none"  # of blocks that name none: commands and their output
 
 html_theme = "furo"
 html_static_path = ["_static"]

@@ -76,22 +76,39 @@ _SHAPES = {
 }
 
 
+class _Function(NamedTuple):
+    node: ast.FunctionDef
+    calls: tuple[ast.Call, ...]
+
+
+class _Module(NamedTuple):
+    source: str
+    constants: Mapping[str, tuple[ast.expr, ...]]
+    functions: tuple[_Function, ...]
+
+
 def entries(root: Path) -> tuple[Entry, ...]:
     """Return all entries of the sources below ``root``, each once, in the order of the files."""
-    paths = [(source, path) for source in SOURCES for path in sorted((root / source).rglob("*.py"))]
-    modules = [(source, ast.parse(path.read_text(encoding="utf-8"))) for source, path in paths]
+    modules = [_module(source, path) for source in SOURCES for path in sorted((root / source).rglob("*.py"))]
     shared = dict(_SHAPES)
-    for _, module in modules:
+    for module in modules:
         shared |= {name: shape for name, shape in _forwarders(module, shared) if not name.startswith("_")}
-    found = (entry for source, module in modules for entry in _entries_of(source, module, shared | dict(_forwarders(module, shared))))
+    found = (entry for module in modules for entry in _entries_of(module, shared | dict(_forwarders(module, shared))))
     return tuple(dict.fromkeys(found))
 
 
-def _forwarders(module: ast.Module, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
+def _module(source: str, path: Path) -> _Module:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    calls = [tuple(node for node in ast.walk(function) if isinstance(node, ast.Call)) for function in functions]
+    return _Module(source, _assigned(tree.body), tuple(map(_Function, functions, calls)))
+
+
+def _forwarders(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     """Yield the functions that make an entry of a code which they are given."""
-    for function in _functions(module):
+    for function, calls in module.functions:
         parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-        for call in _calls(function):
+        for call in calls:
             shape = shapes.get(_called(call))
             if shape is None or shape.scope:
                 continue
@@ -101,14 +118,14 @@ def _forwarders(module: ast.Module, shapes: Mapping[str, Shape]) -> Iterator[tup
                 yield function.name, Shape(shape.kind, names, parts, _assigned(ast.walk(function)) | {"": ()})
 
 
-def _entries_of(source: str, module: ast.Module, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    constants = _assigned(module.body)
-    for function in _functions(module):
-        for call in _calls(function):
+def _entries_of(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+    for function, calls in module.functions:
+        for call in calls:
             if shape := shapes.get(_called(call)):
                 # A code that is written out belongs to the message assigned last; others are chosen together with their messages.
                 fixed = isinstance(_arguments(shape, call).get("code"), ast.Constant)
-                yield from _entry(source, shape, call, constants | _assigned(ast.walk(function), call.lineno if fixed else None))
+                scope = {**module.constants, **_assigned(ast.walk(function), call.lineno if fixed else None)}
+                yield from _entry(module.source, shape, call, scope)
 
 
 def _entry(source: str, shape: Shape, call: ast.Call, scope: Mapping[str, tuple[ast.expr, ...]]) -> Iterator[Entry]:
@@ -190,14 +207,6 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         case ast.Tuple(elts=targets), ast.Tuple(elts=values):
             for one, its in zip(targets, values, strict=False):
                 yield from _pairs(one, its)
-
-
-def _functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef))
-
-
-def _calls(function: ast.FunctionDef) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(function) if isinstance(node, ast.Call))
 
 
 def _called(call: ast.Call) -> str:

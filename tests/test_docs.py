@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -51,7 +54,7 @@ def test_the_codes_are_current() -> None:
 
 
 def test_every_outcome_and_every_check_of_doctor_has_its_code_in_the_reference() -> None:
-    written = set(re.findall(r"^\| `([a-z0-9-]+)`", codes(ROOT), re.MULTILINE))
+    written = set(re.findall(r"^\| `([a-z0-9-]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     listed = {code for module in DOCTOR.glob("*.py") for code in listed_codes(module.read_text())}
     assert len(listed) > 50
     assert {code.value for code in OutcomeCode if code not in (OutcomeCode.FINISHED, OutcomeCode.STOPPED)} | listed <= written
@@ -61,6 +64,34 @@ def listed_codes(module: str) -> set[str]:
     """Return the codes that the docstring of a module of doctor's checks lists."""
     match = re.search(r"^Codes: (.*?)\.\s", module, re.MULTILINE | re.DOTALL)
     return set(re.split(r",\s+", match.group(1))) if match else set()
+
+
+def planned(home: Path, *arguments: str) -> str:
+    """Return what ``so-tui plan`` prints without measurements of this machine."""
+    environment = os.environ | {f"XDG_{kind}_HOME": str(home) for kind in ("CONFIG", "STATE", "CACHE")} | {"COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-m", "so_tui", "plan", *arguments], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_table_of_plans_that_is_explained_is_what_so_tui_prints(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "choose.md").read_text()
+    rows = re.findall(r"^[a-z0-9.-]+ +[★✗ ].*/s.*$|^[a-z0-9.-]+ +✗.*$", page, re.MULTILINE)
+    assert len(rows) == 4
+    printed = [line.split() for line in planned(tmp_path, "--machine", "gh200-quad-120").splitlines()]
+    assert [row for row in rows if row.split() not in printed] == []
+
+
+def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
+    figure = (ROOT / "docs" / "figures" / "memory.svg").read_text()
+    printed = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
+    shown = re.findall(
+        r">(?:bf16 weights|optimizer states|stored layer|fp32 master|fp32 moments|staging|second states)[^<]*? ([\d.]+)<", figure
+    )
+    assert len(shown) == 7
+    assert [number for number in shown if not re.search(rf"\s{re.escape(number)} GiB\s", printed)] == []
+    totals = re.findall(r"memory: (\d+) of (\d+)<", figure)
+    assert len(totals) == 2
+    assert [total for total in totals if not re.search(rf"{total[0]}(\.0)? GiB of {total[1]}(\.0)? GiB", printed)] == []
 
 
 def test_every_command_is_in_the_reference() -> None:
