@@ -16,3 +16,4 @@ html_css_files = ["site.css"]
 html_extra_path = ["_site"]  # a page that leads from the root to docs/index.html
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
