@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, product
 from pathlib import Path
@@ -93,7 +94,10 @@ def entries(root: Path) -> tuple[Entry, ...]:
     shared = dict(_SHAPES)
     for module in modules:
         shared |= {name: shape for name, shape in _forwarders(module, shared) if not name.startswith("_")}
-    found = (entry for module in modules for entry in _entries_of(module, shared | dict(_forwarders(module, shared))))
+    defined = [(name, value) for module in modules for name, value in module.constants.items() if name.isupper() and name[0] != "_"]
+    times = Counter(name for name, _ in defined)
+    public = {name: value for name, value in defined if times[name] == 1}  # Who imports one of several is not known here.
+    found = (entry for module in modules for entry in _entries_of(module, shared | dict(_forwarders(module, shared)), public))
     return tuple(dict.fromkeys(found))
 
 
@@ -118,13 +122,13 @@ def _forwarders(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[tuple[
                 yield function.name, Shape(shape.kind, names, parts, _assigned(ast.walk(function)) | {"": ()})
 
 
-def _entries_of(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+def _entries_of(module: _Module, shapes: Mapping[str, Shape], public: Mapping[str, tuple[ast.expr, ...]]) -> Iterator[Entry]:
     for function, calls in module.functions:
         for call in calls:
             if shape := shapes.get(_called(call)):
                 # A code that is written out belongs to the message assigned last; others are chosen together with their messages.
                 fixed = isinstance(_arguments(shape, call).get("code"), ast.Constant)
-                scope = {**module.constants, **_assigned(ast.walk(function), call.lineno if fixed else None)}
+                scope = {**public, **module.constants, **_assigned(ast.walk(function), call.lineno if fixed else None)}
                 yield from _entry(module.source, shape, call, scope)
 
 

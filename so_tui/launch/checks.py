@@ -10,11 +10,12 @@ from pathlib import Path
 from so_tui.folders import default_runs_dir
 from so_tui.launch import locks
 from so_tui.launch.executors import executor_of
-from so_tui.launch.helpers import INSTALL_TRAINING, call_tool, problem_of
+from so_tui.launch.helpers import call_tool, problem_of
 from so_tui.launch.local_paths import missing_paths
 from so_tui.launch.preparation import Launch
 from so_tui.machine.doctor import findings
 from so_tui.machine.doctor.software import has_adam_kernel
+from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
@@ -125,7 +126,7 @@ def _refuse_missing_software(machine: Machine) -> None:
 
 def _refuse_missing_tracker(spec: RunSpec) -> None:
     if spec.tracking.wandb and find_spec("wandb") is None:
-        message = "tracking.wandb needs the wandb package. Install it with pip install 'so-tui[wandb]', or set tracking.wandb to false"
+        message = "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set tracking.wandb to false"
         raise Refused([Refusal("tracker-missing", message)])
 
 

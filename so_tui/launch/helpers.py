@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from so_tui.machine.code_folders import code_folders, make_code_folders
+from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError
 from so_tui.trust.printable import quoted
 
 _LOG = logging.getLogger(__name__)
-INSTALL_TRAINING = "Install the training extra: pip install 'so-tui[train]'"
 _STDERR_LINES = 5
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from so_tui.launch.outcome import Outcome
+from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.trust.printable import so_tui_command
 
@@ -51,7 +52,7 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
 _ADVICE: dict[str, str] = {
     OutcomeCode.DISK_FULL: "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
     OutcomeCode.ADAM_TIMEOUT: "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`",
-    OutcomeCode.MODULE_MISSING: "Install the training extra: pip install 'so-tui[train]'",
+    OutcomeCode.MODULE_MISSING: INSTALL_TRAINING,
     OutcomeCode.NUMACTL_FAILED: "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy",
     OutcomeCode.STOP_OVERDUE: "Allow more time with `so-tui stop --grace SECONDS`",
     OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",

@@ -16,6 +16,8 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import NumaNode, Software
 from so_tui.trust.printable import quoted
 
+INSTALL_TRAINING = "Install so-tui's wheel with the extra `train`, or run `make install` in its checkout"
+"""What to do where training packages are missing. Never a name for pip alone: anybody could register it."""
 _LOG = logging.getLogger(__name__)
 _COMMAND_TIMEOUT_S = 5.0
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)

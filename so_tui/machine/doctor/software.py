@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from so_tui.folders import kernel_folder
 from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.doctor.types import CheckContext, Finding
+from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
 from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
 DEEPSPEED = ("0.18.9", "0.19.8")
 """The oldest and the newest DeepSpeed version whose internals the offload engine supports."""
-_TRAIN = "Install the training extra: `pip install 'so-tui[train]'`."
 
 
 def check_packages(context: CheckContext) -> Iterator[Finding]:
@@ -33,7 +33,7 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
             title=f"{', '.join(missing)} not installed",
             evidence=f"no such package for Python {installed.python}",
             cost="Everything works except training.",
-            remedy=_TRAIN,
+            remedy=f"{INSTALL_TRAINING}.",
         )
     oldest, newest = DEEPSPEED
     if installed.deepspeed is not None and not version_numbers(oldest) <= version_numbers(installed.deepspeed) <= version_numbers(newest):
