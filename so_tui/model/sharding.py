@@ -7,7 +7,7 @@ spec, a plan or torch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -107,6 +107,30 @@ def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
         if position not in chosen and taken + numel <= most:
             chosen.add(position)
             taken += numel
+    return tuple(sorted(chosen))
+
+
+def copy_bytes(states: StatesFormat) -> float:
+    """Return the host memory per parameter of a copy of the states, from which a checkpoint is written: master weight and two moments."""
+    return 4 + moments_bytes(states)
+
+
+def copied(sizes: Sequence[float], second: Collection[int], budget: float) -> tuple[int, ...]:
+    """Return which sub-groups have room for a copy of their states, where not all can.
+
+    First those without second states, because training waits until what has no copy at all is written. The others' second states can hold
+    the copy, and then they cannot speculate until it is written.
+
+    Args:
+        sizes: The bytes of each sub-group's copy.
+        second: The sub-groups with second states.
+        budget: The bytes that all copies may take.
+    """
+    chosen: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda index: (index in second, index)):
+        if sizes[index] <= budget:
+            chosen.append(index)
+            budget -= sizes[index]
     return tuple(sorted(chosen))
 
 

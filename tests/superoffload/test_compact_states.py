@@ -51,7 +51,7 @@ class States:
         self._staging = np.frombuffer(memory, np.uint16, self.numel, worker.layout(size).staging[0])
         self._weights = [
             np.frombuffer(memory, np.float32, self.numel, states.master_weights[0]) if not which or speculating else np.empty(0)
-            for which, states in enumerate(worker.layout(size).states)
+            for which, states in enumerate(worker.layout(size).states[:2])
         ]
         self._staging[:] = 0x3F80  # 1.0
         self.kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))

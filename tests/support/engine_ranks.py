@@ -57,7 +57,8 @@ def reference(folder: Path) -> None:
 def speculation(folder: Path) -> None:
     """Step before the norm is known, with norms above and below the limit, and with one rank's gradient not finite in one step.
 
-    The states must be those of holding back, and of never having had that step.
+    The states must be those of holding back, and of never having had that step. Meanwhile each rank writes a state for another while, in
+    which it does not speculate.
     """
     rank = torch.distributed.get_rank()
     ends: list[bytes] = []
@@ -66,6 +67,10 @@ def speculation(folder: Path) -> None:
         torch.manual_seed(run.train.seed)
         with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes, max_skipped_steps=1) as made:
             for step in range(200):
+                if step == 20:
+                    save = superoffload.begin_save(made, folder / f"saved-{len(ends)}")
+                if step == 50 + 40 * rank:
+                    save.finish()
                 if step == spoilt:
                     hook = support.poison(made) if rank == 1 else None
                     support.train(made, support.batches(1, seed=7))
@@ -78,6 +83,9 @@ def speculation(folder: Path) -> None:
             stats = superoffload.stats(made)
             assert (min(stats.kept_steps, stats.redone_steps) >= 4) == bool(speculation_bytes), stats
     assert ends[0] == ends[1] == ends[2]
+    torch.distributed.barrier()
+    saved = [(folder / f"saved-{kind}" / f"rank_{rank:05d}.states").read_bytes() for kind in range(3)]
+    assert saved[0] == saved[1]
 
 
 def first(folder: Path) -> None:

@@ -170,7 +170,10 @@ def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int
             ranks=ranks,
             sub_groups=on_disk.records(states, members),
         )
-        on_disk.write(optimizer_folder(folder), manifest, states)
+        file = on_disk.StatesFile(optimizer_folder(folder), manifest)
+        for index, state in enumerate(states):
+            file.write(index, on_disk.tensors_of(state))
+        file.finish()
     saved = Manifest(
         run=run,
         step=step,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from superoffload.api import (
+        begin_save,
         close,
         gradient_norm,
         initialize,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from superoffload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
     from superoffload.meter import OffloadStats
     from superoffload.resharding import saved_master_weights
+    from superoffload.save import Save
     from superoffload.settings import Settings
 
 __all__ = [
@@ -40,9 +42,11 @@ __all__ = [
     "OffloadError",
     "OffloadStats",
     "Override",
+    "Save",
     "Settings",
     "StateMismatchError",
     "WorkerLostError",
+    "begin_save",
     "close",
     "engine_config",
     "gradient_norm",
@@ -66,6 +70,7 @@ __all__ = [
 
 _MODULES = {
     "api": (
+        "begin_save",
         "close",
         "gradient_norm",
         "initialize",
@@ -88,6 +93,7 @@ _MODULES = {
     "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),
     "meter": ("OffloadStats",),
     "resharding": ("saved_master_weights",),
+    "save": ("Save",),
     "settings": ("Settings",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -275,6 +275,26 @@ double speculate(const SubGroup& group, const AdamWScalars c, const States old_s
     });
 }
 
+// Returns the exponents of a tile's first or second moments, where they are 8-bit.
+inline int64_t blocks(const Span& tile) { return (tile.place + tile.count - 1) / BLOCK - tile.place / BLOCK + 1; }
+
+template <typename Format>
+double copy(const SubGroup& group, const States from_states, const States to_states, uint64_t* progress)
+{
+    const auto from = moments<Format>(from_states), to = moments<Format>(to_states);
+    return sum_over(group, progress, [=](const Span& tile) {
+        const auto source = from.at(tile), target = to.at(tile);
+        stream(to_states.p + tile.begin, from_states.p + tile.begin, tile.count * sizeof(float));
+        stream(target.m, source.m, tile.count * sizeof(*source.m));
+        stream(target.v, source.v, tile.count * sizeof(*source.v));
+        if (from_states.m_exponents) {
+            std::memcpy(target.m_exponents, source.m_exponents, blocks(tile));
+            std::memcpy(target.v_exponents, source.v_exponents, blocks(tile));
+        }
+        return 0.0;
+    });
+}
+
 template <typename Format>
 void zero(const States& states, const Span& tile)
 {
@@ -283,9 +303,8 @@ void zero(const States& states, const Span& tile)
     std::memset(target.m, 0, tile.count * sizeof(*target.m));
     std::memset(target.v, 0, tile.count * sizeof(*target.v));
     if (!states.m_exponents) return;
-    const int64_t blocks = (tile.place + tile.count - 1) / BLOCK - tile.place / BLOCK + 1;
-    std::memset(target.m_exponents, 0, blocks);
-    std::memset(target.v_exponents, 0, blocks);
+    std::memset(target.m_exponents, 0, blocks(tile));
+    std::memset(target.v_exponents, 0, blocks(tile));
 }
 
 // Calls function(format) with the format of a sub-group's moments.
@@ -359,6 +378,12 @@ double superoffload_restore(const States* states, void* staging, const SubGroup*
         weights.store(states->p + tile.begin, tile.begin, tile.count);
         return 0.0;
     });
+}
+
+// Copies one set of states to another.
+double superoffload_copy(const States* from, const States* to, const SubGroup* group, uint64_t* progress)
+{
+    return with_format(*group, [&](auto format) { return copy<decltype(format)>(*group, *from, *to, progress); });
 }
 
 // Writes the moments of these states to two fp32 arrays, in the calling thread.

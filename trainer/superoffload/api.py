@@ -20,6 +20,7 @@ from superoffload.ds_config import accepting_config, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.meter import OffloadStats
 from superoffload.resharding import Rounded
+from superoffload.save import Save
 from superoffload.settings import Settings
 from superoffload.sub_groups import SubGroupState
 
@@ -145,9 +146,41 @@ def save_state(engine: Any, folder: Path) -> int:
         OffloadError: If the state in memory is not sound, for example after a gradient that is not finite.
         OSError: If the disk does not take it.
     """
+    return begin_save(engine, folder, copying=False).finish()
+
+
+def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
+    """Begin to write this rank's state, so that training may go on at once: what is written is the state of the last step.
+
+    States are copied as far as there is memory for it (``Settings.copies_bytes``, second sets of states); the rest is written before this
+    function returns. DeepSpeed's own optimizers copy nothing.
+
+    Args:
+        engine: The engine.
+        folder: As for ``save_state``.
+        copying: Whether to copy anything. Without copies everything is written at once.
+
+    Returns:
+        What is still to be written. Call its ``finish`` before the next ``begin_save``, in any thread.
+
+    Raises:
+        OffloadError, OSError: As ``save_state``; also if a save before has not been finished (``copies-in-use``).
+    """
     synchronize(engine)
+    optimizer = adapter.super_offload(engine)
     states = adapter.sub_group_states(engine)
-    return checkpoint.write(Path(folder), _manifest(engine, states), states)
+    file = checkpoint.StatesFile(Path(folder), _manifest(engine, states))
+    save = Save(file, attach=optimizer.attach if optimizer else lambda: None)
+    try:
+        if copying and optimizer:
+            save.copies.update(optimizer.copy_states())
+        for index, state in enumerate(states):
+            if index not in save.copies:
+                file.write(index, checkpoint.tensors_of(state))
+    except BaseException:
+        save.close()
+        raise
+    return save
 
 
 def load_state(engine: Any, folder: Path) -> Rounded:

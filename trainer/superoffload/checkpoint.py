@@ -1,4 +1,4 @@
-"""Optimizer states on disk. Every rank writes one file of its own, directly from the states.
+"""Optimizer states on disk. Every rank writes one file of its own, directly from the states or from copies of them.
 
 ``rank_00000.states`` holds the fp32 master weights and the first and second moments of one sub-group after another, as raw little-endian
 floats. ``rank_00000.json`` describes them and is written last, so a state without it is incomplete. The bf16 weights are not saved: loading
@@ -15,7 +15,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from superoffload.errors import OffloadError
 from superoffload.sub_groups import SubGroupState
 
 SCHEMA = 2
+_PIECE_BYTES = 256 << 20
+"""Written between two requests to write them to disk."""
 _LARGEST_MANIFEST_BYTES = 64 << 20
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
@@ -83,28 +84,72 @@ def records(states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple
     )
 
 
-def write(folder: Path, manifest: Manifest, states: Iterable[SubGroupState]) -> int:
-    """Write this rank's state, sync it to disk and return its size in bytes. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data_path, manifest_path = _paths(folder, manifest.rank)
-    manifest_path.unlink(missing_ok=True)
-    samples = 0
-    with data_path.open("wb", buffering=0) as file:
-        for tensor in chain.from_iterable(map(tensors_of, states)):
+class StatesFile:
+    """This rank's state while it is being written, by one thread at a time.
+
+    Args:
+        folder: Where to; it is created.
+        manifest: What is going to be written.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        data_path, self._manifest_path = _paths(folder, manifest.rank)
+        self._manifest_path.unlink(missing_ok=True)
+        self._manifest = manifest
+        self._samples: dict[int, list[bytes]] = {}
+        """By sub-group, because they may be written in any order: a thousandth of what was written."""
+        self._file = data_path.open("wb", buffering=0)
+
+    def write(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""
+        groups = self._manifest.sub_groups
+        begin = sum(length for _, length in _extents(groups[:index]))
+        samples = self._samples[index] = []
+        for tensor in tensors:
             view = _bytes_of(tensor.detach().cpu().contiguous())
-            for start, length in _sampled(len(view)):
-                samples = zlib.crc32(view[start : start + length], samples)
-            _write_all(file.fileno(), view)
-        os.fsync(file.fileno())
-        # Dropped from the page cache, so that ``verify`` reads from the disk and training has the host memory.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    partial = manifest_path.with_suffix(".json.partial")
-    with partial.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, samples=samples))))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(manifest_path)
-    return manifest.bytes
+            samples += (bytes(view[start : start + length]) for start, length in _sampled(len(view)))
+            self._write(view, begin)
+            begin += len(view)
+
+    def finish(self) -> int:
+        """Sync the file to disk, once every sub-group is in it, complete it with its manifest and return its size. Raises OSError."""
+        samples = 0
+        for index in range(len(self._manifest.sub_groups)):
+            for sample in self._samples[index]:
+                samples = zlib.crc32(sample, samples)
+        os.fsync(self._file.fileno())
+        self._leave_page_cache()
+        self.close()
+        partial = self._manifest_path.with_suffix(".json.partial")
+        with partial.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self._manifest, samples=samples))))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._manifest_path)
+        return self._manifest.bytes
+
+    def close(self) -> None:
+        """Close the file, complete or not. Safe to call twice."""
+        self._file.close()
+
+    def _write(self, view: memoryview, begin: int) -> None:
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            while piece:
+                written = os.pwrite(self._file.fileno(), piece, begin)
+                piece, begin = piece[written:], begin + written
+            self._leave_page_cache()
+
+    def _leave_page_cache(self) -> None:
+        """Start writing the file's pages to disk, and drop those that are written.
+
+        Training has the host memory then, and ``verify`` reads from the disk.
+        """
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def verify(folder: Path) -> None:
@@ -207,11 +252,6 @@ def tensors_of(state: SubGroupState) -> Iterator[torch.Tensor]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     array: Any = tensor.numpy()
     return memoryview(array).cast("B")
-
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def read_into(file: FileIO, begin: int, target: torch.Tensor) -> None:

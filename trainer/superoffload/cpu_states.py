@@ -9,6 +9,9 @@ One staging buffer per sub-group carries the gradient to the host and the new we
 A sub-group that speculates has two sets of states, of which one is current, and a second buffer for new weights. A speculative step reads
 the current set and the staging buffer, and writes the other set and the second buffer. To accept it is to make the other set current. To
 discard it is to step in place, as if it had never been: nothing that this reads or writes was touched.
+
+While a checkpoint is written behind training, it is written from copies, which the worker makes before it steps the sub-groups again. They
+are in sets of their own or, where there is none, in the set that is not current. Such a sub-group does not speculate until it is written.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -27,6 +31,7 @@ from superoffload.errors import OffloadError
 from superoffload.meter import Meter
 from superoffload.norm import non_finite
 from superoffload.shared_states import SharedStates, host_available_bytes
+from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
 from superoffload.transfers import CompletedEvent, Copy, Event, Transfers
 from superoffload.worker_client import WorkerClient
@@ -52,6 +57,7 @@ class CpuStates:
         meter: Meter,
         *,
         speculating: Sequence[int],
+        copied: Sequence[int],
         states: StatesFormat,
         seed: int,
         accumulate: bool,
@@ -70,6 +76,8 @@ class CpuStates:
         self.squares: dict[int, float] = {}
         """Sums of squares of the gradients that the worker has accumulated or stepped with, as far as results have arrived."""
         self._speculating = tuple(self.slot[index] for index in speculating)
+        self._copied = tuple(self.slot[index] for index in copied)
+        """Slots of the sub-groups that have a set of states for copies."""
         self._moments = _FORMATS[states]
         self._current = dict.fromkeys(self.indices, 0)
         """Which of its sets of states a sub-group's last accepted step is in."""
@@ -80,6 +88,10 @@ class CpuStates:
         self._deciding = threading.Lock()
         """Held while a speculative step's result is handled, and while speculative steps are discarded."""
         self._initializing: set[int] = set()
+        self._copying: set[int] = set()
+        """Sub-groups whose states the worker has not copied yet."""
+        self.lent: set[int] = set()
+        """Sub-groups that may not speculate, because a copy is in the set that is not current."""
         self._accumulating: set[int] = set()
         """Sub-groups whose staging buffer the worker is still reading."""
         self._unawaited: set[int] = set()
@@ -185,19 +197,53 @@ class CpuStates:
         self._unawaited.difference_update(waiting)
         self._meter.current.weight_waits.append((begin, self._transfers.mark()))
 
+    def copies(self) -> dict[int, Callable[[], Tensors]]:
+        """Have the worker copy the states of all sub-groups that have room for it, before it steps them again.
+
+        Returns:
+            By sub-group: a function for any thread that waits for the copy and returns it.
+        """
+        found: dict[int, Callable[[], Tensors]] = {}
+        for index, slot in self.slot.items():
+            if slot in self._copied:
+                into = worker.StatesSet.COPY
+            elif slot in self._speculating:
+                into = worker.StatesSet(1 - self._current[index])
+                self.lent.add(index)
+            else:
+                continue
+            self._copying.add(index)
+            self._send(worker.Command(worker.Operation.COPY, slot, states=self._current[index], into=into), CompletedEvent())
+            found[index] = partial(self._copied_states, index, into)
+        return found
+
+    def wait_for_copies(self) -> None:
+        """Block until the worker has made all copies, so that the states may be overwritten."""
+        if self._copying:
+            self._wait(lambda: not self._copying)
+
+    def _copied_states(self, index: int, which: int) -> Tensors:
+        assert self._client is not None
+        assert self._states is not None
+        self._client.wait(lambda: index not in self._copying)
+        return self._states.master_weights(self.slot[index], which), *self._moments_of(index, which)
+
     def master_weights(self, index: int) -> torch.Tensor:
         assert self._states is not None
         return self._states.master_weights(self.slot[index], self._current[index])
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first and second moment, in fp32: the state itself, or copies of compact moments."""
+        return self._moments_of(index, self._current[index])
+
+    def _moments_of(self, index: int, which: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._states is not None
         if self._kernel is None:
-            _, first, second = self._states.states(self.slot[index], self._current[index])
+            _, first, second = self._states.states(self.slot[index], which)
             return first, second
         numel = self._sub_groups[index].weights.numel()
         first, second = torch.empty(numel), torch.empty(numel)
-        self._kernel.decode(self.slot[index], self._current[index], first.data_ptr(), second.data_ptr())
+        self._kernel.decode(self.slot[index], which, first.data_ptr(), second.data_ptr())
         return first, second
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
@@ -238,7 +284,7 @@ class CpuStates:
         library = kernel.library()
         weights = self._sub_groups[self.indices[0]].weights
         segments = tuple(_segments(self._sub_groups[index], seed) for index in self.indices)
-        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments)
+        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments, self._copied)
         self._states = SharedStates(size, weights.dtype, pin=weights.device.type == "cuda", available_bytes=available_bytes)
         if self._moments is not worker.Moments.FP32:
             with kernel.opened(library) as descriptor:
@@ -249,6 +295,9 @@ class CpuStates:
         for index in self.indices:
             self._staging(index).copy_(self._sub_groups[index].weights)
         self._initialize_all()
+        self.copies()  # as above: the first copy is then as fast as the others
+        self.wait_for_copies()
+        self.lent.clear()
 
     def _initialize_all(self) -> None:
         self._initializing = set(self.indices)
@@ -261,6 +310,9 @@ class CpuStates:
         index = self.indices[result.sub_group]
         if result.operation == worker.Operation.INITIALIZE:
             self._initializing.discard(index)
+            return
+        if result.operation == worker.Operation.COPY:
+            self._copying.discard(index)
             return
         weights = self._sub_groups[index].weights
         self._meter.current.adam_busy_s += result.seconds

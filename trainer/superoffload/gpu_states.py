@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
+from superoffload.shared_states import pin, unpin
+from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
+from superoffload.transfers import Event, Transfers
 
 
 class GpuStates:
     """States of the GPU sub-groups.
 
-    ``adamw`` steps them. Its parameter groups hold the master weights during a step only, and are empty otherwise.
+    ``adamw`` steps them. Its parameter groups hold the master weights during a step only, and are empty otherwise. The sub-groups in
+    ``copied`` have room in host memory for a copy of their states, from which a checkpoint is written while training goes on.
+
+    Raises:
+        OffloadError: If host memory cannot be pinned (``pinning``).
     """
 
-    def __init__(self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW) -> None:
+    def __init__(self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, *, copied: Sequence[int]) -> None:
         self._sub_groups = sub_groups
+        self._pinned: list[int] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        """Host memory for the copy of a sub-group's master weights and moments."""
         self._adamw = adamw
         self.indices = [index for index, group in enumerate(sub_groups) if group.on_gpu]
         self._master_weights = {
             index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_() for index in self.indices
         }
         self._gradients = {index: torch.zeros_like(master_weights) for index, master_weights in self._master_weights.items()}
+        for index in copied:
+            self._copies[index] = memory = torch.zeros(3, sub_groups[index].weights.numel())
+            if sub_groups[index].weights.device.type == "cuda":
+                pin(memory.data_ptr(), memory.nbytes)
+                self._pinned.append(memory.data_ptr())
 
     def add(self, index: int, begin: int, values: torch.Tensor, *, first_micro_batch: bool) -> None:
         """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch overwrites the step before's."""
@@ -69,6 +85,26 @@ class GpuStates:
         for target, values in zip(self.moments(index), (first, second), strict=True):
             target.copy_(values)
 
+    def copies(self, transfers: Transfers) -> dict[int, Callable[[], Tensors]]:
+        """Queue copies of the states of all sub-groups that have room for it, before their next step.
+
+        Returns:
+            By sub-group: a function for any thread that waits for the copy and returns it.
+        """
+        found: dict[int, Callable[[], Tensors]] = {}
+        for index, memory in self._copies.items():
+            states = (self.master_weights(index), *self.moments(index))
+            copied = transfers.states_to_host(list(zip(memory, states, strict=True)))
+            found[index] = partial(_when_copied, copied, memory)
+        return found
+
+    def close(self) -> None:
+        """Unpin the host memory. Safe to call twice."""
+        if self._pinned:
+            torch.cuda.synchronize(self._sub_groups[0].weights.device)
+        while self._pinned:
+            unpin(self._pinned.pop())
+
     def set_steps_taken(self, steps: int) -> None:
         for index in self.indices:
             self.moments(index)
@@ -77,3 +113,9 @@ class GpuStates:
     def _empty_parameter_groups(self) -> None:
         for group in self._adamw.param_groups:
             group["params"] = []
+
+
+def _when_copied(copied: Event, memory: torch.Tensor) -> Tensors:
+    copied.synchronize()
+    master_weights, first, second = memory
+    return master_weights, first, second

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -40,8 +41,17 @@ from superoffload.meter import Meter, OffloadStats
 from superoffload.norm import GradientNorm
 from superoffload.shared_states import host_available_bytes
 from superoffload.speculation import Speculation
+from superoffload.states_copy import StatesCopy
 from superoffload.step_policy import NormSource, StepPolicy, StepTime, SubGroupAction, step_policy
-from superoffload.sub_groups import Gradient, SubGroup, check_dtypes, spare_bytes, speculating_within
+from superoffload.sub_groups import (
+    Gradient,
+    SubGroup,
+    check_dtypes,
+    copied_within,
+    second_states_bytes,
+    spare_bytes,
+    speculating_within,
+)
 from superoffload.transfers import CompletedEvent, Copy, Event, transfers_for
 
 _CLIPPING_EPSILON = 1e-6
@@ -61,8 +71,8 @@ class _WholeGradient:
 class _StepInProgress:
     """What has arrived since the last step."""
 
-    speculates: bool
-    """Whether sub-groups with a second set of states are stepped before the norm is known."""
+    speculating: frozenset[int]
+    """Sub-groups that are stepped before the norm is known."""
     micro_batch: int = 0
     """Counted from 0 within the step."""
     arrived: dict[int, set[int]] = field(default_factory=dict)
@@ -86,6 +96,8 @@ class SuperOffload:
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
         speculation_bytes: Most host memory for second sets of states, which only clipping needs. They take no more than the states leave.
+        copies_bytes: Most host memory for copies of states, from which ``copy_states`` lets a checkpoint be written while training goes on.
+            They take no more than the states and the second sets leave.
         states: Format of the moments in host memory.
         seed: Selects the random bits by which compact moments are rounded.
         max_skipped_steps: How many steps in a row may be skipped because their gradients are not finite. Without clipping none can be.
@@ -106,6 +118,7 @@ class SuperOffload:
         gradient_accumulation_steps: int,
         clipping: float,
         speculation_bytes: int = 0,
+        copies_bytes: int = 0,
         states: StatesFormat = "fp32",
         seed: int = 0,
         max_skipped_steps: int = 0,
@@ -131,22 +144,27 @@ class SuperOffload:
         self._speculative_policy = step_policy(gradient_accumulation_steps, clipping, speculates=True)
         self._speculating: frozenset[int] = frozenset()
         """Sub-groups that have a second set of states."""
+        spare = spare_bytes(self.sub_groups, available_bytes(), states, accumulates=self._policy.accumulates)
         if clipping and speculation_bytes:
-            spare = spare_bytes(self.sub_groups, available_bytes(), states, accumulates=self._policy.accumulates)
             self._speculating = frozenset(speculating_within(self.sub_groups, states, min(speculation_bytes, spare)))
+            spare -= second_states_bytes(self.sub_groups, states, self._speculating)
+        copied = copied_within(self.sub_groups, states, self._speculating, min(copies_bytes, spare))
+        self._copies_in_use: set[int] = set()
+        """Sub-groups whose copy may still be read."""
         self._speculation = Speculation()
-        self._step = _StepInProgress(speculates=bool(self._speculating))
+        self._step = _StepInProgress(self._speculating)
         self._closed = False
         self._transfers = transfers_for(self.sub_groups[0].weights.device)
         self._meter = Meter(self._transfers)
         steps_before_norm = self._policy.step_time is StepTime.GRADIENT_COMPLETE
         self._norm = GradientNorm(self.sub_groups, self._transfers, all_reduce, poisons=steps_before_norm)
-        self._gpu = GpuStates(self.sub_groups, adamw)
+        self._gpu = GpuStates(self.sub_groups, adamw, copied=[index for index in copied if self.sub_groups[index].on_gpu])
         self._cpu = CpuStates(
             self.sub_groups,
             self._transfers,
             self._meter,
             speculating=sorted(self._speculating),
+            copied=[index for index in copied if not self.sub_groups[index].on_gpu],
             states=states,
             seed=seed,
             accumulate=self._policy.accumulates,
@@ -245,7 +263,7 @@ class SuperOffload:
                 pass
 
     def _policy_of(self, index: int) -> StepPolicy:
-        return self._speculative_policy if self._step.speculates and index in self._speculating else self._policy
+        return self._speculative_policy if index in self._step.speculating else self._policy
 
     def _send_step(self, index: int, scale: float, operation: worker.Operation = worker.Operation.STEP) -> None:
         group = self._adamw.param_groups[self.sub_groups[index].parameter_group]
@@ -293,7 +311,7 @@ class SuperOffload:
         self.steps_taken += 1
         self.skipped = None
         if self.clipping:
-            self._speculation.record(within=factor == 1.0, speculated=self._step.speculates)
+            self._speculation.record(within=factor == 1.0, speculated=bool(self._step.speculating))
         self._begin_step()
         if not self.lazy_weights:
             self._cpu.wait_for_weights()
@@ -313,6 +331,7 @@ class SuperOffload:
                 code="middle-of-step",
             )
         self._cpu.wait_for_weights()
+        self._cpu.wait_for_copies()
         self._norm.last()
 
     def gradient_norm(self) -> float | None:
@@ -333,6 +352,7 @@ class SuperOffload:
         """End the worker and release the memory. Safe to call twice."""
         self._closed = True
         self._cpu.close()
+        self._gpu.close()
 
     def _check_step(self) -> None:
         if len(self._step.complete) != len(self._cpu.indices) or self._step.micro_batch == 0:
@@ -390,7 +410,7 @@ class SuperOffload:
             raise error
 
     def _begin_step(self) -> None:
-        self._step = _StepInProgress(speculates=bool(self._speculating) and self._speculation.is_worthwhile)
+        self._step = _StepInProgress(self._speculating - self._cpu.lent if self._speculation.is_worthwhile else frozenset())
         self._norm.begin_step()
 
     def _check(self) -> None:
@@ -401,6 +421,33 @@ class SuperOffload:
             raise OffloadError("The offload engine is closed and its states are gone.", code="closed")
 
     # -- states --------------------------------------------------------------------------------------------------------------------
+
+    def copy_states(self) -> dict[int, StatesCopy]:
+        """Copy the states of the last step where there is room for it, by sub-group, for writing them while training goes on.
+
+        Release every copy before the next call.
+
+        Raises:
+            OffloadError: As ``synchronize``; or if copies have not been released (``copies-in-use``).
+        """
+        self.synchronize()
+        if self._copies_in_use:
+            raise OffloadError(
+                "The states are still being written. Finish or close the `Save` of the last `begin_save` before the next one.",
+                code="copies-in-use",
+            )
+        copies = self._gpu.copies(self._transfers) | self._cpu.copies()
+        self._copies_in_use.update(copies)
+        self._step.speculating -= self._cpu.lent
+        return {index: StatesCopy(tensors, partial(self._release_copy, index)) for index, tensors in copies.items()}
+
+    def _release_copy(self, index: int) -> None:
+        self._copies_in_use.discard(index)
+        self._cpu.lent.discard(index)
+
+    def attach(self) -> None:
+        """Prepare the calling thread for reading copies. Call it first in every thread but the training thread."""
+        self._transfers.attach()
 
     def master_weights(self, index: int) -> torch.Tensor:
         """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing them in place."""

@@ -23,6 +23,9 @@ class Settings:
     """Offload ratio: share of the optimizer states in host memory."""
     speculation_bytes: int = 0
     """Host memory for second sets of states, so that clipping need not wait for the norm. Of no use without clipping."""
+    copies_bytes: int = 0
+    """Host memory for copies of states, so that ``begin_save`` need not write them before training goes on. Second sets of states hold
+    copies too, but those sub-groups do not speculate until they are written."""
     states: StatesFormat = "fp32"
     """Format of the moments in host memory. Those on the GPU are fp32."""
     seed: int = 0

@@ -2,7 +2,8 @@
 
 It is an anonymous file (memfd). Unlike a file in /dev/shm it needs no room there, has no name that could be left behind, and ends with the
 last process that maps it. Only the staging buffers are pinned, 2 bytes a parameter: nothing else is copied to or from the GPU.
-A sub-group that speculates has everything twice: a second set of states, and a second buffer for its new weights.
+A sub-group that speculates has everything twice: a second set of states, and a second buffer for its new weights. One with room for a copy,
+from which a checkpoint is written, has one more set of states.
 Pages are allocated by the memory policy of whichever process first writes to them. That is the worker, which inherits the training
 process's policy.
 """
@@ -93,13 +94,13 @@ class SharedStates:
         return self._view(self._layout.new_weights, index, self._dtype)
 
     def states(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the master weights, first and second moment of one of the two sets, if the moments are fp32."""
+        """Return the master weights, first and second moment of one set (``worker.StatesSet``), if the moments are fp32."""
         regions = self._layout.states[which][:3]
         weights, first, second = (self._view(region, index, torch.float32) for region in regions)
         return weights, first, second
 
     def master_weights(self, index: int, which: int = 0) -> torch.Tensor:
-        """Return the master weights of one of the two sets."""
+        """Return the master weights of one set (``worker.StatesSet``)."""
         return self._view(self._layout.states[which].master_weights, index, torch.float32)
 
     def kernel(self, library: str) -> Kernel:
@@ -116,13 +117,7 @@ class SharedStates:
         """
         if not self._pin:
             return
-        code = int(_cuda_runtime().cudaHostRegister(*self._staging_range(), 0))
-        if code != 0:
-            raise OffloadError(
-                f"Pinning {gigabytes(self._layout.staging_bytes)} of host memory failed (CUDA error {code}). "
-                "Check the memory limit of the container or job.",
-                code="pinning",
-            )
+        pin(*self._staging_range())
         self._is_pinned = True
 
     def close(self) -> None:
@@ -130,7 +125,7 @@ class SharedStates:
         if self.descriptor < 0:
             return
         if self._is_pinned:
-            _cuda_runtime().cudaHostUnregister(self._staging_range()[0])
+            unpin(self._staging_range()[0])
             self._is_pinned = False
         os.close(self.descriptor)
         self.descriptor = -1
@@ -147,6 +142,21 @@ class SharedStates:
 def gigabytes(size_bytes: int) -> str:
     """Format a size: ``206.7 GB``."""
     return f"{size_bytes / 1e9:.1f} GB"
+
+
+def pin(address: int, size_bytes: int) -> None:
+    """Pin host memory at its exact size, where torch's own allocator may round up. Raises OffloadError (``pinning``)."""
+    code = int(_cuda_runtime().cudaHostRegister(address, size_bytes, 0))
+    if code != 0:
+        raise OffloadError(
+            f"Pinning {gigabytes(size_bytes)} of host memory failed (CUDA error {code}). Check the memory limit of the container or job.",
+            code="pinning",
+        )
+
+
+def unpin(address: int) -> None:
+    """Unpin what ``pin`` pinned; no copy may be using it."""
+    _cuda_runtime().cudaHostUnregister(address)
 
 
 def _cuda_runtime() -> Any:

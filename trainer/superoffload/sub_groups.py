@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from so_tui.model.sharding import StatesFormat, speculating, speculation_bytes, state_bytes
+from so_tui.model.sharding import StatesFormat, copied, copy_bytes, speculating, speculation_bytes, state_bytes
 from superoffload.errors import OffloadError
 
 _ROUNDING_BYTES = 16 << 20
@@ -85,6 +85,17 @@ def speculating_within(sub_groups: Sequence[SubGroup], states: StatesFormat, bud
     numels = [sub_groups[index].weights.numel() for index in on_cpu]
     chosen = speculating(numels, int(budget_bytes / speculation_bytes(sub_groups[0].weights.dtype.itemsize, states)))
     return [on_cpu[position] for position in chosen]
+
+
+def second_states_bytes(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int]) -> int:
+    """Return the host memory that these second sets of states take."""
+    return int(speculation_bytes(sub_groups[0].weights.dtype.itemsize, states) * sum(sub_groups[index].weights.numel() for index in second))
+
+
+def copied_within(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int) -> list[int]:
+    """Return the sub-groups that can have room for a copy of their states within this much host memory; ``second``: with second states."""
+    sizes = [copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel() for group in sub_groups]
+    return list(copied(sizes, second, budget_bytes))
 
 
 def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:

@@ -47,7 +47,7 @@ class Transfers(Protocol):
         """Copy what the current stream has computed so far; ``after``: events before which the targets must not be overwritten."""
 
     def attach(self) -> None:
-        """Prepare the calling thread for ``weights_to_gpu``. Call it first in every thread but the training thread."""
+        """Prepare the calling thread for ``weights_to_gpu`` and events. Call it first in every thread but the training thread."""
 
     def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Copy ``source``, in pinned memory, to ``target``."""
@@ -57,6 +57,9 @@ class Transfers(Protocol):
 
     def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Queue a copy of a small tensor; it is valid once the returned event has completed."""
+
+    def states_to_host(self, copies: Sequence[Copy]) -> Event:
+        """Queue copies to pinned memory, behind what the current stream computes; they are valid once the returned event has completed."""
 
     def mark(self) -> Mark:
         """Record the current point in time."""
@@ -95,6 +98,9 @@ class HostTransfers:
 
     def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return values.clone(), CompletedEvent()
+
+    def states_to_host(self, copies: Sequence[Copy]) -> Event:
+        return self.gradients_to_host(copies, ()).done
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -141,6 +147,9 @@ class CudaTransfers:
         host = torch.empty_like(values, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host, self.mark()
+
+    def states_to_host(self, copies: Sequence[Copy]) -> Event:
+        return _copy(torch.cuda.current_stream(), copies).done
 
     def mark(self) -> Mark:
         event = _timing_event()

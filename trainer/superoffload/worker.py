@@ -58,6 +58,18 @@ class Operation(IntEnum):
     """Run AdamW from the current set of states into the other one, and leave the new weights in the second buffer."""
     RESTORE = 4
     """Leave the weights of the current set of states in the staging buffer."""
+    COPY = 5
+    """Copy the current set of states into another one, from which a checkpoint is written."""
+
+
+class StatesSet(IntEnum):
+    """The sets of states that a sub-group may have. The first two take turns in being current."""
+
+    FIRST = 0
+    SECOND = 1
+    """Of a sub-group that speculates."""
+    COPY = 2
+    """Of a sub-group with room for a copy of its states; never current."""
 
 
 class GradientSource(IntEnum):
@@ -81,7 +93,9 @@ class Command(NamedTuple):
     gradient: int = GradientSource.STAGING
     """STEP, SPECULATE: a ``GradientSource``."""
     states: int = 0
-    """STEP, SPECULATE, RESTORE: which of the two sets of states is current."""
+    """STEP, SPECULATE, RESTORE, COPY: which set of states is current."""
+    into: int = 0
+    """COPY: the set that is overwritten."""
     scale: float = 1.0
     """STEP, SPECULATE: factor of the gradient, from clipping."""
     learning_rate: float = 0.0
@@ -100,7 +114,7 @@ class Result(NamedTuple):
     seconds: float
 
 
-COMMAND = struct.Struct("<iiqiii6d")
+COMMAND = struct.Struct("<iiqiiii6d")
 RESULT = struct.Struct("<iiqdd")
 
 
@@ -121,7 +135,8 @@ class MemoryLayout(NamedTuple):
     staging: tuple[int, ...]
     new_weights: tuple[int, ...]
     """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as the second set of states."""
-    states: tuple[StateOffsets, StateOffsets]
+    states: tuple[StateOffsets, StateOffsets, StateOffsets]
+    """By ``StatesSet``; of no size where a sub-group lacks the set."""
     accumulated: tuple[int, ...]
     """Empty without gradient accumulation."""
     staging_start: int
@@ -156,6 +171,8 @@ class MemorySize(NamedTuple):
     speculating: tuple[int, ...] = ()
     """Positions of the sub-groups that have a second set of states."""
     moments: Moments = Moments.FP32
+    copied: tuple[int, ...] = ()
+    """Positions of the sub-groups that have room for a copy of their states."""
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -174,7 +191,7 @@ def layout(size: MemorySize) -> MemoryLayout:
     """Lay out the shared memory.
 
     With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments (and 2 for every block); as many again for
-    one that speculates, and 4 with gradient accumulation.
+    one that speculates, 4 with gradient accumulation, and for one with a copy what its states take.
     """
     end = REGION_ALIGNMENT
 
@@ -189,16 +206,16 @@ def layout(size: MemorySize) -> MemoryLayout:
 
     numels = size.numels
 
-    def of_second(sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(each if index in size.speculating else 0 for index, each in enumerate(sizes))
+    def of(having: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(each if index in having else 0 for index, each in enumerate(sizes))
 
-    def states_of(numels: tuple[int, ...], blocks: tuple[int, ...]) -> StateOffsets:
-        moment = size.moments.element_bytes
+    def states_of(having: tuple[int, ...]) -> StateOffsets:
+        moment, numels, blocks = size.moments.element_bytes, of(having, size.numels), of(having, size.blocks)
         return StateOffsets(region(4, numels), region(moment, numels), region(moment, numels), region(1, blocks), region(1, blocks))
 
-    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, of_second(numels))
+    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, of(size.speculating, numels))
     staging_bytes = end - REGION_ALIGNMENT
-    states = states_of(numels, size.blocks), states_of(of_second(numels), of_second(size.blocks))
+    states = states_of(tuple(range(len(numels)))), states_of(size.speculating), states_of(size.copied)
     accumulated = region(4, numels) if size.accumulate else ()
     return MemoryLayout(staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end)
 
@@ -291,6 +308,7 @@ class Kernel:
         self._step = bound("step", *[pointer] * 4, integer)
         self._speculate = bound("speculate", *[pointer] * 6, integer)
         self._restore = bound("restore", pointer, pointer)
+        self._copy = bound("copy", pointer, pointer)
         self._decode = bound("decode", pointer, pointer, pointer, returns=None)
         self._encode = bound("encode", pointer, pointer, pointer, returns=None)
 
@@ -314,6 +332,8 @@ class Kernel:
                 squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
             case Operation.RESTORE:
                 squares = self._restore(current, staging, *of_all)
+            case Operation.COPY:
+                squares = self._copy(current, self._states(command.into, index), *of_all)
             case _:
                 second = new_weights if index in self._size.speculating else None
                 squares = self._initialize(current, other, accumulated, staging, second, *of_all)
@@ -328,7 +348,8 @@ class Kernel:
         self._encode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
 
     def _states(self, which: int, index: int) -> Any:
-        if which == 1 and index not in self._size.speculating:
+        having = {StatesSet.SECOND: self._size.speculating, StatesSet.COPY: self._size.copied}
+        if index not in having.get(StatesSet(which), (index,)):
             return ctypes.byref(States())
         regions = self._layout.states[which]
         existing = regions if self._size.moments is Moments.INT8 else regions[:3]
@@ -375,9 +396,9 @@ def main() -> None:
         sys.exit("The training process is gone.")
     settings = json.loads(line)
     os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded, which creates its threads accordingly
-    sub_groups, weight_bytes, accumulate, speculating, moments = settings["size"]
+    sub_groups, weight_bytes, accumulate, speculating, moments, copied = settings["size"]
     segments = tuple(tuple(Segment(*segment) for segment in group) for group in sub_groups)
-    size = MemorySize(segments, weight_bytes, accumulate, tuple(speculating), Moments(moments))
+    size = MemorySize(segments, weight_bytes, accumulate, tuple(speculating), Moments(moments), tuple(copied))
     with mmap.mmap(settings["memory"], 0) as memory, socket.socket(fileno=settings["channel"]) as channel:
         serve(channel, Kernel(settings["library"], memory, size))
         os._exit(0)  # the kernel still points into the memory, so leaving the block, which closes it, would fail

@@ -79,6 +79,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             clipping=self.clip_grad,
             speculation_bytes=settings.speculation_bytes,
+            copies_bytes=settings.copies_bytes,
             states=settings.states,
             seed=settings.seed,
             max_skipped_steps=settings.max_skipped_steps,

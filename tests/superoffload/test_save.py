@@ -1,0 +1,173 @@
+"""Saving while training goes on: what is written is the state of the step at which the save began, and training is none the wiser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import superoffload
+from so_tui.model.sharding import copied
+from superoffload.optimizer import SuperOffload
+from tests.support import engine as support
+from tests.support.reference_adamw import core_of
+
+ALL = 1 << 30
+"""Bytes that suffice for every sub-group of the small model."""
+
+
+def waiting(save: superoffload.Save) -> set[int]:
+    """Return the sub-groups that are written from copies."""
+    return set(save.copies)
+
+
+def speculating(core: SuperOffload) -> frozenset[int]:
+    return core._step.speculating
+
+
+@pytest.mark.parametrize(
+    ("clipping", "accumulation", "speculation_bytes", "copies_bytes", "states"),
+    [
+        (0.0, 1, 0, ALL, "fp32"),
+        (0.0, 2, 0, ALL, "fp32"),
+        (10.7, 1, 0, ALL, "fp32"),
+        (10.7, 1, ALL, 0, "fp32"),
+        (10.7, 1, ALL, ALL, "fp32"),
+        (7.1, 2, ALL, 0, "fp32"),
+        (10.7, 1, ALL // 2**14, ALL // 2**13, "fp32"),
+        (10.7, 1, ALL, 0, "int8-moments"),
+        (0.0, 1, 0, ALL, "bf16-moments"),
+        (0.0, 1, 0, 0, "fp32"),
+    ],
+)
+def test_it_has_the_bits_of_a_save_for_which_training_waits(
+    clipping: float,
+    accumulation: int,
+    speculation_bytes: int,
+    copies_bytes: int,
+    states: Literal["fp32", "bf16-moments", "int8-moments"],
+    tmp_path: Path,
+) -> None:
+    """Norms are above and below the limit, and the states are written three steps late."""
+    run = support.spec("superoffload", 0.8, clipping=clipping, accumulation=accumulation)
+    data = support.batches(9 * accumulation)
+    settings: dict[str, Any] = {"speculation_bytes": speculation_bytes, "copies_bytes": copies_bytes, "states": states}
+    expected: list[bytes] = []
+    found: list[bytes] = []
+    for ends, in_background in ((expected, False), (found, True)):
+        with support.engine(run, **settings) as made:
+            support.train(made, data[: 3 * accumulation])
+            save = superoffload.begin_save(made, tmp_path / "background") if in_background else None
+            folder = tmp_path / ("background" if in_background else "foreground")
+            if save is None:
+                superoffload.save_state(made, folder)
+            support.train(made, data[3 * accumulation : 6 * accumulation])
+            if save:
+                on_gpu = {index for index, group in enumerate(core_of(made).sub_groups) if group.on_gpu}
+                assert bool(waiting(save)) == bool(speculation_bytes or copies_bytes)
+                assert (on_gpu <= waiting(save)) == bool(copies_bytes)
+                save.finish()
+            superoffload.verify_state(folder)
+            ends.append((folder / "rank_00000.states").read_bytes())
+            ends.append((folder / "rank_00000.json").read_bytes())
+            support.train(made, data[6 * accumulation :])
+            ends.append(support.states(made, tmp_path / f"end-{in_background}"))
+    assert found == expected
+
+
+def test_a_sub_group_without_a_copy_of_its_own_speculates_again_once_it_is_written(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL) as made:
+        core = core_of(made)
+        every = speculating(core)
+        support.train(made, support.batches(2))
+        save = superoffload.begin_save(made, tmp_path)
+        assert waiting(save) == every
+        assert not speculating(core)
+        support.train(made, support.batches(2))
+        assert superoffload.stats(made).kept_steps == 2
+        save.finish()
+        support.train(made, support.batches(2))
+        assert speculating(core) == every
+        assert superoffload.stats(made).kept_steps == 3  # a step begins when the one before ends
+
+
+def test_a_sub_group_with_a_copy_of_its_own_goes_on_speculating(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=ALL) as made:
+        support.train(made, support.batches(2))
+        save = superoffload.begin_save(made, tmp_path)
+        support.train(made, support.batches(2))
+        assert superoffload.stats(made).kept_steps == 4
+        save.finish()
+
+
+def test_a_step_that_is_skipped_meanwhile_leaves_the_copies_alone(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"speculation_bytes": ALL, "max_skipped_steps": 1}
+    with support.engine(support.spec("superoffload", 0.8, clipping=1e6), **settings) as made:
+        support.train(made, support.batches(2))
+        expected = support.states(made, tmp_path / "expected")
+        save = superoffload.begin_save(made, tmp_path / "found")
+        hook = support.poison(made)
+        support.train(made, support.batches(1))
+        hook.remove()
+        support.train(made, support.batches(1))
+        save.finish()
+        assert (tmp_path / "found" / "rank_00000.states").read_bytes() == expected
+
+
+def test_loading_waits_for_the_copies_of_what_it_overwrites(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0), copies_bytes=ALL) as made:
+        support.train(made, support.batches(1))
+        support.states(made, tmp_path / "old")
+        support.train(made, support.batches(2))
+        expected = support.states(made, tmp_path / "expected")
+        save = superoffload.begin_save(made, tmp_path / "found")
+        superoffload.load_state(made, tmp_path / "old")
+        save.finish()
+        assert (tmp_path / "found" / "rank_00000.states").read_bytes() == expected
+
+
+def test_copies_in_use_are_not_overwritten(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0), copies_bytes=ALL) as made:
+        support.train(made, support.batches(1))
+        save = superoffload.begin_save(made, tmp_path / "first")
+        with pytest.raises(superoffload.OffloadError) as caught:
+            superoffload.begin_save(made, tmp_path / "second")
+        assert caught.value.code == "copies-in-use"
+        save.close()  # given up: what is there is no complete state
+        with pytest.raises(superoffload.OffloadError):
+            superoffload.verify_state(tmp_path / "first")
+        superoffload.begin_save(made, tmp_path / "second").finish()
+        superoffload.verify_state(tmp_path / "second")
+
+
+def test_a_save_whose_folder_is_gone_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with support.engine(support.spec("superoffload", 1.0), copies_bytes=ALL) as made:
+        support.train(made, support.batches(1))
+        with pytest.raises(OSError, match="file"):
+            superoffload.begin_save(made, tmp_path / "file")
+        superoffload.begin_save(made, tmp_path / "next").finish()
+
+
+def test_the_weights_are_trained_on_while_a_copy_is_read(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 0.8), copies_bytes=ALL) as made:
+        support.train(made, support.batches(1))
+        save = superoffload.begin_save(made, tmp_path)
+        before = [weights.clone() for weights, _, _ in (copy.tensors() for copy in save.copies.values())]
+        support.train(made, support.batches(3))
+        superoffload.synchronize(made)
+        core = core_of(made)
+        for index, copy, old in zip(save.copies, save.copies.values(), before, strict=True):
+            assert torch.equal(copy.tensors()[0], old)
+            assert not torch.equal(core.master_weights(index), old)
+        save.finish()
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(60, (0, 1, 2, 3)), (59, (0, 1, 2)), (40, (0, 1, 2)), (30, (0, 2)), (19, (0,)), (9, ())],
+)
+def test_room_goes_first_to_what_has_no_second_states(budget: int, expected: tuple[int, ...]) -> None:
+    assert copied([10, 10, 20, 20], (1, 3), budget) == expected
