@@ -28,6 +28,7 @@ STEPS = 6
 SETTINGS = {
     "train.steps": str(STEPS),
     "checkpoint.every_steps": "2",
+    "checkpoint.background": "false",  # a checkpoint is complete when the next step begins
 }
 
 pytestmark = pytest.mark.smoke

@@ -128,8 +128,7 @@ class _Printer:
             case StepRecord():
                 self._step(record)
             case CheckpointRecord():
-                written = f"{disk_size(record.bytes)} in {duration(record.seconds)}"
-                self._line(record.time, f"checkpoint of step {record.step}: {written}, {record.path}")
+                self._line(record.time, f"checkpoint of step {record.step}: {_written(record)}, {record.path}")
             case EvaluationRecord():
                 self._line(record.time, f"evaluation at step {record.step}: {_evaluated(record)}")
             case WarningRecord():
@@ -178,6 +177,13 @@ class _Printer:
 
 def _line(when: float, text: str) -> str:
     return f"{datetime.fromtimestamp(when):%H:%M:%S} {brief_line(text, _LONGEST_LINE)}"
+
+
+def _written(record: CheckpointRecord) -> str:
+    text = f"{disk_size(record.bytes)} in {duration(record.seconds)}"
+    if record.paused_s is not None and record.paused_s < record.seconds:
+        text += f" while training went on, after a pause of {duration(record.paused_s)}"
+    return text if record.due_step is None else f"{text}, due since step {record.due_step}"
 
 
 def _evaluated(record: EvaluationRecord) -> str:

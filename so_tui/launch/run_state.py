@@ -89,7 +89,8 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
         # A step after the last announced phase shows that loading or saving is over, even if that was not announced.
         trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
         now: State = "training" if trains else phase.phase
-        state = replace(state, state=now, detail="" if trains else phase.detail)
+        over = trains and phase.phase != "training"
+        state = replace(state, state=now, detail="" if over else phase.detail)
     if reader.checkpoints:
         saved = reader.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)

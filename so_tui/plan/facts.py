@@ -269,6 +269,15 @@ class StepsEarly(_Fact, frozen=True):
     """How long a step takes whose norm exceeds the limit; None where no speed is known."""
 
 
+class SavesBehind(_Fact, frozen=True):
+    """Checkpoints are written while training goes on."""
+
+    share: float
+    """Of the states, how much can be copied; training waits until the rest is written."""
+    bytes: int
+    """Host memory per rank for copies that second states do not hold."""
+
+
 class SpeedUnknown(_Fact, frozen=True):
     """No settings were compared, because no speed is known."""
 
@@ -370,6 +379,7 @@ Choice = (
     | MicroBatchChosen
     | AdamCoresChosen
     | StepsEarly
+    | SavesBehind
     | SpeedUnknown
     | NextBest
     | NoNextBest

@@ -15,6 +15,7 @@ from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile, profile_of
 from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
+from so_tui.plan.copies import Copies, copies
 from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
@@ -98,6 +99,8 @@ class Assessment:
     verdict: Verdict
     """By memory alone."""
     shortages: tuple[Shortage, ...]
+    copies: Copies | None = None
+    """Of states, for checkpoints that are written behind training."""
     speculation_gains_nothing: bool = False
     """Whether there was memory for second sets of states, but they would make the step no faster."""
 
@@ -125,6 +128,11 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         placement = speculative
         terms = (*terms, second.term)
         demand = demand_of(terms, target.resources.nodes)
+    copied = copies(placement, partial(_host_room, demand, target.resources))
+    if copied and copied.bytes:
+        placement = replace(placement, copies_bytes=copied.bytes)
+        terms = (*terms, copied.term)
+        demand = demand_of(terms, target.resources.nodes)
     verdict, shortages = judge(demand, target.resources.supply)
     if target.resources.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
@@ -136,6 +144,7 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         demand=demand,
         verdict=verdict,
         shortages=shortages,
+        copies=copied,
         speculation_gains_nothing=gains_nothing,
     )
 

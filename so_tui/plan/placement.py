@@ -27,6 +27,8 @@ class Placement:
     """Indices of the sub-groups with a second set of states."""
     speculation_bytes: int = 0
     """What these may take."""
+    copies_bytes: int = 0
+    """What copies of states may take, from which checkpoints are written."""
     rounds_pinned: bool = False
     """Whether torch rounds pinned blocks up to powers of two (before 2.13)."""
 

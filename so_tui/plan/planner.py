@@ -20,7 +20,19 @@ from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.constants import SpeedSource
-from so_tui.plan.facts import AutoCheckpointing, AutoMode, Choice, Fact, MemoryNeeded, Need, Shortage, StepsEarly, TokensReached
+from so_tui.plan.copies import makes_copies
+from so_tui.plan.facts import (
+    AutoCheckpointing,
+    AutoMode,
+    Choice,
+    Fact,
+    MemoryNeeded,
+    Need,
+    SavesBehind,
+    Shortage,
+    StepsEarly,
+    TokensReached,
+)
 from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, node_needs, target_of
 from so_tui.plan.messages import message, pool_name, speed_source_text
 from so_tui.plan.resources import Gpus, Resources, rank_counts
@@ -252,7 +264,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.location == "gpu" and term.kind not in OUTSIDE_ALLOCATOR),
         gpu_capacity_bytes=resources.supply.gpu_bytes,
         host_bytes_per_node=found.demand.node_bytes,
-        host_optional_bytes=_second_states_bytes(found) * resources.ranks,
+        host_optional_bytes=(_second_states_bytes(found) + found.placement.copies_bytes) * resources.ranks,
         host_capacity_bytes_per_node=resources.supply.node_bytes,
         shm_bytes=found.demand.shm_bytes,
         disk_bytes=disk,
@@ -281,13 +293,15 @@ def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
 
 
 def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
-    """Yield what became of a target of tokens per optimizer step, rounding included, and of speculation."""
+    """Yield what became of a target of tokens per optimizer step, rounding included, of speculation, and of checkpoints."""
     if can_speculate(found.spec) and found.layout.cpu_numel:
         second = _second_states_bytes(found)
         held_back = held_back_step(found) if second else None
         share = min(1.0, second / (second_states_bytes(found.spec) * found.layout.cpu_numel))
         seconds = held_back.total_s if held_back else None
         yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
+    if found.copies:
+        yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if target := spec.train.tokens_per_step:
         once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
@@ -327,6 +341,8 @@ def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     if can_speculate(spec) and found.verdict != "does not fit":
         # ``auto`` stays, so that a later plan with less memory fits. Exact in floating point: bytes are far fewer than 2 ** 53.
         spec = replace(spec, offload=replace(spec.offload, speculation_gib=found.placement.speculation_bytes / 2**30))
+    if makes_copies(spec) and found.verdict != "does not fit":
+        spec = replace(spec, checkpoint=replace(spec.checkpoint, copies_gib=found.placement.copies_bytes / 2**30))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     return replace(spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus]))

@@ -31,6 +31,7 @@ class TermKind(StrEnum):
     STAGING_BUFFER = "staging-buffer"
     ACCUMULATED_GRADIENTS = "accumulated-gradients"
     SECOND_STATES = "second-states"
+    COPIES = "copies"
     GRADIENT_PARTITION = "gradient-partition"
     PINNED_ROUNDING = "pinned-rounding"
     LAYER_INPUTS = "layer-inputs"
@@ -81,6 +82,7 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.STAGING_BUFFER: "staging buffer",
     TermKind.ACCUMULATED_GRADIENTS: "accumulated gradients",
     TermKind.SECOND_STATES: "second states, for clipping without waiting",
+    TermKind.COPIES: "copies of states, while checkpoints are written",
     TermKind.GRADIENT_PARTITION: "gradient partition",
     TermKind.PINNED_ROUNDING: "rounding of pinned blocks",
     TermKind.LAYER_INPUTS: "checkpointed layer inputs",

@@ -118,6 +118,11 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     path: str
     bytes: int
     seconds: float
+    """From its beginning until it was proven readable."""
+    paused_s: float | None = None
+    """The part of ``seconds`` for which training stood still; None in records of older versions, which means all of it."""
+    due_step: int | None = None
+    """The step after which it fell due, if it had to wait for the one before to be written; None if it did not wait."""
 
 
 class EvaluationRecord(Record, frozen=True, kw_only=True):

@@ -297,6 +297,13 @@ class CheckpointSpec(Spec, frozen=True):
         float,
         Meta(ge=0, description="Time between checkpoints, by the clock of rank 0; 0 disables saving by time.", extra={"unit": "minutes"}),
     ] = 0.0
+    background: Annotated[
+        bool, Meta(description="Train on while a checkpoint is written, as far as host memory has room for a copy of the states.")
+    ] = True
+    copies_gib: Annotated[
+        float,
+        Meta(ge=0, description="Most host memory per rank for the copies of `background`; 0 sets no limit.", extra={"unit": "GiB"}),
+    ] = 0.0
     at_end: Annotated[bool, Meta(description="Save a checkpoint when the run finishes or is stopped.")] = True
     keep: Annotated[int, Meta(ge=1, description="Number of newest checkpoints to keep.")] = 2
     folder: Annotated[str, Meta(description="Folder for checkpoints; if empty, `checkpoints/` in the run directory.")] = ""

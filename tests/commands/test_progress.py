@@ -13,6 +13,7 @@ import pytest
 from so_tui.runs import MetricsWriter, RunDirectory, control, create_run, read_state, write_state
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import find_preset
+from so_tui.units import duration
 from tests.support.records import step_record
 
 FOLLOW = (
@@ -41,7 +42,8 @@ def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None
     writer = MetricsWriter(elsewhere, 1)
     for number in (1, 2, 3):  # the third comes too soon after the first to be printed immediately
         writer.append(step_record(number, time=1e9 + number / 100))
-    writer.append(CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=0.1, path="there"))
+    behind = CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=90.0, path="there", paused_s=2.0, due_step=2)
+    writer.append(behind)
     writer.close()
     write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))
     follower = followed(elsewhere, "watcher")
@@ -50,6 +52,8 @@ def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None
     assert follower.wait(timeout=20) == 4
     assert told.index("step 3/") < told.index("checkpoint of step 3")
     assert "left" not in told[told.index("checkpoint of step 3") :]
+    assert all(duration(seconds) in told for seconds in (behind.seconds, behind.paused_s or 0))
+    assert "due since step 2" in told
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

@@ -32,6 +32,7 @@ SETTINGS = (
     f"train.steps={STEPS}",
     f"checkpoint.every_steps={SAVE_EVERY}",
     "checkpoint.keep=3",
+    "checkpoint.background=false",  # so that every one is saved at its step; tests/trainer/test_background.py kills the others
     "offload.mode=superoffload",
     "train.deterministic=true",
     "data.sequence_length=64",

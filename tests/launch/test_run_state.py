@@ -63,3 +63,14 @@ def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(back_s: float,
     assert state_after(tmp_path / "a", loading).state == "loading"
     assert state_after(tmp_path / "b", loading, step).state == "training"
     assert state_after(tmp_path / "c", loading, step, saving).state == "saving"
+
+
+def test_what_is_written_while_a_run_trains_is_shown_until_it_is_written(tmp_path: Path) -> None:
+    writing = PhaseRecord(attempt=2, time=20.0, phase="training", detail="writing the checkpoint of step 8")
+    steps = [step_record(number, attempt=2, time=20.0 + number) for number in (9, 10)]
+    written = PhaseRecord(attempt=2, time=40.0, phase="training")
+    state = state_after(tmp_path / "a", writing, *steps)
+    assert (state.state, state.detail) == ("training", writing.detail)
+    assert state_after(tmp_path / "b", writing, *steps, written).detail == ""
+    saving = PhaseRecord(attempt=2, time=20.0, phase="saving", detail="checkpoint of step 8")
+    assert state_after(tmp_path / "c", saving, *steps).detail == ""  # over, although that was not announced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 
 import superoffload
 from so_tui.runs import RunDirectory, control, write_state
-from so_tui.runs.records import RunState
+from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import RunSpec
 from so_tui.spec.types import CheckpointSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
@@ -37,6 +38,14 @@ def spec(keep: int = 2) -> RunSpec:
 
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
     return Path(checkpoint.save(made, support.manifest(step, run), folder, ranks, attempt=1).path)
+
+
+def train_until_saved(made: Any, saving: checkpoint.Saving) -> CheckpointRecord:
+    for step in range(10_000):
+        support.train(made, support.batches(1, seed=step))
+        if (record := saving.poll()) is not None:
+            return record
+    raise AssertionError("it never ends")
 
 
 def names(folder: Path) -> list[str]:
@@ -76,6 +85,49 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
             checkpoint.newest(tmp_path)
         assert caught.value.code == "checkpoints-unreadable"
     assert checkpoint.newest(tmp_path / "nowhere") is None
+
+
+def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step(tmp_path: Path, one_rank: Ranks) -> None:
+    run = spec(keep=1)
+    with support.engine(run, copies_bytes=1 << 30) as made:
+        support.train(made, support.batches(2))
+        first = save(made, tmp_path, 1, one_rank, run)
+        expected = (first / "optimizer" / "rank_00000.states").read_bytes()
+        drawn = (first / "random.rank0.msgpack").read_bytes()
+        saving = checkpoint.Saving(made, support.manifest(2, run), tmp_path, one_rank, 1, background=True, due_step=1)
+        assert saving.step == 2
+        assert first.name in names(tmp_path)
+        torch.rand(3)
+        record = train_until_saved(made, saving)
+        assert names(tmp_path) == ["step-000002"]
+        assert (record.step, record.path, record.due_step, record.bytes) == (2, str(tmp_path / "step-000002"), 1, len(expected))
+        assert record.paused_s is not None
+        assert record.paused_s < record.seconds
+        second = checkpoint_folder.verify(tmp_path / "step-000002")
+        assert second.step == 2
+        assert (tmp_path / "step-000002" / "optimizer" / "rank_00000.states").read_bytes() == expected
+        assert (tmp_path / "step-000002" / "random.rank0.msgpack").read_bytes() == drawn
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_before_stays(
+    trains: bool, tmp_path: Path, one_rank: Ranks
+) -> None:
+    run = spec(keep=1)
+    with support.engine(run, copies_bytes=1 << 30) as made:
+        support.train(made, support.batches(1))
+        first = save(made, tmp_path, 1, one_rank, run)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # the random state fits, the states do not
+        try:
+            saving = checkpoint.Saving(made, support.manifest(2, run), tmp_path, one_rank, 1, background=True)
+            with pytest.raises(TrainingError) as caught:
+                train_until_saved(made, saving) if trains else saving.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert caught.value.code == "checkpoint-failed"
+        assert names(tmp_path) == [first.name]
+        assert save(made, tmp_path, 3, one_rank, run).name == "step-000003"  # the copies were given back
 
 
 def test_older_checkpoints_stay_until_the_new_one_is_verified(tmp_path: Path, one_rank: Ranks) -> None:

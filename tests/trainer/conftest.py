@@ -35,7 +35,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(BROKEN_WANDB)
     tracking = {"tracking__wandb": "true", "tracking__tensorboard": "true"}
-    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, **tracking, checkpoint__every_steps="5", checkpoint__export="true")
+    saving = {"checkpoint__every_steps": "5", "checkpoint__background": "false", "checkpoint__export": "true"}
+    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, **tracking, **saving)
     run = create_run(spec, folder / "runs")
     assert start(run, spec, {"PYTHONPATH": python_path(package.parent)}).wait(timeout=400) == 0, log(run)
     return run

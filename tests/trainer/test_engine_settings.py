@@ -96,6 +96,24 @@ def test_only_our_engine_with_clipping_is_given_second_states() -> None:
         assert planned_speculation_bytes(other) == engine_settings(other, binding()).speculation_bytes == 0
 
 
+def test_copies_take_what_was_planned_and_what_second_states_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = spec(
+        offload__engine="so-tui", offload__ratio="1", checkpoint__every_steps="5", checkpoint__copies_gib="10", offload__speculation="on"
+    )
+    planned = with_values(run, {"offload.speculation_gib": "20", "train.gradient_accumulation": "1"})
+    states = 14 * run.model.parameter_count
+
+    def found(run: RunSpec, available: int | None) -> int:
+        monkeypatch.setattr("so_tui_trainer.engine_settings.available_bytes", lambda files: available)
+        return engine_settings(run, binding()).copies_bytes
+
+    assert found(planned, None) == found(planned, 10**13) == 10 * 2**30
+    assert found(planned, int((states + 25 * 2**30) / 0.94)) == pytest.approx(5 * 2**30, rel=0.02)
+    assert found(planned, int((states + 15 * 2**30) / 0.94)) == 0
+    for change in ({"checkpoint.background": "false"}, {"checkpoint.every_steps": "0"}, {"offload.engine": "deepspeed"}):
+        assert found(with_values(planned, change), None) == 0
+
+
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:
     undivided = msgspec.structs.replace(binding(), adam_cpus=())
     assert engine_settings(spec(), undivided).adam_cpus == undivided.cpus

@@ -1,7 +1,10 @@
 """Save and load checkpoints, on all ranks together.
 
-All ranks write into ``step-000060.partial``. One rename makes it valid, and older checkpoints are removed once it is proven readable. A
-checkpoint has the fp32 master weights, moments and counters of the optimizer (the bf16 weights are a cast of the master weights), the
+All ranks write into ``step-000060.partial``. One rename makes it valid, and older checkpoints are removed once it is proven readable. What
+the engine has copied is written by a thread of each rank while training goes on; rank 0's also renames, verifies and removes. The ranks
+agree in their training threads only, between two steps.
+
+A checkpoint has the fp32 master weights, moments and counters of the optimizer (the bf16 weights are a cast of the master weights), the
 random number generators of every rank, and a description of the data. The learning rate follows from the step. ``checkpoint_folder`` has
 the files.
 """
@@ -11,15 +14,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import superoffload
 from so_tui.model.sharding import partition_numel
@@ -37,6 +43,7 @@ __all__ = [
     "Damage",
     "Found",
     "Manifest",
+    "Saving",
     "claim",
     "load",
     "make_room",
@@ -48,6 +55,8 @@ __all__ = [
     "start_over",
 ]
 
+Result = TypeVar("Result")
+_NOT_WRITTEN = "the checkpoint could not be written"
 _LARGEST_RANDOM_BYTES = 1 << 20
 _STATE_BYTES = 12
 """Bytes per parameter: fp32 master weight and two moments."""
@@ -73,8 +82,10 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
             checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
 
-def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
-    """Write a checkpoint, together with the other ranks, and remove those beyond ``checkpoint.keep``.
+class Saving:
+    """A checkpoint that is being written, on all ranks together. Checkpoints beyond ``checkpoint.keep`` are removed at its end.
+
+    Every rank must make it, and call each method, after the same step. Training may go on in between.
 
     Args:
         engine: The DeepSpeed engine.
@@ -82,25 +93,115 @@ def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: i
         folder: The folder of the run's checkpoints.
         ranks: The process group.
         attempt: The run's attempt, for the record.
+        background: Have the states copied, as far as there is memory for it, and write them afterwards. Otherwise they are written at once.
+        due_step: When it fell due, if that was before its step; for the record.
+
+    Attributes:
+        step: The step that it saves.
 
     Raises:
-        TrainingError: It does not fit, or a rank cannot write; raised on all ranks. Earlier checkpoints stay.
+        TrainingError: It does not fit, or a rank cannot write; raised on all ranks, by the methods too. Earlier checkpoints stay.
     """
-    began = time.monotonic()
-    make_room(engine, folder, manifest.spec, ranks)
-    with all_ranks(ranks, "the checkpoint cannot be started"):
-        made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
-    partial = ranks.broadcast(made, Path)
-    written = 0
-    with all_ranks(ranks, "the checkpoint could not be written", cleanup=partial):
-        written = superoffload.save_state(engine, optimizer_folder(partial))
-        _save_random_state(_random_file(partial, ranks.rank))
-    total = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
-    with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
-        final = checkpoint_folder.complete(partial, manifest) if ranks.first else None
-    seconds = time.monotonic() - began
-    path = str(ranks.broadcast(final, Path))
-    return CheckpointRecord(attempt=attempt, time=time.time(), step=manifest.step, path=path, bytes=total, seconds=seconds)
+
+    def __init__(
+        self,
+        engine: Any,
+        manifest: Manifest,
+        folder: Path,
+        ranks: Ranks,
+        attempt: int,
+        *,
+        background: bool = False,
+        due_step: int | None = None,
+    ) -> None:
+        self._began, self.step = time.monotonic(), manifest.step
+        self._manifest, self._ranks, self._attempt, self._due_step = manifest, ranks, attempt, due_step
+        make_room(engine, folder, manifest.spec, ranks)
+        with all_ranks(ranks, "the checkpoint cannot be started"):
+            made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
+        self._partial = partial = ranks.broadcast(made, Path)
+        rest: superoffload.Save | None = None
+        with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
+            _save_random_state(_random_file(partial, ranks.rank))
+            rest = superoffload.begin_save(engine, optimizer_folder(partial), copying=background)
+        assert rest is not None
+        self._written = _in_thread(rest.finish)
+        self._bytes = 0
+        self._completed: Future[Path | None] | None = None
+        self._vote: tuple[torch.Tensor, dist.Work] | None = None
+        self._paused_s = time.monotonic() - self._began
+
+    def poll(self) -> CheckpointRecord | None:
+        """Return the record of the checkpoint once it is complete on all ranks; None before. Waits for no disk."""
+        return self._go_on() if self._all_ready() else None
+
+    def wait(self) -> CheckpointRecord:
+        """Wait until the checkpoint is complete on all ranks, and return its record."""
+        waiting = time.monotonic()
+        if self._vote is not None:
+            self._vote[1].wait()
+        record = None
+        while record is None:
+            record = self._go_on()
+        return msgspec.structs.replace(record, paused_s=self._paused_s + time.monotonic() - waiting)
+
+    def _all_ready(self) -> bool:
+        """Return whether all ranks had ended the part in progress when they were last asked, and ask them again if not.
+
+        They answer while a step computes, so none waits for another here.
+        """
+        if self._vote is not None:
+            ready, answered = self._vote
+            answered.wait()
+            if ready.item():
+                self._vote = None
+                return True
+        ready = torch.tensor([(self._completed or self._written).done()], dtype=torch.uint8)
+        self._vote = ready, dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True)
+        return False
+
+    def _go_on(self) -> CheckpointRecord | None:
+        """End the part in progress on all ranks, and begin the next one: rank 0 makes valid what all have written."""
+        ranks, partial, manifest = self._ranks, self._partial, self._manifest
+        if self._completed is None:
+            written = 0
+            with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
+                written = self._written.result()
+            self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
+            self._completed = _in_thread(lambda: checkpoint_folder.complete(partial, manifest) if ranks.first else None)
+            return None
+        final = None
+        with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
+            final = self._completed.result()
+        return CheckpointRecord(
+            attempt=self._attempt,
+            time=time.time(),
+            step=self.step,
+            path=str(ranks.broadcast(final, Path)),
+            bytes=self._bytes,
+            seconds=time.monotonic() - self._began,
+            paused_s=self._paused_s,
+            due_step=self._due_step,
+        )
+
+
+def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
+    """Write a checkpoint while training waits. Arguments and errors are those of ``Saving``."""
+    return Saving(engine, manifest, folder, ranks, attempt).wait()
+
+
+def _in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Run a function in a thread that ends with the process, whatever it is doing: what it leaves unfinished is no checkpoint."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 -- raised again where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:

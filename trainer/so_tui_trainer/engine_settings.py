@@ -9,6 +9,7 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
+from so_tui.plan.copies import makes_copies
 from so_tui.plan.fit import HOST_MARGIN
 from so_tui.plan.placement import own_engine
 from so_tui.plan.speculation import can_speculate, second_states_bytes
@@ -30,11 +31,13 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
             "offload.mode is still auto. The planner must choose a mode before training starts.",
             code="mode-not-resolved",
         )
+    speculation_bytes = _within_memory(spec, planned_speculation_bytes(spec), 0)
     return Settings(
         mode=offload.mode,
         engine=offload.engine,
         ratio=offload.ratio,
-        speculation_bytes=_speculation_bytes(spec),
+        speculation_bytes=speculation_bytes,
+        copies_bytes=_within_memory(spec, planned_copies_bytes(spec), speculation_bytes),
         states=states_format(spec),
         seed=train.seed,
         max_skipped_steps=train.max_skipped_steps,
@@ -63,16 +66,26 @@ def planned_speculation_bytes(spec: RunSpec) -> int:
     return given or math.ceil(second_states_bytes(spec) * _cpu_numel(spec))
 
 
-def _speculation_bytes(spec: RunSpec) -> int:
-    """Return the host memory for second sets of states: as planned, less where other processes hold memory that the plan counted on.
+def planned_copies_bytes(spec: RunSpec) -> int:
+    """Return the host memory that the plan gives to copies of states on each rank; 0 where there are none."""
+    return int(spec.checkpoint.copies_gib * 2**30) if makes_copies(spec) else 0
 
-    Results do not depend on it, so a run on a host that is fuller than planned is slower and does not fail.
+
+def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:
+    """Return ``planned`` bytes beside the states, or less where other processes hold memory that the plan counted on.
+
+    No result depends on them, so a run on a host that is fuller than planned is slower and does not fail.
+
+    Args:
+        spec: The run's spec.
+        planned: What the plan gives to second states, or to copies.
+        taken: What other such memory takes already.
     """
-    planned, available = planned_speculation_bytes(spec), available_bytes(SystemFiles())
+    available = available_bytes(SystemFiles())
     if not planned or available is None:
         return planned
     each = state_bytes(WEIGHT_BYTES, spec.offload.states, accumulates=spec.gradient_accumulation_steps > 1)
-    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks - each * _cpu_numel(spec))))
+    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks - each * _cpu_numel(spec)) - taken))
 
 
 def _cpu_numel(spec: RunSpec) -> int:

@@ -14,9 +14,9 @@ from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.checkpoints import checkpoints_folder
 from so_tui.runs.manifest import run_id
-from so_tui.runs.records import PhaseRecord, StepRecord, WarningRecord
+from so_tui.runs.records import CheckpointRecord, PhaseRecord, StepRecord, WarningRecord
 from so_tui_trainer import checkpoint
-from so_tui_trainer.checkpoint import Manifest
+from so_tui_trainer.checkpoint import Manifest, Saving
 from so_tui_trainer.clocks import StepClock
 from so_tui_trainer.control import Control
 from so_tui_trainer.data.batches import Batches, MicroBatch
@@ -90,6 +90,10 @@ class Loop:
         self.step = self.useful_tokens = self.trained_tokens = 0
         self.last_loss: float | None = None
         self.saved_step, self.saved = 0, ""
+        self._saving: Saving | None = None
+        """The checkpoint that is being written."""
+        self._due_step: int | None = None
+        """When a checkpoint fell due that could not be begun yet, because another is being written."""
         self.clock = StepClock(ranks.device)
 
     def resume(self, path: str, manifest: Manifest) -> None:
@@ -120,12 +124,16 @@ class Loop:
                 stop_requested = "stop" in actions
                 if self._should_evaluate(stop_requested):
                     self.evaluate()
-                if "checkpoint" in actions or self._should_save():
-                    self.save()
+                self._poll_saving()
+                if self._due_step is None and ("checkpoint" in actions or self._should_save()):
+                    self._due_step = self.step
+                if self._due_step is not None and self._saving is None:
+                    self.save(background=self.spec.checkpoint.background)
                     control.saved()
         control.close()
         self.metrics.check()
-        if self.spec.checkpoint.at_end or self.spec.checkpoint.export:
+        self._finish_saving()
+        if self.spec.checkpoint.at_end or self.spec.checkpoint.export or self._due_step is not None:
             self.save()
         return Outcome(
             state="finished" if self.step >= self.total_steps else "stopped",
@@ -191,16 +199,20 @@ class Loop:
         self.recorder.write(record)
         if self.ranks.first:
             print(f"step {record.step}/{self.total_steps}  evaluation loss {record.loss:.4f}", flush=True)
-        self._phase("training", "")
+        self._show_training()
         self._restart_clocks()
 
-    def save(self) -> None:
+    def save(self, *, background: bool = False) -> None:
         """Write a checkpoint of the last step, unless there is one.
+
+        Args:
+            background: Go on training while it is written. No other checkpoint may be being written.
 
         Raises:
             NonFiniteError: A loss was not finite; these weights must not be saved.
             TrainingError: The checkpoint cannot be written.
         """
+        due_step, self._due_step = self._due_step, None
         if self.saved_step == self.step:
             return
         self.metrics.check()
@@ -220,12 +232,33 @@ class Loop:
         folder = checkpoints_folder(self.run, self.spec)
         if self.ranks.first:
             checkpoint.claim(self.run, self.spec)  # again: somebody may have removed it since the start
-        record = checkpoint.save(self.engine, manifest, folder, self.ranks, self.recorder.attempt)
-        self.recorder.write(record)
-        self.saved_step, self.saved = self.step, record.path
+        waited_since = due_step if due_step != self.step else None
+        self._saving = Saving(
+            self.engine, manifest, folder, self.ranks, self.recorder.attempt, background=background, due_step=waited_since
+        )
+        if not background:
+            self._record_saved(self._saving.wait())
         if self.step < self.total_steps:
-            self._phase("training", "")
+            self._show_training()
         self._restart_clocks()
+
+    def _poll_saving(self) -> None:
+        """Record the checkpoint that is being written once it is complete."""
+        record = self._saving.poll() if self._saving else None
+        if record:
+            self._record_saved(record)
+            self._show_training()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._saving:
+            self._phase("saving", f"checkpoint of step {self._saving.step}")
+            self._record_saved(self._saving.wait())
+
+    def _record_saved(self, record: CheckpointRecord) -> None:
+        self.recorder.write(record)
+        self.saved_step, self.saved = record.step, record.path
+        self._saving = None
 
     def _should_log(self) -> bool:
         return self.step % self.spec.train.log_interval == 0 or self.step in (1, self.total_steps)
@@ -245,6 +278,9 @@ class Loop:
 
     def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
         self.recorder.write(PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail))
+
+    def _show_training(self) -> None:
+        self._phase("training", f"writing the checkpoint of step {self._saving.step}" if self._saving else "")
 
     def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
         message = f"step {self.step} was skipped: the gradient of sub-group {error.sub_group} ({error.parameter} ...) is not finite"

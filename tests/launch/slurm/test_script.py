@@ -57,6 +57,7 @@ def test_a_job_is_warned_early_enough_for_its_checkpoint() -> None:
     assert warning_lead_s(SITE, 10**9, None) == SITE.warning_s
     assert warning_lead_s(SITE, 200 * 10**9, None) > 200
     assert warning_lead_s(SITE, 10**9, 400.0) > 400 > SITE.warning_s
+    assert warning_lead_s(SITE, 10**9, 400.0, checkpoints=2) > warning_lead_s(SITE, 10**9, 400.0) + 400
     assert warning_lead_s(SITE, 200 * 10**9, 5.0) == SITE.warning_s
 
 

@@ -234,7 +234,8 @@ def _is_folder(name: str, folder: Path) -> bool:
 
 def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:
     gpus = sum(rank.gpu is not None for rank in plan.binding)
-    warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s)
+    checkpoints = 2 if plan.spec.checkpoint.repeats and plan.spec.checkpoint.background else 1
+    warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s, checkpoints)
     return batch_script(plan.spec, site, gpus=gpus, run=run, attempt=attempt, python=sys.executable, warning_s=warning_s)
 
 

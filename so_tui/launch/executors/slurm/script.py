@@ -47,16 +47,17 @@ if missing:
 _REMEDY = "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in the site profile (python = ...)"
 
 
-def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None) -> int:
+def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None, checkpoints: int = 1) -> int:
     """Return how long before its time limit a job is warned: the profile's time, or more if a checkpoint takes longer.
 
     Args:
         site: The profile of the site.
         checkpoint_bytes: Size of a checkpoint.
         measured_s: What the run's last checkpoint took; None before the first.
+        checkpoints: How many may have to be written by then: one that is being written behind training, and the last one.
     """
     takes_s = checkpoint_bytes / _DISK_BYTES_PER_S if measured_s is None else measured_s
-    return max(site.warning_s, math.ceil(_MARGIN * takes_s) + _STEP_S)
+    return max(site.warning_s, math.ceil(_MARGIN * checkpoints * takes_s) + _STEP_S)
 
 
 def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: int, python: str, warning_s: int = 0) -> str:

@@ -1,0 +1,79 @@
+"""The memory that a plan gives to copies of states, from which checkpoints are written while training goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.model.profile import profile_of
+from so_tui.model.sharding import copied, copy_bytes
+from so_tui.plan import make_plan
+from so_tui.plan.facts import SavesBehind
+from so_tui.plan.terms import TermKind
+from so_tui.plan.types import Plan
+from tests.support.machines import x86
+from tests.support.planning import spec_of
+
+
+def planned(memory_gib: int, **changes: str) -> Plan:
+    machine = x86("NVIDIA H200", gpu_count=1, cores=32, memory_mib=memory_gib * 1024)
+    settings = {"offload__mode": "superoffload", "offload__ratio": "0.9", "checkpoint__every_steps": "100"} | changes
+    return make_plan(spec_of("llama-3.1-8b", gpus="1", **settings), machine)
+
+
+def behind(plan: Plan) -> SavesBehind | None:
+    return next((fact for fact in plan.reasons if isinstance(fact, SavesBehind)), None)
+
+
+def term_bytes(plan: Plan) -> int:
+    return sum(term.bytes for term in plan.breakdown if term.kind is TermKind.COPIES)
+
+
+@pytest.mark.parametrize(("states", "moments"), [("fp32", 8.0), ("int8-moments", 2 + 2 / 128)])
+def test_all_states_are_copied_where_there_is_room(states: str, moments: float) -> None:
+    plan = planned(1024, offload__states=states)
+    layout = profile_of(plan.spec.model).layout(1, plan.spec.offload)
+    expected = (4 + moments) * layout.cpu_numel + 12 * layout.gpu_numel
+    assert term_bytes(plan) == pytest.approx(expected, rel=1e-9)
+    assert plan.spec.checkpoint.copies_gib * 2**30 == term_bytes(plan)
+    assert behind(plan) == SavesBehind(share=1.0, bytes=term_bytes(plan))
+    second = sum(term.bytes for term in plan.breakdown if term.kind is TermKind.SECOND_STATES)
+    assert plan.host_optional_bytes == second + term_bytes(plan)
+
+
+def test_second_states_come_first_and_hold_copies_too() -> None:
+    plan = planned(250)
+    fact = behind(plan)
+    assert fact is not None
+    assert plan.fits
+    assert fact.share == 1.0  # of those on the GPU in copies of their own, of the others in second states
+    assert 0 < fact.bytes < behind(planned(1024)).bytes  # type: ignore[union-attr]
+
+
+def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:
+    shares = [fact.share for gib in (150, 170, 200) if (fact := behind(planned(gib, train__gradient_clipping="0")))]
+    assert 0 <= shares[0] < shares[1] < shares[2] <= 1
+    assert planned(170, train__gradient_clipping="0").verdict == "fits"
+    given = planned(1024, checkpoint__copies_gib="10", train__gradient_clipping="0")
+    assert 0 < term_bytes(given) <= 10 * 2**30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint__every_steps": "0"},
+        {"checkpoint__background": "false"},
+        {"offload__engine": "deepspeed"},
+        {"offload__mode": "zerooffload"},
+    ],
+)
+def test_runs_that_write_nothing_behind_their_training_get_none(change: dict[str, str]) -> None:
+    plan = planned(1024, **change)
+    assert behind(plan) is None
+    assert term_bytes(plan) == plan.spec.checkpoint.copies_gib == 0
+
+
+def test_the_engine_chooses_the_same_from_the_budget_that_the_plan_gives_it() -> None:
+    sizes = [copy_bytes("int8-moments") * numel for numel in (300, 1000, 50, 700, 20)]
+    for budget in range(0, 22_000, 100):
+        chosen = copied(sizes, (1, 3), budget)
+        assert copied(sizes, (1, 3), sum(sizes[index] for index in chosen)) == chosen
