@@ -58,6 +58,7 @@ void run(const std::vector<Segment>& segments, int format)
     superoffload_decode(&states, m.data(), v.data(), &group);
     superoffload_encode(&others, m.data(), v.data(), &group);
     superoffload_restore(&others, staging.data(), &group, &progress);
+    superoffload_copy(&states, &others, &group, &progress);
 }
 
 }  // namespace
