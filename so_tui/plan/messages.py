@@ -191,10 +191,10 @@ def _choice(fact: Choice) -> str:
         case facts.SavesBehind(share=0.0):
             return "checkpoints: training waits while they are written; the host has no memory left for copies of the states"
         case facts.SavesBehind():
-            rest = "" if fact.share == 1 else f" Training waits until the other {1 - fact.share:.0%} are written."
+            rest = "" if fact.share == 1 else f". Training waits until the other {1 - fact.share:.0%} are written"
             copies = f"copies take {memory_size(fact.bytes)} a rank" if fact.bytes else "second states hold the copies"
             much = "the states" if fact.share == 1 else f"{fact.share:.0%} of the states"
-            return f"checkpoints: {much} are written while training goes on; {copies}.{rest}"
+            return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
         case facts.TokensReached():
             each = f"{thousands(fact.tokens)}, {thousands(fact.tokens_per_pass)} in each micro-batch of all ranks"
             return f"accumulation {fact.accumulation} comes nearest to {thousands(fact.target)} tokens a step: {each}"

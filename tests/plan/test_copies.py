@@ -8,6 +8,7 @@ from so_tui.model.profile import profile_of
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan import make_plan
 from so_tui.plan.facts import SavesBehind
+from so_tui.plan.messages import message
 from so_tui.plan.terms import TermKind
 from so_tui.plan.types import Plan
 from tests.support.machines import x86
@@ -47,6 +48,15 @@ def test_second_states_come_first_and_hold_copies_too() -> None:
     assert plan.fits
     assert fact.share == 1.0  # of those on the GPU in copies of their own, of the others in second states
     assert 0 < fact.bytes < behind(planned(1024)).bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("share", "copied_bytes", "shown"), [(0.0, 0, ()), (0.6, 3 << 30, ("60%", "40%", "3.0 GiB")), (1.0, 0, ("second",))]
+)
+def test_a_plan_says_how_much_is_copied_and_what_training_waits_for(share: float, copied_bytes: int, shown: tuple[str, ...]) -> None:
+    text = message(SavesBehind(share=share, bytes=copied_bytes))
+    assert all(part in text for part in shown), text
+    assert ("waits" in text) == (share < 1)
 
 
 def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,29 @@ def test_twenty_steps_are_those_of_float32_adamw(clipping: float, speculation_by
         reference.assert_same_states(made)
         for state in sub_group_states(made):
             assert torch.equal(state.weights, state.master_weights.to(support.DEVICE, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("clipping", "speculation_bytes", "copies_bytes"), [(0.0, 0, 1 << 30), (2.5, 1 << 30, 0), (2.5, 1 << 30, 1 << 30)])
+def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
+    clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
+) -> None:
+    """States on the GPU are copied behind what it has still to do, and written by a thread with steps under way."""
+    data = support.batches(STEPS)
+    settings = {"speculation_bytes": speculation_bytes, "copies_bytes": copies_bytes}
+    ends: list[tuple[bytes, bytes]] = []
+    for copying in (False, True):
+        with engine(spec("superoffload", 0.5, clipping=clipping), **settings) as made:
+            support.train(made, data[:5])
+            folder = tmp_path / str(copying)
+            save = superoffload.begin_save(made, folder, copying=copying)
+            assert bool(save.copies) == copying
+            with ThreadPoolExecutor(1) as threads:
+                finished = threads.submit(save.finish)
+                support.train(made, data[5:])
+                finished.result()
+            superoffload.verify_state(folder)
+            ends.append(((folder / "rank_00000.states").read_bytes(), support.states(made, tmp_path / f"end-{copying}")))
+    assert ends[0] == ends[1]
 
 
 def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
