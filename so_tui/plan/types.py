@@ -108,7 +108,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     gpu_capacity_bytes: int | None
     host_bytes_per_node: dict[int, int]
     host_optional_bytes: int = 0
-    """Of these, over all nodes, what a run does without where other processes hold it: second states."""
+    """Of these, over all nodes, what a run does without where other processes hold it: second states, and copies for checkpoints."""
     host_capacity_bytes_per_node: dict[int, int]
     shm_bytes: int
     disk_bytes: int
