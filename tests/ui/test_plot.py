@@ -15,7 +15,7 @@ from rich.style import Style
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Ema, Line, Series
 from so_tui.ui.text import significant
-from so_tui.ui.widgets.drawing import Mark, axis_row, gutter_text, x_text
+from so_tui.ui.widgets.drawing import Mark, axis_row, gutter_text, plot_rows, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
 
 
@@ -110,6 +110,27 @@ def test_later_layers_take_the_cell() -> None:
         canvas.draw(found, gaps, Scale(0, 1), layer)
     assert {layer for _, layer in canvas.row(1)} == {1}
     assert {layer for _, layer in canvas.row(0)} == {0}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None:
+    at = array("d", range(40))
+
+    def load(percent: float, role: str) -> Line:
+        series = Series()
+        for _ in at:
+            series.append(percent)
+        return Line(series, len(series), at, None, role)
+
+    styles = {role: Style(color=role) for role in ("red", "blue", "green")} | {"empty": Style()}
+    roles = {"band": styles["red"], "main": styles["blue"], "gpu": styles["green"], "empty": styles["empty"]}
+    lines = (load(80, "band"), load(80, "main"), load(100, "gpu"))
+    drawn, _ = plot_rows(lines, Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles)
+    cells = [(character, segment.style) for segment in drawn[0] for character in segment.text]
+    alone = plot_rows(lines[:2], Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles)[0][0]
+    dots = ord(alone[0].text[0]) - 0x2800
+    assert all((ord(character) - 0x2800) & dots == dots for character, _ in cells)
+    assert {style for _, style in cells} == {roles["main"], roles["gpu"]}
 
 
 def test_the_average_starts_unbiased_and_passes_over_gaps() -> None:

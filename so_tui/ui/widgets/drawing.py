@@ -88,7 +88,10 @@ def plot_rows(
         assert fit is not None
         scale = fit([found for found, _ in measured])
     for layer, (found, gaps) in enumerate(measured):
-        canvas.draw(found, gaps, scale, layer, connect=lines[layer].role != "band")
+        role = lines[layer].role
+        # In a plot of one or two rows a GPU's line would hide that of its node all along.
+        beside = frozenset(other for other in range(layer) if lines[other].role != "band") if role == "gpu" else frozenset[int]()
+        canvas.draw(found, gaps, scale, layer, connect=role != "band", beside=beside)
     empty = styles["empty"]
     rows = [[Segment(text, empty if layer < 0 else styles[lines[layer].role]) for text, layer in canvas.row(row)] for row in range(height)]
     return rows, scale

@@ -161,9 +161,11 @@ class Canvas:
         self.columns = width * glyphs.columns
         self.dots = height * glyphs.rows
         self._runs = _runs(glyphs)
+        self._beside: frozenset[int] = frozenset()
+        """Layers whose dots stay where the present one is drawn."""
 
     def column(self, column: int, low: int, high: int, layer: int) -> None:
-        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell."""
+        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell, or stands beside others."""
         cell, sub = divmod(column, self.glyphs.columns)
         table, rows, last = self._runs[sub], self.glyphs.rows, self.dots - 1
         first_row, first_dot = divmod(last - high, rows)
@@ -173,15 +175,29 @@ class Canvas:
             layers = self.layers[row]
             if layers[cell] == layer:
                 self.masks[row][cell] |= mask
+            elif layers[cell] in self._beside:
+                self.masks[row][cell] |= mask
+                layers[cell] = layer if cell % 2 else layers[cell]  # a cell has one colour: each has its turn
             else:
                 layers[cell] = layer
                 self.masks[row][cell] = mask
 
-    def draw(self, found: Sequence[Span | None], gaps: Sequence[int], scale: Scale, layer: int, *, connect: bool = True) -> None:
+    def draw(
+        self,
+        found: Sequence[Span | None],
+        gaps: Sequence[int],
+        scale: Scale,
+        layer: int,
+        *,
+        connect: bool = True,
+        beside: frozenset[int] = frozenset(),
+    ) -> None:
         """Draw one line: each column's span, joined to the one before it unless a gap lies between them.
 
-        Without ``connect`` it is a band: columns between two spans are filled, but spans are not stretched to touch.
+        Without ``connect`` it is a band: columns between two spans are filled, but spans are not stretched to touch. Layers ``beside``
+        stay visible where this one is drawn: their dots remain, and every other shared cell keeps their colour.
         """
+        self._beside = beside
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
         for column, heights in enumerate(scale.heights(found, self.dots)):
