@@ -8,19 +8,16 @@ from so_tui.runs.directory import RunDirectory, deleted, new_attempt
 from so_tui.runs.listing import create_run, find_run, list_runs
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers
-from so_tui.runs.overview import Column, Overview
 from so_tui.runs.reader import LogLine, RunReader, Update
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_spec, read_state, write_spec, write_state
 from so_tui.runs.writer import MetricsWriter
 
 __all__ = [
-    "Column",
     "HeartbeatWatch",
     "LogLine",
     "LogReader",
     "MetricsWriter",
-    "Overview",
     "RunDirectory",
     "RunReader",
     "SampleWriter",

@@ -1,148 +1,209 @@
-"""Summaries of closed metrics segments: ``000007.index`` belongs to ``000007.jsonl``.
+"""Summaries of metrics segments: ``000007.index`` belongs to ``000007.jsonl``.
 
-An index has one line of JSON (IndexHeader), then columns of little-endian doubles with one row per BUCKET step records: first and last
-step, count, byte offset in the segment, and for every metric the minimum and maximum finite value and the last value. Reading a metric
-takes three columns, whatever the length of the run. Coarser levels are built in memory (see ``pyramid``).
+An index has one line of JSON (IndexHeader), then the columns of the segment's blocks (see ``blocks``) as little-endian doubles. Opening a
+run reads the indexes of its segments, 3 % of their bytes. The writer makes one for each segment that it closes.
 
-Indexes are optional: without one (the writer was killed, or the segment is still open) the reader reads the segment itself.
+Indexes are optional: where one is missing, damaged or of another version, readers read the segment and keep an index of their own (see
+``index_cache``).
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
+import zlib
 from array import array
-from collections.abc import Sequence
-from functools import cached_property
-from io import BufferedReader
+from collections.abc import Iterable
 from operator import gt
 from pathlib import Path
 
 import msgspec
 
+from so_tui.runs.blocks import METRICS, POSITIONS, Columns, append_block, block_end, missing, no_blocks, part_names
 from so_tui.runs.codec import decode_metric, encode_line
-from so_tui.runs.overview import StoredRows
-from so_tui.runs.pyramid import NO_EXTREMES, extremes
-from so_tui.runs.records import SCHEMA, MetricRecord, StepRecord, WarningRecord
-from so_tui.runs.segments import INDEX_SUFFIX, SUFFIX
+from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord, WarningRecord
+from so_tui.runs.segments import INDEX_SUFFIX
 from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare
 from so_tui.trust.decoding import decoded
-from so_tui.trust.reading import open_regular
+from so_tui.trust.reading import open_regular, read_bounded
 
-BUCKET = 64
-"""Step records per row. At a million records, an index takes 0.3 MB per metric."""
-
+VERSION = 2
 MOST_WARNINGS = 200
 """Largest number of warnings in an index, so that a warning at every step does not make it as large as the segment."""
-
-METRICS: tuple[str, ...] = tuple(
-    field.name
-    for field in msgspec.structs.fields(StepRecord)
-    if field.name not in ("v", "attempt", "step") and field.type in (int, float, int | None, float | None)
-)
-"""Numeric fields of a step record that can be charted."""
-
-_ROW = ("first", "last", "count", "offset")
-_MISSING = {"min": NO_EXTREMES[0], "max": NO_EXTREMES[1], "last": math.nan}
+LARGEST_SEGMENT_BYTES = 64 << 20
+"""Limit of segments that are indexed; a writer ends them at 4 MiB."""
+_LARGEST_BYTES = 128 << 20
 _DOUBLE = 8
+_OWN_NAMES = (*POSITIONS, *part_names(METRICS))
 
 
 class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
     """First line of an index."""
 
-    v: int = SCHEMA
+    v: int
     attempt: int
     """Attempt that wrote the segment; 0 if it has no record."""
     segment_bytes: int
     rows: int
     columns: tuple[str, ...]
+    crc32: int
+    """Checksum of the columns."""
     events: tuple[msgspec.Raw, ...]
     """All records of the segment that are not steps, in order."""
     latest: msgspec.Raw
     """Last step record, or null."""
+    step_is_newer: bool
+    """Whether the last step was written after the last phase."""
 
 
 prepare(IndexHeader)
 _headers = msgspec.json.Decoder(IndexHeader)
-_LONGEST_HEADER_BYTES = 16 << 20
-_LARGEST_BYTES = 64 << 20
-"""Limit of an index and of its segment, which a writer ends at 4 MiB."""
-
-
-def _check_header(header: IndexHeader, columns_bytes: int) -> None:
-    """Check that the columns are all there and in order. Raises msgspec.DecodeError if not: the segment itself is read instead."""
-    if header.rows < 0 or header.segment_bytes < 0 or not set(_ROW) <= set(header.columns):
-        raise msgspec.DecodeError("the header of the index is damaged")
-    if len(header.columns) * header.rows * _DOUBLE != columns_bytes:
-        raise msgspec.DecodeError("the index has another size than its header says")
-    if columns_bytes > _LARGEST_BYTES or header.segment_bytes > _LARGEST_BYTES:
-        raise msgspec.DecodeError("the index or its segment is larger than a writer makes them")
-
-
-def _check_rows(first: array[float], last: array[float], offsets: array[float], segment_bytes: int) -> None:
-    """Check that rows are in order, which searches rely on, and within the segment. Raises msgspec.DecodeError."""
-    steps = [step for row in zip(first, last, strict=True) for step in row]
-    for values, limit in ((steps, 2.0**53), (offsets.tolist(), float(segment_bytes))):
-        if not all(0 <= value <= limit for value in values) or any(map(gt, values, values[1:])):
-            raise msgspec.DecodeError("the rows of the index are damaged")
 
 
 class SegmentIndex:
-    """An index file, of which columns are read on demand."""
+    """An index, of which the columns are read on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises OSError if there is no index, msgspec.DecodeError if it is damaged."""
-        self._path = path
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > _LARGEST_BYTES + _LONGEST_HEADER_BYTES:
-                raise msgspec.DecodeError("the index is larger than a writer makes it")
-            line = BufferedReader(file).readline(_LONGEST_HEADER_BYTES)
-        self._start = len(line)
-        self.header = decoded(_headers, line)
-        _check_header(self.header, size - len(line))
-        _check_rows(self.first_steps, self.last_steps, self.column("offset"), self.header.segment_bytes)
-        self.events = tuple(record for raw in self.header.events if (record := decode_metric(bytes(raw))) is not None)
-        latest = decode_metric(bytes(self.header.latest))
+        """Read and check an index. Raises OSError if there is none, msgspec.DecodeError if it is damaged or of another version."""
+        self._path: Path | None = path
+        self._open(read_bounded(path, _LARGEST_BYTES))
+
+    @classmethod
+    def in_memory(cls, content: bytes) -> SegmentIndex:
+        """Return an index that is kept nowhere else. Raises msgspec.DecodeError if it is damaged."""
+        index = cls.__new__(cls)
+        index._path = None
+        index._open(content)
+        index._content = content
+        return index
+
+    def _open(self, content: bytes) -> None:
+        line, newline, columns = content.partition(b"\n")
+        header = decoded(_headers, line)
+        self._start = len(line) + len(newline)
+        self._content = b""
+        if header.v != VERSION:
+            raise msgspec.DecodeError(f"the index has version {header.v}")
+        if header.rows < 0 or header.columns[: len(POSITIONS)] != POSITIONS or len(set(header.columns)) != len(header.columns):
+            raise msgspec.DecodeError("the header of the index is damaged")
+        if len(header.columns) * header.rows * _DOUBLE != len(columns) or zlib.crc32(columns) != header.crc32:
+            raise msgspec.DecodeError("the columns of the index are damaged")
+        if not 0 <= header.segment_bytes <= LARGEST_SEGMENT_BYTES:
+            raise msgspec.DecodeError("the segment of the index is larger than a writer makes them")
+        self.attempt, self.segment_bytes, self.step_is_newer = header.attempt, header.segment_bytes, header.step_is_newer
+        self._rows = header.rows
+        # Nearly always the same names: a long run has hundreds of indexes.
+        self._names = _OWN_NAMES if header.columns == _OWN_NAMES else header.columns
+        self.positions = self._columns_in(columns, POSITIONS)
+        _check_positions(self.positions, header.segment_bytes)
+        self.events = tuple(record for raw in header.events if (record := decode_metric(bytes(raw))) is not None)
+        latest = decode_metric(bytes(header.latest))
         self.latest = latest if isinstance(latest, StepRecord) else None
 
-    @cached_property
-    def first_steps(self) -> array[float]:
-        """First step of each row."""
-        return self.column("first")
+    def columns(self, metrics: Iterable[str]) -> Columns:
+        """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be read or has changed."""
+        names = part_names(metrics)
+        content = self._content or self._read()
+        return self.positions | self._columns_in(memoryview(content)[self._start :], names)
 
-    @cached_property
-    def last_steps(self) -> array[float]:
-        """Last step of each row."""
-        return self.column("last")
-
-    def steps_between(self, first: int, stop: int) -> list[StepRecord]:
-        """Return the step records of the rows ``[first, stop)``, read from the segment. Raises OSError."""
-        offsets = self.column("offset")
-        start = int(offsets[first]) if first < stop else 0
-        end = int(offsets[stop]) if stop < len(offsets) else self.header.segment_bytes
-        with open_regular(self._path.with_suffix(SUFFIX)) as file:
-            file.seek(start)
-            lines = file.read(end - start if first < stop else 0).split(b"\n")
-        return [record for line in lines if isinstance(record := decode_metric(line), StepRecord)]
-
-    def column(self, name: str) -> array[float]:
-        """Return one column; filled with missing values if the writer did not have the metric. Raises OSError."""
-        rows = self.header.rows
-        if name not in self.header.columns:
-            return array("d", [_MISSING[name.rpartition(".")[2]]]) * rows
-        values = array("d")
+    def _read(self) -> bytes:
+        assert self._path is not None
+        size = self._start + len(self._names) * self._rows * _DOUBLE
         with open_regular(self._path) as file:
-            file.seek(self._start + self.header.columns.index(name) * rows * _DOUBLE)
-            values.frombytes(file.read(rows * _DOUBLE))
-        return _little_endian(values)
+            content = file.read(size)
+        if len(content) != size:
+            raise OSError(f"{self._path} has changed while it was in use")
+        return content
 
-    def rows(self, metric: str) -> StoredRows:
-        """Return the rows of a metric. Raises OSError."""
-        names = (f"{metric}.min", f"{metric}.max", f"{metric}.last")
-        return StoredRows(self.first_steps, self.last_steps, *(self.column(name) for name in names))
+    def _columns_in(self, content: bytes | memoryview, names: Iterable[str]) -> Columns:
+        """Return columns by name; those that the index does not have are filled with missing values."""
+        size, at = self._rows * _DOUBLE, {name: number for number, name in enumerate(self._names)}
+        found: Columns = {}
+        for name in names:
+            if name not in at:
+                found[name] = missing(name, self._rows)
+                continue
+            column = array("d")
+            column.frombytes(content[at[name] * size : (at[name] + 1) * size])
+            found[name] = _little_endian(column)
+        return found
+
+
+def _check_positions(positions: Columns, segment_bytes: int) -> None:
+    """Check that blocks are in order, which searches rely on, and within the segment. Raises msgspec.DecodeError."""
+    first, last = positions["first"], positions["last"]
+    steps = [step for row in zip(first, last, strict=True) for step in row]
+    for values, limit in ((steps, 2.0**53), (positions["offset"].tolist(), float(segment_bytes))):
+        if not all(0 <= value <= limit for value in values) or any(map(gt, values, values[1:])):
+            raise msgspec.DecodeError("the blocks of the index are out of order")
+    if any(block_end(row) != block_end(end) for row, end in zip(first, last, strict=True)):
+        raise msgspec.DecodeError("the blocks of the index have other borders")
+    if not all(1 <= records <= segment_bytes for records in positions["records"]):
+        raise msgspec.DecodeError("the blocks of the index have impossible sizes")
+
+
+class SegmentSummary:
+    """What an index says, made record by record while a segment is read."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.events: list[MetricRecord] = []
+        self.latest: StepRecord | None = None
+        self.step_is_newer = False
+        self._complete = no_blocks(METRICS)
+        self._block: list[StepRecord] = []
+        self._block_offset = 0
+
+    def add(self, record: MetricRecord, offset: int) -> bool:
+        """Add the next record, which begins at ``offset``. Return False for a step that does not come after the one before."""
+        self.attempt = self.attempt or record.attempt
+        if not isinstance(record, StepRecord):
+            self.events.append(record)
+            if isinstance(record, PhaseRecord):
+                self.step_is_newer = False
+            if len(self.events) > 20 * MOST_WARNINGS:
+                self.events = with_few_warnings(self.events, MOST_WARNINGS)
+            return True
+        if self.latest is not None and record.step <= self.latest.step:
+            return False
+        self.latest, self.step_is_newer = record, True
+        if self._block and block_end(record.step) != block_end(self._block[0].step):
+            append_block(self._complete, METRICS, self._block, self._block_offset)
+            self._block = []
+        if not self._block:
+            self._block_offset = offset
+        self._block.append(record)
+        return True
+
+    @property
+    def positions(self) -> Columns:
+        return self.columns(())
+
+    def columns(self, metrics: Iterable[str]) -> Columns:
+        """Return the blocks with the columns of some metrics, that of the newest steps included."""
+        metrics = tuple(metrics)
+        columns = {name: self._complete[name][:] for name in (*POSITIONS, *part_names(metrics))}
+        if self._block:
+            append_block(columns, metrics, self._block, self._block_offset)
+        return columns
+
+    def encode(self, segment_bytes: int) -> bytes:
+        """Return the index of a segment that was read to its end."""
+        columns = self.columns(METRICS)
+        content = b"".join(_little_endian(column).tobytes() for column in columns.values())
+        header = IndexHeader(
+            v=VERSION,
+            attempt=self.attempt,
+            segment_bytes=segment_bytes,
+            rows=len(columns["first"]),
+            columns=tuple(columns),
+            crc32=zlib.crc32(content),
+            events=tuple(msgspec.Raw(encode_line(record)) for record in with_few_warnings(self.events, MOST_WARNINGS)),
+            latest=msgspec.Raw(encode_line(self.latest) if self.latest is not None else b"null"),
+            step_is_newer=self.step_is_newer,
+        )
+        return msgspec.json.encode(header).replace(b"\n", b"") + b"\n" + content
 
 
 def index_path(segment: Path) -> Path:
@@ -150,68 +211,43 @@ def index_path(segment: Path) -> Path:
     return segment.with_suffix(INDEX_SUFFIX)
 
 
+def index_of(segment: Path, segment_bytes: int) -> SegmentIndex | None:
+    """Return the index beside a segment of this size; None if there is none that can be used."""
+    try:
+        index = SegmentIndex(index_path(segment))
+    except (OSError, msgspec.DecodeError):
+        return None
+    return index if index.segment_bytes == segment_bytes else None
+
+
 def write_index(segment: Path) -> None:
     """Read a closed segment and write its index. Raises OSError."""
-    write_atomic(index_path(segment), _build(segment.read_bytes()), mode=0o640)  # the umask of a run that is not shared takes the rest
-
-
-def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
-    """Return the values of a metric; NaN where it was not measured or the record does not have it."""
-    values = (getattr(record, metric, None) for record in records)
-    return [math.nan if value is None else float(value) for value in values]
-
-
-def _build(content: bytes) -> bytes:
-    steps: list[StepRecord] = []
-    offsets: list[int] = []
-    events: list[MetricRecord] = []
-    offset = 0
+    content, summary, offset = segment.read_bytes(), SegmentSummary(), 0
     for line in content.split(b"\n")[:-1]:
-        record = decode_metric(line)
-        if isinstance(record, StepRecord):
-            steps.append(record)
-            offsets.append(offset)
-        elif record is not None:
-            events.append(record)
+        if (record := decode_metric(line)) is not None:
+            summary.add(record, offset)
         offset += len(line) + 1
-    columns = {name: array("d") for name in _ROW}
-    for start in range(0, len(steps), BUCKET):
-        bucket = steps[start : start + BUCKET]
-        row = (bucket[0].step, bucket[-1].step, len(bucket), offsets[start])
-        for name, value in zip(_ROW, row, strict=True):
-            columns[name].append(value)
-    for metric in METRICS:
-        columns |= _metric_columns(metric, metric_values(steps, metric))
-    header = IndexHeader(
-        attempt=next((record.attempt for record in (*steps[:1], *events[:1])), 0),
-        segment_bytes=len(content),
-        rows=len(columns["first"]),
-        columns=tuple(columns),
-        events=tuple(msgspec.Raw(encode_line(record)) for record in _with_few_warnings(events)),
-        latest=msgspec.Raw(encode_line(steps[-1]) if steps else b"null"),
-    )
-    line = msgspec.json.encode(header).replace(b"\n", b"") + b"\n"
-    return line + b"".join(_little_endian(column).tobytes() for column in columns.values())
+    # The umask of a run that is not shared takes the rest of the mode.
+    write_atomic(index_path(segment), summary.encode(len(content)), mode=0o640)
 
 
-def _metric_columns(metric: str, values: list[float]) -> dict[str, array[float]]:
-    low, high, last = array("d"), array("d"), array("d")
-    for start in range(0, len(values), BUCKET):
-        bucket = values[start : start + BUCKET]
-        least, greatest = extremes(bucket)
-        low.append(least)
-        high.append(greatest)
-        last.append(bucket[-1])
-    return {f"{metric}.min": low, f"{metric}.max": high, f"{metric}.last": last}
-
-
-def _with_few_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
+def with_few_warnings(events: list[MetricRecord], most: int) -> list[MetricRecord]:
+    """Return the events with only the newest ``most`` warnings, the only kind without a limit."""
     warnings = [event for event in events if isinstance(event, WarningRecord)]
-    dropped = {id(event) for event in warnings[:-MOST_WARNINGS]}
+    dropped = {id(event) for event in warnings[: max(0, len(warnings) - most)]}
     return [event for event in events if id(event) not in dropped]
 
 
 def _little_endian(values: array[float]) -> array[float]:
     if sys.byteorder == "big":
+        values = values[:]
         values.byteswap()
     return values
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a segment; 0 if it is gone."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - once for each segment: a method of Path costs twice as much
+    except OSError:
+        return 0

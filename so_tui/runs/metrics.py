@@ -1,19 +1,21 @@
-"""Read the metrics of a run: follow new records, and draw charts of the whole run from the indexes of its segments."""
+"""Read the metrics of a run: follow new records, and know all others by the blocks of their segments."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from bisect import bisect_left, bisect_right
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from so_tui.runs.blocks import Columns, blocks_of, extend, no_blocks
 from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.index import METRICS, SegmentIndex, index_path, metric_values
-from so_tui.runs.overview import EMPTY, Overview, StepRows, overview
+from so_tui.runs.index import SegmentIndex, index_of, size_of, with_few_warnings
+from so_tui.runs.index_cache import IndexCache
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -26,14 +28,15 @@ from so_tui.runs.records import (
     StepRecord,
     WarningRecord,
 )
+from so_tui.runs.segment import Segment
 from so_tui.runs.segments import read_lines, segments
 
-_CHUNK_BYTES = 1 << 18
-_MOST_EVENTS = 5_000
-_WINDOW_ROWS = 256
-"""Rows of the history (BUCKET records each) up to which a narrow range is read record by record: 16,384 records, about 50 ms."""
+_log = logging.getLogger(__name__)
 
-R = TypeVar("R", StartRecord, BindingRecord, PhaseRecord, CheckpointRecord, EvaluationRecord, WarningRecord, EndRecord)
+_CHUNK_BYTES = 1 << 18
+_MOST_WARNINGS = 5_000
+
+R = TypeVar("R", StartRecord, BindingRecord, PhaseRecord, CheckpointRecord, EvaluationRecord, WarningRecord, ResumedRecord, EndRecord)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -43,53 +46,31 @@ class Progress(msgspec.Struct, frozen=True):
     more: bool
     """The poll stopped at its limit: poll again soon."""
     redraw: bool
-    """Steps changed without being among the records: a resume superseded some, or some are known by the index of their segment alone.
-    Charts must be drawn again from ``overview``."""
-
-
-class _Segment:
-    """A segment that is read record by record, up to ``offset``."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-        self.steps: list[StepRecord] = []
-
-    def index(self) -> SegmentIndex | None:
-        """Return its index; None as long as there is none."""
-        try:
-            return SegmentIndex(index_path(self.path))
-        except (OSError, msgspec.DecodeError):
-            return None
-
-
-class _Window:
-    """Step records of a narrow range of the history, cached while the same range is drawn."""
-
-    def __init__(self, key: tuple[tuple[int, int], ...], steps: list[StepRecord]) -> None:
-        self.key = key
-        self.steps = steps
-        self.rows: dict[str, StepRows] = {}
+    """Steps changed without being among the records: a resume superseded some, or earlier segments became known. Charts must be drawn
+    again from ``blocks`` and ``steps``."""
 
 
 class MetricsReader:
     """Follows ``metrics/`` of one run. For one thread.
 
-    The history consists of the leading segments with an index, whose columns are read when drawn. The tail is the rest, usually the last
-    segment (4 MiB on disk), whose records are in memory. Following never reads a byte twice.
+    The newest segment is read record by record, and so is every later one. Older ones are known by their index. Those without one are read
+    afterwards, the newest first, and get an index in the user's cache: ``unread_share`` says how much is missing until then. Records are
+    not kept: they are read again from their segment where they are needed.
     """
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, cache: IndexCache | None = None) -> None:
+        """Prepare to read a run; indexes of the reader's own are kept in ``cache``, by default in the user's cache folder."""
         self._folder = run.metrics_dir
-        self._known: set[int] = set()
-        self._history: list[SegmentIndex] = []
-        self._tail: list[_Segment] = []
-        self._events: list[MetricRecord] = []
+        self._cache = cache or IndexCache()
+        self._segments: dict[int, Segment] = {}
+        self._unread: list[Segment] = []
+        """Segments without an index, oldest first."""
+        self._followed: list[Segment] = []
+        """The segment that is read record by record, and newer ones."""
+        self._known: tuple[MetricRecord, ...] | None = None
+        """All records that are not steps, in order; None after a change."""
+        self._cuts: dict[int, float] = {}
         self._latest: StepRecord | None = None
-        self._step_is_newer = False
-        self._history_rows: dict[str, StepRows] = {}
-        self._tail_rows: dict[str, StepRows] = {}
-        self._window = _Window((), [])
 
     # Recorded values.
 
@@ -113,7 +94,10 @@ class MetricsReader:
     @property
     def step_after_phase(self) -> bool:
         """Whether the latest step was written after the newest phase, by their order: a clock may be set back between them."""
-        return self._step_is_newer
+        for segment in reversed(self._readable()):
+            if segment.step_is_newer or any(isinstance(event, PhaseRecord) for event in segment.content.events):
+                return segment.step_is_newer
+        return False
 
     @property
     def end(self) -> EndRecord | None:
@@ -123,11 +107,11 @@ class MetricsReader:
 
     @property
     def checkpoints(self) -> tuple[CheckpointRecord, ...]:
-        return self._all(CheckpointRecord)
+        return tuple(record for record in self._all(CheckpointRecord) if self._counts(record))
 
     @property
     def evaluations(self) -> tuple[EvaluationRecord, ...]:
-        return self._all(EvaluationRecord)
+        return tuple(record for record in self._all(EvaluationRecord) if self._counts(record))
 
     @property
     def warnings(self) -> tuple[WarningRecord, ...]:
@@ -135,199 +119,223 @@ class MetricsReader:
 
     @property
     def resumes(self) -> tuple[ResumedRecord, ...]:
-        return tuple(event for event in self._events if isinstance(event, ResumedRecord))
+        return self._all(ResumedRecord)
+
+    @property
+    def unread_share(self) -> float:
+        """Share of the bytes of all segments that were not read yet and have no index; 0 once everything is known."""
+        if not self._unread:
+            return 0.0
+        unread = sum(max(1, size_of(segment.path) - segment.offset) for segment in self._unread)
+        return unread / max(1, sum(size_of(segment.path) for segment in self._segments.values()), unread)
 
     @property
     def first_step(self) -> int | None:
-        """First recorded step; None if there is none yet."""
-        for index in self._history:
-            if index.header.rows:
-                return int(index.first_steps[0])
-        return next((segment.steps[0].step for segment in self._tail if segment.steps), None)
+        """First known step; None if there is none yet."""
+        first = (segment.content.positions["first"] for segment in self._readable())
+        return next((int(steps[0]) for steps in first if steps), None)
 
     def recent(self, count: int) -> list[StepRecord]:
         """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
-        found = self._tail_steps()[-count:]
-        for index in reversed(self._history):
-            stop = self._valid_rows(index)
-            while len(found) < count and stop > 0:
-                stop -= 1
-                found = self._steps_of(index, stop, stop + 1) + found
+        found: list[StepRecord] = []
+        for segment in reversed(self._readable()):
+            if len(found) >= count:
+                break
+            positions = segment.content.positions
+            stop = bisect_right(positions["first"], self._cut(segment.attempt))
+            start, records = stop, 0.0
+            while start > 0 and records < count - len(found) + 1:
+                start -= 1
+                # The last block may have superseded records.
+                records += positions["records"][start] if start < stop - 1 else 1
+            steps = [step for step in segment.records(positions, start, stop) if self._counts(step)]
+            found = [step for step in steps if not found or step.step < found[0].step] + found
         return found[-count:]
+
+    # Charts.
+
+    def blocks(self, metrics: Sequence[str], until: float = math.inf) -> Columns:
+        """Return the blocks of all known steps up to ``until``, the end of a block, with the columns of some metrics. Raises OSError."""
+        columns = no_blocks(metrics)
+        for segment in self._readable():
+            cut = min(until, self._cut(segment.attempt))
+            found = self._columns_of(segment, metrics)
+            start = bisect_right(found["first"], columns["last"][-1]) if columns["last"] else 0
+            whole = max(start, bisect_right(found["last"], cut))
+            stop = max(whole, bisect_right(found["first"], cut))
+            extend(columns, found, start, whole)
+            if whole < stop:  # of the block in which a resume cuts, the records before it
+                last = columns["last"][-1] if columns["last"] else -1
+                kept = [step for step in segment.records(found, whole, stop) if last < step.step <= cut]
+                part = blocks_of(kept, metrics)
+                extend(columns, part, 0, len(part["first"]))
+        return columns
+
+    def _columns_of(self, segment: Segment, metrics: Sequence[str]) -> Columns:
+        """Return the blocks of a segment; none if its index has disappeared: then it is read again. Raises OSError."""
+        try:
+            return segment.content.columns(metrics)
+        except OSError as error:
+            if not segment.path.exists():
+                raise
+            _log.info("an index is made again: %s", error)
+            segment.forget()
+            self._unread.append(segment)
+            self._unread.sort(key=lambda unread: unread.path)
+            self._forget()
+            return no_blocks(metrics)
+
+    def steps(self, first: float, last: float) -> Iterator[StepRecord]:
+        """Yield the known records of the steps ``first`` to ``last`` that are not superseded, from their segments. Raises OSError."""
+        before = first - 1
+        for segment in self._readable():
+            positions = segment.content.positions
+            stop = bisect_right(positions["first"], min(last, self._cut(segment.attempt)))
+            for step in segment.records(positions, bisect_left(positions["last"], before + 1), stop):
+                if before < step.step <= last and self._counts(step):
+                    before = step.step
+                    yield step
+
+    def _readable(self) -> list[Segment]:
+        """Return the segments whose records count by now: those read to their end, and those that are followed."""
+        return [segment for segment in self._segments.values() if segment.complete or segment in self._followed]
 
     # Following.
 
     def poll(self, *, limit_records: int, limit_s: float) -> Progress:
-        """Read new records within the limits.
+        """Read new records within the limits, and then what is unread of earlier segments.
 
-        The first poll reads only the newest segment record by record. Older segments with an index become history.
+        The first poll reads only the newest segment record by record. Older ones are taken by their index.
 
         Raises:
             OSError: If the folder cannot be read.
         """
         deadline = time.monotonic() + limit_s
-        listing = segments(self._folder)
-        newest = next(reversed(listing.values()), None)
-        for number, path in listing.items():
-            if number not in self._known:
-                self._known.add(number)
-                self._tail.append(_Segment(path))
+        redraw = self._find_segments()
         records: list[MetricRecord] = []
         resumes = len(self.resumes)
-        more = by_index = False
-        for segment in list(self._tail):
-            if len(records) >= limit_records or time.monotonic() >= deadline:
-                more = True
+        more = False
+        while self._followed and not more:
+            segment = self._followed[0]
+            newer = len(self._followed) > 1
+            if newer and not segment.offset and segment.take(self._index_of(segment)):
+                redraw = True  # too slow for its records
+            else:
+                more = self._follow(segment, records, limit_records, deadline)
+            if more or not newer:
                 break
-            index = segment.index() if segment is self._tail[0] else None  # before reading: a segment with an index does not grow any more
-            if index is not None and segment.offset == 0 and segment.path != newest:
-                self._take_history(index)
-                by_index = True
-                continue
-            more = self._read(segment, records, limit_records, deadline)
-            if more:
-                break
-            if index is not None:
-                self._take_history(index, already_read=True)
-        return Progress(tuple(records), more, by_index or len(self.resumes) > resumes)
+            if segment.index is None:
+                segment.complete = True
+                segment.take(self._index_of(segment))
+            del self._followed[0]
+            more = time.monotonic() >= deadline
+        while self._unread and not more:
+            redraw = self._read_earlier(self._unread[-1], deadline) or redraw
+            more = bool(self._unread) and time.monotonic() >= deadline
+        if redraw or len(self.resumes) > resumes:
+            redraw = True
+            self._forget()
+            self._latest = next(iter(self.recent(1)), None)
+        return Progress(tuple(records), more, redraw)
 
-    def _read(self, segment: _Segment, records: list[MetricRecord], limit_records: int, deadline: float) -> bool:
-        """Read a segment to its end or to the limits. Return whether there is more to read."""
+    def _find_segments(self) -> bool:
+        """Take note of new segments. Return whether steps became known by an index."""
+        new = {number: path for number, path in segments(self._folder).items() if number not in self._segments}
+        first, by_index = not self._segments, False
+        for number, path in new.items():
+            segment = self._segments[number] = Segment(path)
+            if not first or number == max(new):
+                self._followed.append(segment)
+            elif segment.take(self._index_of(segment)):
+                by_index = True
+            else:
+                self._unread.append(segment)
+        if new:
+            self._segments = dict(sorted(self._segments.items()))
+        return by_index
+
+    def _index_of(self, segment: Segment) -> SegmentIndex | None:
+        """Return the index of a segment to which nothing is appended any more: the one beside it, or the reader's own."""
+        size = size_of(segment.path)
+        if segment.offset and segment.offset != size:
+            return None
+        return index_of(segment.path, size) or self._cache.load(segment.path)
+
+    def _follow(self, segment: Segment, records: list[MetricRecord], limit_records: int, deadline: float) -> bool:
+        """Read new records of a segment up to its end or to the limits. Return whether there is more to read."""
         while True:
             lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
-            taken = lines[: limit_records - len(records)]
-            for line in taken:
-                segment.offset += len(line) + 1
+            for line in lines[: limit_records - len(records)]:
                 record = decode_metric(line)
-                if record is not None:
+                if record is not None and segment.summary.add(record, segment.offset):
                     records.append(record)
-                    self._apply(record, segment)
+                    self._apply(record)
+                segment.offset += len(line) + 1
             if segment.offset < end or time.monotonic() >= deadline:
                 return segment.offset < end or bool(lines)
             if not lines:
                 return False
 
-    def _apply(self, record: MetricRecord, segment: _Segment | None) -> None:
-        if isinstance(record, StepRecord):
-            if self._counts(record):
-                self._latest = record
-                # An index keeps the events of its segment apart from the latest step, so there the times must do.
-                self._step_is_newer = segment is not None or self.phase is None or record.time > self.phase.time
-                if segment is not None:
-                    segment.steps.append(record)
-            return
-        self._events.append(record)
-        if isinstance(record, PhaseRecord):
-            self._step_is_newer = False
-        if len(self._events) > _MOST_EVENTS:
-            self._events = _without_old_warnings(self._events)
-        if isinstance(record, ResumedRecord):
-            self._supersede()
+    def _apply(self, record: MetricRecord) -> None:
+        """Take account of a new record."""
+        if not isinstance(record, StepRecord):
+            self._forget()
+            if isinstance(record, ResumedRecord):
+                self._latest = next(iter(self.recent(1)), None)
+        elif self._counts(record):
+            self._latest = record
+
+    def _read_earlier(self, segment: Segment, deadline: float) -> bool:
+        """Read on in an earlier segment without an index. Return whether it was read to its end: then it counts."""
+        if not segment.offset:
+            if segment.take(self._index_of(segment)):  # by another reader, meanwhile
+                self._unread.remove(segment)
+                return True
+            segment.remember_state()
+        while True:
+            lines, _ = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
+            for line in lines:
+                if (record := decode_metric(line)) is not None:
+                    segment.summary.add(record, segment.offset)
+                segment.offset += len(line) + 1
+            if not lines:
+                break
+            if time.monotonic() >= deadline:
+                return False
+        self._unread.remove(segment)
+        segment.complete = True
+        # An incomplete last line belongs to no record; the index counts it, as its segment may be found with it again.
+        if segment.summary.attempt:
+            content = segment.summary.encode(max(segment.offset, size_of(segment.path)))
+            segment.take(self._cache.keep(segment.path, segment.name, content))
+        return True
 
     # Superseded steps: a resume supersedes the later steps of earlier attempts.
 
     def _cut(self, attempt: int) -> float:
         """Return the last step of an attempt that is not superseded."""
-        return min((resume.step for resume in self.resumes if resume.attempt > attempt), default=math.inf)
+        if attempt not in self._cuts:
+            later = (resume.step for resume in self.resumes if resume.attempt > attempt)
+            self._cuts[attempt] = min(later, default=math.inf)
+        return self._cuts[attempt]
 
     def _counts(self, record: StepRecord | CheckpointRecord | EvaluationRecord) -> bool:
         return record.step <= self._cut(record.attempt)
 
-    def _supersede(self) -> None:
-        for segment in self._tail:
-            segment.steps = [step for step in segment.steps if self._counts(step)]
-        self._events = [e for e in self._events if not isinstance(e, (CheckpointRecord, EvaluationRecord)) or self._counts(e)]
-        self._history_rows.clear()
-        self._tail_rows.clear()
-        self._window = _Window((), [])
-        self._latest = next(iter(self.recent(1)), None)
+    @property
+    def _events(self) -> tuple[MetricRecord, ...]:
+        if self._known is None:
+            events = [event for segment in self._readable() for event in segment.content.events]
+            self._known = tuple(with_few_warnings(events, _MOST_WARNINGS))
+        return self._known
 
-    # Charts.
-
-    def overview(self, metric: str, columns: int, first: int | None = None, last: int | None = None) -> Overview:
-        """Return a metric over a range of steps in columns, with gaps where nothing was recorded.
-
-        Args:
-            metric: Name of a numeric field of step records.
-            columns: Number of columns.
-            first: First step; that of the run if absent.
-            last: Last step, inclusive; that of the run if absent.
-
-        Raises:
-            ValueError: If step records do not have the metric.
-        """
-        if metric not in METRICS:
-            raise ValueError(f"no metric {metric!r}; there are {', '.join(METRICS)}")
-        begin = first if first is not None else self.first_step
-        end = last if last is not None else self._latest.step if self._latest else None
-        if begin is None or end is None or end < begin:
-            return Overview(metric=metric, first=begin or 0, last=begin or 0, columns=(EMPTY,) * columns)
-        history = self._rows_of_history(metric)
-        if history.rows_between(begin, end) < min(columns, _WINDOW_ROWS):
-            history = self._rows_of_window(metric, begin, end)
-        return overview(metric, [history, self._rows_of_tail(metric)], columns, begin, end)
-
-    def _rows_of_history(self, metric: str) -> StepRows:
-        if metric not in self._history_rows:
-            rows = self._history_rows[metric] = StepRows()
-            for index in self._history:
-                self._add_history(metric, rows, index)
-        return self._history_rows[metric]
-
-    def _add_history(self, metric: str, rows: StepRows, index: SegmentIndex) -> None:
-        """Append the rows of a segment; for a row with superseded steps, the records before them."""
-        whole = bisect_right(index.last_steps, self._cut(index.header.attempt))
-        rows.extend(index.rows(metric), whole)
-        steps = self._steps_of(index, whole, self._valid_rows(index))
-        rows.append_values([step.step for step in steps], metric_values(steps, metric))
-
-    def _valid_rows(self, index: SegmentIndex) -> int:
-        return bisect_right(index.first_steps, self._cut(index.header.attempt))
-
-    def _steps_of(self, index: SegmentIndex, start: int, stop: int) -> list[StepRecord]:
-        return [step for step in index.steps_between(start, stop) if self._counts(step)]
-
-    def _rows_of_window(self, metric: str, first: int, last: int) -> StepRows:
-        """Return the history between two steps record by record, for ranges with few records."""
-        key = tuple((bisect_left(index.last_steps, first), bisect_right(index.first_steps, last)) for index in self._history)
-        if self._window.key != key:
-            spans = zip(self._history, key, strict=True)
-            self._window = _Window(key, [step for index, (start, stop) in spans for step in self._steps_of(index, start, stop)])
-        steps, rows = self._window.steps, self._window.rows
-        if metric not in rows:
-            rows[metric] = StepRows()
-            rows[metric].append_values([step.step for step in steps], metric_values(steps, metric))
-        return rows[metric]
-
-    def _rows_of_tail(self, metric: str) -> StepRows:
-        rows = self._tail_rows.setdefault(metric, StepRows())
-        steps = self._tail_steps()[len(rows) :]
-        rows.append_values([step.step for step in steps], metric_values(steps, metric))
-        return rows
-
-    def _tail_steps(self) -> list[StepRecord]:
-        return [step for segment in self._tail for step in segment.steps]
-
-    def _take_history(self, index: SegmentIndex, *, already_read: bool = False) -> None:
-        """Move the first segment of the tail to the history."""
-        del self._tail[0]
-        self._history.append(index)
-        self._tail_rows.clear()
-        for metric, rows in self._history_rows.items():
-            self._add_history(metric, rows, index)
-        if not already_read:
-            for record in (*index.events, *((index.latest,) if index.latest else ())):
-                self._apply(record, None)
+    def _forget(self) -> None:
+        """Collect the events again when they are next asked for."""
+        self._known = None
+        self._cuts.clear()
 
     def _newest(self, kind: type[R]) -> R | None:
         return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
 
     def _all(self, kind: type[R]) -> tuple[R, ...]:
         return tuple(event for event in self._events if isinstance(event, kind))
-
-
-def _without_old_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
-    """Return the events without the older half of the warnings, the only kind without a limit."""
-    warnings = [event for event in events if isinstance(event, WarningRecord)]
-    dropped = {id(event) for event in warnings[: len(warnings) // 2]}
-    return [event for event in events if id(event) not in dropped]

@@ -11,7 +11,6 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.log import LogReader
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.overview import Overview
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -50,7 +49,9 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     """State corrected by ``liveness``; None if it cannot be read (yet)."""
     state_changed: bool = False
     redraw: bool = False
-    """Steps changed without being among the records, as in ``metrics.Progress``: charts must be drawn again from ``overview``."""
+    """Steps changed without being among the records, as in ``metrics.Progress``: charts must be drawn again."""
+    unread_share: float = 0.0
+    """Share of the metrics that are still to be read, as in ``MetricsReader``."""
     more: bool = False
     """The poll stopped at its limit: poll again soon."""
 
@@ -64,7 +65,7 @@ class RunReader:
     """Follows one run. For one thread.
 
     Opening and the first poll are cheap, however long the run is: only new records are read one by one. Older ones are known by their
-    index and drawn by ``overview``.
+    blocks.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class RunReader:
             state=self.state,
             state_changed=self.state != before,
             redraw=progress.redraw,
+            unread_share=self.metrics.unread_share,
             more=progress.more,
         )
 
@@ -157,10 +159,6 @@ class RunReader:
     def recent(self, count: int) -> list[StepRecord]:
         """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
         return self.metrics.recent(count)
-
-    def overview(self, metric: str, columns: int, first: int | None = None, last: int | None = None) -> Overview:
-        """Return a metric over the steps ``first`` to ``last`` (default: the whole run) in columns. Raises ValueError, OSError."""
-        return self.metrics.overview(metric, columns, first, last)
 
     def sample_history(self, host: str, first: float, last: float, rows: int) -> tuple[Rollup, ...]:
         """Return the load of a host between two times, oldest first, in about ``rows`` rows. Raises OSError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from so_tui.trust.reading import UnfitFileError, open_regular
@@ -50,6 +50,16 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
             block = b"".join(parts)
     end = block.rfind(b"\n") + 1
     return block[:end].split(b"\n")[:-1], offset + end
+
+
+def read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """Yield the complete lines between two offsets, without newlines; otherwise as ``read_lines``."""
+    while start < end:
+        lines, reached = read_lines(path, start, min(MEBIBYTE, end - start))
+        if reached == start:
+            return
+        yield from lines
+        start = reached
 
 
 def cut_incomplete_line(path: Path) -> None:

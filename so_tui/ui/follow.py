@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
 from so_tui.machine import load_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, control, deleted, read_spec
+from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, control, deleted, read_spec
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import (
     FINAL_STATES,
@@ -34,18 +35,18 @@ from so_tui.runs.records import (
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.loads import GpuView, Loads, NodeView
 from so_tui.ui.series import Axis, Line, Series
-from so_tui.ui.step_series import StepSeries
+from so_tui.ui.step_series import MEANS, FollowedSteps, StepSeries, mean_steps
 
 PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
-HISTORY_ROWS = 1500
 RECENT_STEPS = 30
+CLOSE_STEPS = 24_000
+"""Most steps that are read one by one for a window: more than a terminal has dots for blocks."""
 MOST_POLLS = 10
 """Polls of the reader, 0.1 s each at most, in one poll here: enough to catch up with a fast run without freezing the screen."""
-
-
-def smoothing(total_steps: int) -> float:
-    """Return the decay of the moving averages. They span a twenty-fifth of the run, between 5 and 50 steps."""
-    return 1 - 1 / min(50, max(5, total_steps / 25))
+MOST_POLLS_OF_EARLIER = 4
+"""The same while earlier steps are read, which the newest do not wait for."""
+REDRAWN_SHARE = 0.04
+"""Share of a run that is read between two drawings of it, which take as long as they would for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,10 @@ class Snapshot:
     resumes: tuple[ResumedRecord, ...]
     warnings: tuple[WarningRecord, ...]
     whole: StepSeries
-    length: int
+    lengths: tuple[int, int]
+    """Rows of ``whole`` and of its means."""
+    unread_share: float
+    """Share of the run's records that are still to be read; 0 once the charts are complete."""
     closer: StepSeries | None
     """The window that was zoomed to, where the whole run shows several steps per row."""
     nodes: tuple[NodeView, ...]
@@ -87,6 +91,11 @@ class Snapshot:
     stop_asked: bool = False
     checking: bool = False
     """Whether the run still lives is not known yet: its processes cannot be seen from here, and its heartbeat is old."""
+
+    @property
+    def length(self) -> int:
+        """Number of rows of ``whole``."""
+        return self.lengths[0]
 
     @property
     def live(self) -> bool:
@@ -123,8 +132,22 @@ class Snapshot:
         """Return a metric, in full detail where that was read for the window that ``axis`` shows."""
         closer = self.closer
         if closer is not None and axis is not None and closer.covers(*axis.in_steps()):
-            return closer.line(metric, role, len(closer))
-        return self.whole.line(metric, role, self.length)
+            return closer.line(metric, role, closer.lengths)
+        return self.whole.line(metric, role, self.lengths)
+
+    def mean_line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
+        """Return the mean of a metric over the last steps at each step."""
+        return self.line(MEANS[metric], role, axis)
+
+    def standing(self, x: float, unit: str) -> float:
+        """Return ``x``, or the nearest last position of a block where only blocks are known, so that position and values agree."""
+        coarse = self.whole.coarse
+        positions = self.whole.steps if unit == "step" else self.whole.times
+        axis = Axis(unit, x, x, 0.0, self.steps, self.times, self.length)
+        if not coarse or x > positions[coarse - 1] or (self.closer is not None and self.closer.covers(*axis.in_steps())):
+            return x
+        right = bisect_left(positions, x, 0, coarse)
+        return min(positions[max(0, right - 1) : right + 1], key=lambda position: abs(position - x))
 
     def recent_median(self, name: str) -> float:
         """Return the median of a field of the newest step records; NaN where none has it."""
@@ -150,18 +173,23 @@ class RunFollower:
         self._machine: Machine | None = None
         self._new_samples: deque[tuple[str, tuple[Sample, ...]]] = deque()
         """Read, but not added to the loads yet, which need the times of the steps."""
-        self._outdated = True
-        """Whether the series lack steps, or have steps that do not count any more."""
+        self._steps = FollowedSteps(self._reader.metrics)
         self._checking = False
         self._closer: StepSeries | None = None
-        self._restart_series()
-
-    def _decay(self) -> float:
-        return smoothing(self._reader.state.total_steps if self._reader.state is not None else 0)
-
-    def _restart_series(self) -> None:
-        self._whole, self._closer = StepSeries(self._decay()), None
         self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self._reads_earlier = False
+        self._drawn_share = 2.0
+        """What was unread when the series were last drawn anew."""
+
+    @property
+    def _whole(self) -> StepSeries:
+        return self._steps.series
+
+    def _mean_steps(self) -> int:
+        """Return how many steps the means cover, which follows from the run, not from when it was opened."""
+        state, latest = self._reader.state, self._reader.latest
+        total = max(state.total_steps if state is not None else 0, latest.step if latest is not None else 0)
+        return mean_steps(total, self._spec.train.log_interval if self._spec is not None else 1)
 
     def poll(self, window: tuple[float, float] | None = None) -> Snapshot:
         """Read what is new, and the steps in ``window`` in full detail.
@@ -171,21 +199,15 @@ class RunFollower:
         lines: list[LogLine] = []
         read_error = ""
         try:
-            for _ in range(MOST_POLLS):
+            for count in range(MOST_POLLS):
                 update = self._reader.poll()
                 lines += update.log_lines
                 self._new_samples += update.samples.items()
-                self._outdated = self._outdated or update.redraw
-                if not self._outdated:
-                    for record in update.steps:
-                        self._add_step(record)
+                self._take_steps(update)
                 self._read_attempt(update.state)
-                if not update.more:
+                if not update.more or (update.unread_share and count + 1 >= MOST_POLLS_OF_EARLIER):
                     break
-            if self._outdated:
-                self._restart_series()
-                self._seed()
-                self._outdated = False
+            self._draw_steps(update.unread_share)
             while self._new_samples:
                 host, samples = self._new_samples.popleft()
                 self._loads.add(host, samples, self._whole.times)
@@ -197,33 +219,44 @@ class RunFollower:
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), read_error)
 
-    def _seed(self) -> None:
-        """Load the overview of the run so far."""
-        first, latest = self._reader.metrics.first_step, self._reader.latest
-        if first is not None and latest is not None:
-            self._whole.add_columns(self._reader, first, latest.step)
+    def _draw_steps(self, unread_share: float) -> None:
+        """Draw the series anew where necessary, and the loads once their whole time is known."""
+        if unread_share and self._drawn_share - unread_share < REDRAWN_SHARE:
+            return
+        self._drawn_share = unread_share or 2.0
+        if self._steps.update(self._mean_steps()):
+            self._closer = None
+            self._recent.clear()
             self._recent.extend(self._reader.recent(RECENT_STEPS))
+        if self._reads_earlier and not unread_share:
+            self._loads.restart(self._whole.times)
+        self._reads_earlier = unread_share > 0
 
-    def _add_step(self, record: StepRecord) -> None:
-        if record.step > self._whole.last_step:  # else the overview has it already
-            if self._closer is not None and self._closer.last_step == self._whole.last_step:
+    def _take_steps(self, update: Update) -> None:
+        """Append new records to the whole run, and to the window if it reaches to the newest."""
+        follows = self._closer is not None and self._closer.last_step == self._whole.last_step
+        new = self._steps.take(update.steps, redraw=update.redraw)
+        self._recent.extend(new)
+        if self._closer is not None and follows:
+            for record in new:
                 self._closer.add(record)
-            self._whole.add(record)
-            self._recent.append(record)
 
     def _read_window(self, window: tuple[float, float] | None) -> None:
-        """Read the steps of ``window`` one by one where the overview merges several, and as many again on both sides."""
-        whole, first, latest = self._whole, self._reader.metrics.first_step, self._reader.latest
-        if window is None or first is None or latest is None or window[0] >= whole.coarse_until:
+        """Read the steps of ``window`` one by one where only blocks of them are known, and as many again on both sides."""
+        whole = self._whole
+        if not whole.coarse or (window is not None and window[0] >= whole.single_from):
             self._closer = None
             return
-        low, high = max(float(first), math.floor(window[0])), min(float(latest.step), math.ceil(window[1]))
+        first, last = whole.begin[0], whole.last_step
+        low, high = (first, last) if window is None else (max(first, math.floor(window[0])), min(last, math.ceil(window[1])))
         width = high - low
-        if 3 * width >= whole.last_step - first:
+        if width > CLOSE_STEPS:
             self._closer = None
-        elif self._closer is None or not self._closer.covers(low, high) or self._closer.last_step - self._closer.steps[0] > 12 * width:
-            self._closer = StepSeries(self._decay())
-            self._closer.add_columns(self._reader, int(max(first, low - width)), int(min(latest.step, high + width)))
+        elif self._closer is None or not self._closer.covers(low, high) or self._closer.last_step - self._closer.steps[0] > 2 * CLOSE_STEPS:
+            margin = min(width, (CLOSE_STEPS - width) / 2)
+            closer = StepSeries(whole.span)
+            closer.add_single(self._reader.metrics, max(first, low - margin), min(last, high + margin))
+            self._closer = closer
 
     def _read_attempt(self, state: RunState | None) -> None:
         """Read plan and machine of the newest attempt, once each."""
@@ -265,7 +298,8 @@ class RunFollower:
             resumes=reader.metrics.resumes,
             warnings=reader.warnings,
             whole=self._whole,
-            length=len(self._whole),
+            lengths=self._whole.lengths,
+            unread_share=reader.metrics.unread_share,
             closer=self._closer,
             nodes=self._loads.nodes(self._machine),
             gpus=self._loads.gpus(),

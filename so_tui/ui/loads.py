@@ -77,15 +77,28 @@ class Loads:
     def add(self, host: str, samples: tuple[Sample, ...], steps_at: array[float]) -> None:
         """Add newer samples of a host. The first also load its history since the run began; ``steps_at`` are the times of its steps."""
         if host not in self._latest and samples:
-            start = self._reader.start
-            # A resumed run shows its earlier attempts too.
-            since = min([*steps_at[:1], *([start.time] if start is not None else [])], default=samples[0].time)
-            if samples[0].time - since > 2:
-                for rollup in self._reader.sample_history(host, since, math.nextafter(samples[0].time, 0), HISTORY_ROWS):
-                    self._append(host, rollup.mean)
+            self._add_history(host, samples[0].time, steps_at)
         for sample in samples:
             self._append(host, sample)
             self._latest[host] = sample
+
+    def restart(self, steps_at: array[float]) -> None:
+        """Load the history again, now that earlier steps are known."""
+        self._nodes.clear()
+        self._gpus.clear()
+        self._means = {}
+        for host, sample in self._latest.items():
+            self._add_history(host, sample.time, steps_at)
+            self._append(host, sample)
+
+    def _add_history(self, host: str, until: float, steps_at: array[float]) -> None:
+        """Add the samples of a host from the begin of the run to just before ``until``."""
+        start = self._reader.start
+        # A resumed run shows its earlier attempts too.
+        since = min([*steps_at[:1], *([start.time] if start is not None else [])], default=until)
+        if until - since > 2:
+            for rollup in self._reader.sample_history(host, since, math.nextafter(until, 0), HISTORY_ROWS):
+                self._append(host, rollup.mean)
 
     def average(self, steps_at: array[float]) -> None:
         """Once a run has ended, average each host from the first step of its last attempt to the last step."""
@@ -129,7 +142,7 @@ class Loads:
             load = self._nodes.setdefault((host, node.id), _Load())
             load.times.append(sample.time)
             load.mean.append(sum(node.cores) / len(node.cores))
-            load.band.append(float(min(node.cores)), float(max(node.cores)))
+            load.band.append_range(float(min(node.cores)), float(max(node.cores)))
         for gpu in sample.gpus:
             load = self._gpus.setdefault((host, gpu.index), _Load())
             load.times.append(sample.time)

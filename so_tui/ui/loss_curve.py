@@ -1,69 +1,119 @@
-"""A run's loss in a few hundred columns, for the sparklines and overlays of the list of runs. Read in a worker."""
+"""A run's mean loss, for the sparklines and overlays of the list of runs. Read in a worker."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.metrics import MetricsReader
-from so_tui.ui.series import Ema, Line, Series
+from so_tui.runs.records import StepRecord
+from so_tui.ui.runlist import RunRow
+from so_tui.ui.series import Line, Series
+from so_tui.ui.step_series import MEANS, FollowedSteps, mean_name, mean_steps
+from so_tui.ui.text import reading_text
 
-COLUMNS = 400
+ROWS = 1000
+"""Most rows of a curve of a run that has ended: more than a terminal has dots."""
+READ_S = 1.0
+"""How long one look at a run may take: others wait."""
 SPARK_COLUMNS = 12
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class LossCurve:
-    """The smoothed loss of a run over its steps."""
+    """The loss of a run over its steps, as the mean of several."""
 
     line: Line
+    span: int
+    """Steps that a mean covers."""
     spark: str
     tokens_per_s: float | None
+    unread_share: float = 0.0
+    """Share of the run that is still to be read."""
+
+    @property
+    def name(self) -> str:
+        return mean_name(self.span)
 
     @property
     def steps(self) -> tuple[float, float]:
         steps = self.line.steps
         assert steps is not None
-        return (steps[0], steps[-1]) if len(steps) else (0.0, 0.0)
+        return (steps[0], steps[self.line.length - 1]) if self.line.length else (0.0, 0.0)
 
 
 class CurveReader:
     """Reads the curves of runs repeatedly, for one thread at a time, and only what is new of each."""
 
     def __init__(self) -> None:
-        self._readers: dict[RunDirectory, MetricsReader] = {}
+        self._followed: dict[RunDirectory, tuple[MetricsReader, FollowedSteps]] = {}
 
-    def read(self, run: RunDirectory) -> LossCurve | None:
+    def read(self, row: RunRow) -> LossCurve | None:
         """Return the present curve of a run; None before its first step.
 
         Raises:
             OSError: The run cannot be read.
         """
-        reader = self._readers.setdefault(run, MetricsReader(run))
-        while reader.poll(limit_records=20_000, limit_s=0.5).more:
-            pass
-        first, latest = reader.first_step, reader.latest
-        if first is None or latest is None:
+        if row.run not in self._followed:
+            reader = MetricsReader(row.run)
+            self._followed[row.run] = reader, FollowedSteps(reader, ("loss",))
+        reader, steps = self._followed[row.run]
+        deadline, more = time.monotonic() + READ_S, True
+        while more and time.monotonic() < deadline:
+            progress = reader.poll(limit_records=20_000, limit_s=0.5)
+            steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
+            more = progress.more
+        latest = reader.latest
+        if latest is None:
             return None
-        columns = min(COLUMNS, latest.step - first + 1)
-        drawn = reader.overview("loss", columns, first, latest.step).columns
-        width = (latest.step - first + 1) / columns
-        steps, series, ema = array("d"), Series(), Ema(0.9 if columns > 40 else 0.5)
-        for index, column in enumerate(drawn):
-            if column.rows:
-                steps.append(first + (index + 1) * width - 1)
-                series.append(ema.add(column.last))
-        return LossCurve(Line(series, len(series), steps, steps, "main"), spark(series, SPARK_COLUMNS), latest.useful_tokens_per_s_total)
+        interval = row.spec.train.log_interval if row.spec is not None else 1
+        span = mean_steps(max(row.state.total_steps, latest.step), interval)
+        steps.update(span)
+        line = steps.series.line(MEANS["loss"], "main", steps.series.lengths)
+        if not row.live and not reader.unread_share:
+            line = thinned(line, ROWS)
+            del self._followed[row.run]  # it does not change any more
+        return LossCurve(line, span, spark(line.series, line.length, SPARK_COLUMNS), latest.useful_tokens_per_s_total, reader.unread_share)
 
 
-def spark(series: Series, width: int) -> str:
-    """Return a series as one row of bars, blank where it has no value."""
-    length = len(series)
+def thinned(line: Line, most: int) -> Line:
+    """Return a line with at most ``most`` rows, each with the extremes of several."""
+    step = -(-line.length // most)
+    if step <= 1:
+        return line
+    series, times, steps = Series(), array("d"), array("d")
+    for start in range(0, line.length, step):
+        stop = min(line.length, start + step)
+        found = line.series.extremes(start, stop)
+        if found is None:
+            series.append(math.nan)
+        else:
+            series.append_range(*found)
+        times.append(line.times[stop - 1])
+        steps.append(line.steps[stop - 1] if line.steps is not None else math.nan)
+    return Line(series, len(series), times, steps, line.role)
+
+
+def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
+    """Return what the values of overlaid curves are, for the heading of their chart."""
+    spans = sorted({curve.span for curve in curves})
+    return (mean_name(spans[0]),) if len(spans) == 1 else (f"means of {spans[0]} to {spans[-1]} steps",) if spans else ()
+
+
+def progress_text(curves: Sequence[LossCurve]) -> str:
+    """Return how much of the curves is drawn while parts of runs are still to be read."""
+    unread = max((curve.unread_share for curve in curves), default=0.0)
+    return reading_text(unread)
+
+
+def spark(series: Series, length: int, width: int) -> str:
+    """Return the first ``length`` values of a series as one row of bars, blank where it has no value."""
     width = min(width, length)
     if not width:
         return ""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from so_tui.runs.blocks import total
 from so_tui.runs.pyramid import NO_EXTREMES, MinMaxPyramid
 
 FANOUT = 16
@@ -19,35 +22,58 @@ class Series:
     One thread appends. Others may read at the same time, up to a length that they learned after an append.
     """
 
-    __slots__ = ("_extremes", "_gaps")
+    __slots__ = ("_extremes", "_gap_values", "_gaps", "_last")
 
     def __init__(self) -> None:
         self._extremes = MinMaxPyramid(FANOUT)
+        self._last = array("d")
+        """The last value of each of the first entries, those that stand for several values."""
         self._gaps: array[int] = array("q")
+        """Entries with a gap."""
+        self._gap_values: array[int] = array("q")
+        """Values missing in the gaps up to each."""
 
     def __len__(self) -> int:
         return len(self._extremes)
 
-    def append(self, low: float, high: float | None = None) -> None:
-        """Append one value, or the extremes of several values."""
-        high = low if high is None else high
-        if math.isfinite(low) and math.isfinite(high):
-            self._extremes.append(low, high)
+    def append(self, value: float) -> None:
+        """Append one value."""
+        if math.isfinite(value):
+            self._extremes.append(value, value)
         else:
-            self._gaps.append(len(self))
+            self._add_gap(len(self), 1)
             self._extremes.append(*NO_EXTREMES)
 
+    def append_range(self, low: float, high: float) -> None:
+        """Append the extremes of several finite values."""
+        self._extremes.append(low, high)
+
+    def extend(self, lows: Sequence[float], highs: Sequence[float], last: Sequence[float], missing: Sequence[float]) -> None:
+        """Append entries that stand for several values each, before any others: extremes, last value, number of values that are missing."""
+        for index, count in enumerate(missing, len(self)):
+            if count > 0:
+                self._add_gap(index, int(count))
+        self._last.extend(last)
+        self._extremes.extend(lows, highs)
+
+    def _add_gap(self, index: int, count: int) -> None:
+        self._gap_values.append((self._gap_values[-1] if self._gap_values else 0) + count)
+        self._gaps.append(index)
+
     def value(self, index: int) -> float:
-        """Return the value at ``index``: the middle if only extremes are known, NaN for a gap."""
+        """Return the value at ``index``, the last one of several; NaN for a gap."""
+        if index < len(self._last):
+            return self._last[index] if math.isfinite(self._last[index]) else math.nan
         return (self._extremes.low(index) + self._extremes.high(index)) / 2
 
     def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
         """Return minimum and maximum of the values ``[start, stop)``; None if there is none to draw."""
         return self._extremes.extremes(start, stop)
 
-    def gaps(self, length: int) -> int:
-        """Return how many of the first ``length`` entries are gaps."""
-        return bisect_left(self._gaps, length)
+    def missing(self, length: int) -> int:
+        """Return how many values are gaps in the first ``length`` entries."""
+        gaps = bisect_left(self._gaps, length)
+        return self._gap_values[gaps - 1] if gaps else 0
 
     def has_gap(self, start: int, stop: int) -> bool:
         """Return whether a gap lies in ``[start, stop)``."""
@@ -55,23 +81,30 @@ class Series:
         return position < len(self._gaps) and self._gaps[position] < stop
 
 
-class Ema:
-    """Exponential moving average with bias correction. Gaps are skipped."""
+class TrailingMean:
+    """Mean of the finite values of the last ``span`` steps, up to and including a step."""
 
-    __slots__ = ("_sum", "_weight", "decay")
+    __slots__ = ("_counts", "_steps", "_sums", "span")
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self._sum = 0.0
-        self._weight = 0.0
+    def __init__(self, span: int) -> None:
+        self.span = span
+        self._steps: deque[float] = deque()
+        self._sums: deque[float] = deque()
+        self._counts: deque[float] = deque()
 
-    def add(self, value: float) -> float:
-        """Add a value and return the average; NaN if the value is a gap."""
-        if not math.isfinite(value):
-            return math.nan
-        self._sum = self.decay * self._sum + (1 - self.decay) * value
-        self._weight = self.decay * self._weight + (1 - self.decay)
-        return self._sum / self._weight
+    def add(self, step: float, values: float, count: float = 1) -> None:
+        """Add a value, or the sum of ``count`` values, of the steps up to ``step``. A value that is not finite is left out."""
+        if count > 0 and math.isfinite(values):
+            self._steps.append(step)
+            self._sums.append(values)
+            self._counts.append(count)
+
+    def at(self, step: float) -> float:
+        """Return the mean at a step, not before the last one that was added; NaN if there is no finite value."""
+        while self._steps and self._steps[0] <= step - self.span:
+            for column in (self._steps, self._sums, self._counts):
+                column.popleft()
+        return total(self._sums) / sum(self._counts) if self._steps else math.nan
 
 
 @dataclass(frozen=True, slots=True)

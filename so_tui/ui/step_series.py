@@ -1,72 +1,197 @@
-"""Step records of a run, or of a window of it, as series to draw: first as columns of an overview, then record by record."""
+"""Step records of a run, or of a window of it, as series to draw: early ones in blocks, the newest one by one.
+
+Where one changes into the other follows from the newest step alone, so that a run looks the same however and whenever it was opened.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 
-from so_tui.runs import RunReader
+from so_tui.runs.blocks import BLOCK_STEPS, Columns, block_end
+from so_tui.runs.codec import is_time
+from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
-from so_tui.ui.series import Ema, Line, Series
+from so_tui.ui.series import Line, Series, TrailingMean
 
 METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
-OVERVIEW_COLUMNS = 4000
-"""Largest number of rows from an overview; no terminal has as many dots."""
+MEANS = {"loss": "loss mean", "gradient_norm": "norm mean"}
+"""Series of the means, by their metrics."""
+SINGLE_STEPS = 4000
+"""Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
+
+
+def mean_steps(total_steps: int, log_interval: int = 1) -> int:
+    """Return how many steps a mean covers: 50 logged ones, in short runs about a twenty-fifth of the run."""
+    logged = total_steps // log_interval
+    steps = log_interval * next((span for span in (BLOCK_STEPS, 25, 10) if 25 * span <= logged), 5)
+    # Where blocks are drawn, only means of whole blocks are exact.
+    return steps if total_steps < 2 * SINGLE_STEPS else block_end(steps)
+
+
+def mean_name(span: int) -> str:
+    """Return the name of a mean: ``mean of 50 steps``."""
+    return f"mean of {span} steps"
+
+
+def single_from(first: int, latest: int) -> int:
+    """Return the step from which on a run is drawn step by step; those before it are blocks."""
+    whole = latest // SINGLE_STEPS * SINGLE_STEPS - SINGLE_STEPS
+    return whole + 1 if whole > first else first
 
 
 class StepSeries:
-    """Metrics by step. One thread appends; readers pass the length that they learned after an append."""
+    """Metrics by step, and the means of some. One thread appends; readers pass the lengths that they learned after an append.
 
-    def __init__(self, decay: float) -> None:
-        """Use ``decay`` for the moving averages of the loss (``ema``) and of the gradient norm (``norm_ema``)."""
+    A mean at a step is that of the finite values of the last ``span`` steps. It is known at each single step and at the ends of blocks.
+    """
+
+    def __init__(self, span: int, metrics: Sequence[str] = METRICS) -> None:
+        self.span = span
+        self.metrics = tuple(metrics)
         self.steps, self.times = array("d"), array("d")
-        self.series = {name: Series() for name in (*METRICS, "ema", "norm_ema")}
-        self.coarse_until = 0.0
-        """Up to this step, a row stands for several records."""
-        self._ema, self._norm_ema = Ema(decay), Ema(decay)
+        self.mean_steps, self.mean_times = array("d"), array("d")
+        self.means = {metric: name for metric, name in MEANS.items() if metric in metrics}
+        self.series = {name: Series() for name in (*self.metrics, *self.means.values())}
+        self.coarse = 0
+        """Number of rows that are blocks, the first ones."""
+        self.single_from = 0
+        """From this step on, a row stands for a single step."""
+        self.begin = math.nan, math.nan
+        """The first step and its time."""
+        self._range = math.inf, -math.inf
+        """Steps of which all records are here."""
+        self._windows = {metric: TrailingMean(span) for metric in self.means}
 
     def __len__(self) -> int:
-        return len(self.series["norm_ema"])  # appended to last
+        return len(self.series[self.metrics[-1]])  # appended to last
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of rows of the metrics and of the means."""
+        means = len(self.series[list(self.means.values())[-1]]) if self.means else 0
+        return len(self), means
 
     @property
     def last_step(self) -> float:
         return self.steps[-1] if self.steps else -math.inf
 
-    def line(self, metric: str, role: str, length: int) -> Line:
-        """Return the first ``length`` rows of a metric as a line with this role."""
-        return Line(self.series[metric], length, self.times, self.steps, role)
+    @property
+    def coarse_until(self) -> float:
+        """The last step of the blocks; 0 if there is none."""
+        return self.steps[self.coarse - 1] if self.coarse else 0.0
+
+    def line(self, name: str, role: str, lengths: tuple[int, int]) -> Line:
+        """Return the first rows of a metric or a mean as a line with this role."""
+        if name in self.means.values():
+            return Line(self.series[name], lengths[1], self.mean_times, self.mean_steps, role)
+        return Line(self.series[name], lengths[0], self.times, self.steps, role)
 
     def covers(self, low: float, high: float) -> bool:
         """Return whether all rows between two steps are present."""
-        return len(self) > 0 and self.steps[0] <= low and high <= self.steps[-1]
+        return len(self) > 0 and self._range[0] <= low and high <= max(self._range[1], self.last_step)
 
-    def add_columns(self, reader: RunReader, first: int, last: int) -> None:
-        """Append the steps ``first`` to ``last`` from the reader's overview, without reading every record."""
-        columns = min(OVERVIEW_COLUMNS, last - first + 1)
-        drawn = {name: reader.overview(name, columns, first, last).columns for name in (*METRICS, "time")}
-        width = (last - first + 1) / columns
-        for index in range(columns):
-            if not drawn["time"][index].rows:
-                continue
-            self.steps.append(float(int(first + (index + 1) * width) - 1) if width > 1 else float(first + index))
-            self.times.append(drawn["time"][index].last)
-            for name in METRICS:
-                column = drawn[name][index]
-                finite = math.isfinite(column.last)
-                self.series[name].append(column.minimum if finite else math.nan, column.maximum if finite else math.nan)
-            self._average(drawn["loss"][index].last, drawn["gradient_norm"][index].last)
-        if width > 1:
-            self.coarse_until = float(last)
+    def add_whole(self, reader: MetricsReader) -> None:
+        """Append all that is known of a run: blocks, then single steps. Raises OSError."""
+        first, latest = reader.first_step, reader.latest
+        if first is None or latest is None:
+            return
+        self.single_from = single_from(first, latest.step)
+        if self.single_from > first:
+            self._add_blocks(reader.blocks((*self.metrics, "time"), self.single_from - 1))
+        self.add_single(reader, self.single_from, latest.step)
+
+    def add_single(self, reader: MetricsReader, first: float, last: float) -> None:
+        """Append the steps ``first`` to ``last`` one by one. Raises OSError."""
+        self._windows = {metric: TrailingMean(self.span) for metric in self.means}
+        self._range = first, last
+        for record in reader.steps(first - self.span, last):
+            if record.step >= first:
+                self.add(record)
+            else:
+                self._add_to_windows(record)
+
+    def _add_blocks(self, blocks: Columns) -> None:
+        """Append the blocks before any step."""
+        if not blocks["last"]:
+            return
+        begun = blocks["time.min"][0]
+        self.begin = blocks["first"][0], begun if is_time(begun) else 0.0
+        self.steps.extend(blocks["last"])
+        before = 0.0
+        for time in blocks["time.last"]:
+            before = time if is_time(time) else before
+            self.times.append(before)
+        self.mean_steps.extend(float(block_end(step)) for step in blocks["last"])
+        self.mean_times.extend(self.times)
+        records = blocks["records"]
+        for metric, name in self.means.items():
+            window, sums, counts = self._windows[metric], blocks[f"{metric}.sum"], blocks[f"{metric}.finite"]
+            for end, values, count in zip(self.mean_steps, sums, counts, strict=True):
+                window.add(end, values, count)
+                self.series[name].append(window.at(end))
+        for metric in self.metrics:
+            finite = blocks[f"{metric}.finite"]
+            missing = [most - min(max(count, 0.0), most) for most, count in zip(records, finite, strict=True)]
+            low, high, newest = (blocks[f"{metric}.{part}"] for part in ("min", "max", "last"))
+            self.series[metric].extend(low, high, newest, missing)
+        self.coarse = len(self.steps)
 
     def add(self, record: StepRecord) -> None:
         """Append the next record."""
+        # A mean at the end of a block that has no record of its own, as one of blocks has.
+        if self.mean_steps and self.mean_steps[-1] < (end := block_end(self.mean_steps[-1])) < record.step:
+            self._add_means(float(end), self.mean_times[-1])
+        if not self.steps:
+            self.begin = float(record.step), record.time
+        self._add_to_windows(record)
         self.steps.append(float(record.step))
         self.times.append(record.time)
-        for name in METRICS:
+        self._add_means(float(record.step), record.time)
+        for name in self.metrics:
             value = getattr(record, name)
             self.series[name].append(math.nan if value is None else float(value))
-        self._average(record.loss, math.nan if record.gradient_norm is None else record.gradient_norm)
 
-    def _average(self, loss: float, gradient_norm: float) -> None:
-        self.series["ema"].append(self._ema.add(loss))
-        self.series["norm_ema"].append(self._norm_ema.add(gradient_norm))
+    def _add_to_windows(self, record: StepRecord) -> None:
+        for metric, window in self._windows.items():
+            value = getattr(record, metric)
+            window.add(float(record.step), math.nan if value is None else float(value))
+
+    def _add_means(self, step: float, time: float) -> None:
+        self.mean_steps.append(step)
+        self.mean_times.append(time)
+        for metric, name in self.means.items():
+            self.series[name].append(self._windows[metric].at(step))
+
+
+class FollowedSteps:
+    """The steps of a run as they become known, for one thread."""
+
+    def __init__(self, reader: MetricsReader, metrics: Sequence[str] = METRICS) -> None:
+        self._reader = reader
+        self._metrics = metrics
+        self._outdated = True
+        """Whether the series lack steps, or have some that do not count any more."""
+        self.series = StepSeries(mean_steps(0), metrics)
+
+    def take(self, records: Sequence[StepRecord], *, redraw: bool) -> list[StepRecord]:
+        """Append new records, as the result of a poll. Return those that were appended."""
+        self._outdated = self._outdated or redraw
+        if self._outdated:
+            return []
+        new = [record for record in records if record.step > self.series.last_step]
+        for record in new:
+            self.series.add(record)
+        return new
+
+    def update(self, span: int) -> bool:
+        """Draw all steps anew where that is necessary; ``span`` is that of the means. Return whether it was. Raises OSError."""
+        first, latest = self._reader.first_step, self._reader.latest
+        coarser = first is not None and latest is not None and single_from(first, latest.step) != self.series.single_from
+        if not self._outdated and not coarser and span == self.series.span:
+            return False
+        series = StepSeries(span, self._metrics)
+        series.add_whole(self._reader)
+        self.series, self._outdated = series, False
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from rich.cells import cell_len, set_cell_size
@@ -94,3 +95,8 @@ def shorten_path(path: str, width: int) -> str:
         return line
     start = next((at for at in range(len(line)) if cell_len(line[at:]) < width), len(line))
     return f"…{line[start:]}"
+
+
+def reading_text(unread_share: float) -> str:
+    """Return how much of a run is drawn while some of its records are still to be read; empty once all are known."""
+    return f"reading, {math.floor(100 * (1 - unread_share))} % known" if unread_share else ""

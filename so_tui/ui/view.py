@@ -81,10 +81,10 @@ def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
     if unit == "step":
         if not snapshot.length:
             return None
-        low, high = snapshot.steps[0], snapshot.steps[snapshot.length - 1]
+        low, high = snapshot.whole.begin[0], snapshot.steps[snapshot.length - 1]
     else:
         ends = [snapshot.times[snapshot.length - 1]] if snapshot.length else []
-        starts = [snapshot.times[0]] if snapshot.length else []
+        starts = [snapshot.whole.begin[1]] if snapshot.length else []
         for node in snapshot.nodes:
             ends.append(node.times[node.length - 1])
             starts.append(node.times[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,12 @@ SPEC = RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(sour
 @pytest.fixture
 def spec() -> RunSpec:
     return SPEC
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes that readers make go with the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import zlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import msgspec
 import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory, RunReader, control
-from so_tui.runs.codec import decode_metric, decode_sample
+from so_tui.runs.codec import decode_metric, decode_sample, is_time
 from so_tui.runs.index import index_path
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState, StepRecord
@@ -18,6 +20,9 @@ from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
 from so_tui.runs.unobserved import concluded
 from so_tui.spec import InputError
+from so_tui.ui.series import Axis
+from so_tui.ui.step_series import StepSeries
+from so_tui.ui.widgets.plot import fit_scale, spans
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
 
 Step = Callable[..., StepRecord]
@@ -95,7 +100,7 @@ def test_an_index_that_lies_is_not_used(key: str, value: object, run: RunDirecto
     index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + columns)
     reader = _read_all(run)
     assert [record.step for record in reader.recent(2)] == [199, 200]
-    assert reader.overview("loss", 10).columns[0].rows > 0
+    assert sum(reader.metrics.blocks(["loss"])["records"]) == 200
 
 
 def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, step: Step) -> None:
@@ -104,6 +109,30 @@ def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, st
     index_path(first).write_bytes(header + b"\n" + b"\xff" * len(columns))
     reader = _read_all(run)
     assert [record.step for record in reader.recent(2)] == [199, 200]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1.0, 1e308, 2.0**60])
+@pytest.mark.parametrize("column", [None, "first", "records", "offset", "loss.finite", "loss.sum", "loss.min", "time.last", "time.min"])
+def test_an_index_with_any_numbers_does_no_harm(column: str | None, value: float, run: RunDirectory, step: Step) -> None:
+    """Its checksum is right: an owner may write what they like about their own run."""
+    first = _segment(run, step)
+    header, _, content = index_path(first).read_bytes().partition(b"\n")
+    changed, numbers = msgspec.json.decode(header), array("d", content)
+    rows = changed["rows"]
+    for at, name in enumerate(changed["columns"]):
+        if name == column or (column is None and at > 3):
+            numbers[at * rows : (at + 1) * rows] = array("d", [value]) * rows
+    changed["crc32"] = zlib.crc32(numbers)
+    index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + numbers.tobytes())
+    reader = _read_all(run)
+    assert [record.step for record in reader.recent(2)] == [199, 200]
+    series = StepSeries(50)
+    series._add_blocks(reader.metrics.blocks((*series.metrics, "time")))
+    line = series.line("loss mean", "main", series.lengths)
+    found, _ = spans(line, Axis("step", 0, 200), 40)
+    assert fit_scale([found]).high > fit_scale([found]).low or value > 1e300
+    assert series.series["loss"].missing(line.length) >= 0
+    assert all(is_time(time) for time in (*series.times, series.begin[1]))
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{}", b"9" * 5000])

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,8 @@ import msgspec
 import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter
-from so_tui.runs.index import BUCKET, index_path
+from so_tui.runs.blocks import BLOCK_STEPS
+from so_tui.runs.index import index_path
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     CheckpointRecord,
@@ -72,8 +72,8 @@ def start(attempt: int) -> StartRecord:
     return StartRecord(attempt=attempt, time=1e9, model="m", mode="gpu", ranks=1, total_steps=1000, parameters=7)
 
 
-def losses(reader: RunReader, columns: int, first: int | None = None, last: int | None = None) -> list[float]:
-    return [column.last for column in reader.overview("loss", columns, first, last).columns]
+def losses(reader: RunReader, first: float = 0, last: float = math.inf) -> list[float]:
+    return [record.loss for record in reader.metrics.steps(first, last)]
 
 
 def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -> None:
@@ -103,10 +103,11 @@ def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(run: RunDirectory
     assert isinstance(records[1], StepRecord)
     assert str(records[1].loss) == str(loss)
     assert records[1].gradient_norm is None
-    columns = reader.overview("loss", 3).columns
-    assert [column.minimum for column in columns[::2]] == [2.0, 1.0]
-    assert columns[1].rows == 1
-    assert math.isnan(columns[1].minimum)
+    blocks = reader.metrics.blocks(["loss", "gradient_norm"])
+    rows = {name: column.tolist() for name, column in blocks.items()}
+    assert (rows["records"], rows["loss.finite"]) == ([1, 2], [1, 1])
+    assert (rows["loss.min"], rows["loss.max"], rows["loss.sum"]) == ([2.0, 1.0], [2.0, 1.0], [2.0, 1.0])
+    assert rows["gradient_norm.finite"] == [1, 1]
 
 
 def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(run: RunDirectory, step: Step) -> None:
@@ -149,40 +150,41 @@ def test_a_reader_follows_over_many_segments(run: RunDirectory, step: Step) -> N
     seen += read_all(reader)
     assert len(segments(run.metrics_dir)) > 10
     assert seen == [step(i, loss=float(i)) for i in range(600)]
-    assert losses(reader, 600) == [float(i) for i in range(600)]
-    few = reader.overview("loss", 6).columns
-    assert (few[0].minimum, few[-1].maximum) == (0.0, 599.0)
-    assert all(0 <= 100 * (i + 1) - column.last < 100 for i, column in enumerate(few))  # at most a column off
+    assert losses(reader) == [float(i) for i in range(600)]
+    blocks = reader.metrics.blocks(["loss"])
+    assert blocks["last"].tolist() == [0.0, *(50.0 * i for i in range(1, 12)), 599.0]
+    assert blocks["loss.last"] == blocks["loss.max"] == blocks["last"]
 
 
 def test_a_late_reader_draws_what_it_did_not_read(run: RunDirectory, step: Step) -> None:
     write(run, 1, [step(i, loss=float(i % 100)) for i in range(3000)], segment_bytes=100_000)
     reader = RunReader(run)
     assert 0 < len(read_all(reader)) < 500
-    columns = reader.overview("loss", 3).columns
-    assert [(column.minimum, column.maximum) for column in columns] == [(0.0, 99.0)] * 3
-    assert losses(reader, 50, 1000, 1049) == [float(i) for i in range(50)]
+    blocks = reader.metrics.blocks(["loss"])
+    assert sum(blocks["records"]) == 3000
+    assert {*blocks["loss.min"][1:]} == {0.0, 1.0, 51.0}
+    assert losses(reader, 1000, 1049) == [float(i) for i in range(50)]
     assert [record.step for record in reader.recent(1500)] == list(range(1500, 3000))
 
 
 def test_gaps_stay_gaps(run: RunDirectory, step: Step) -> None:
-    write(run, 1, [step(i) for i in (*range(10), *range(90, 100))])
+    write(run, 1, [step(i) for i in (*range(1, 11), *range(901, 911))])
     reader = RunReader(run)
     read_all(reader)
-    assert [column.rows > 0 for column in reader.overview("loss", 10).columns] == [True] + [False] * 8 + [True]
-    assert all(math.isnan(column.last) for column in reader.overview("gpu_memory_peak_bytes", 10).columns)
-    with pytest.raises(ValueError, match="no metric 'lost'"):
-        reader.overview("lost", 10)
+    blocks = reader.metrics.blocks(["gpu_memory_peak_bytes"])
+    assert [*zip(blocks["first"], blocks["last"], blocks["records"], strict=True)] == [(1, 10, 10), (901, 910, 10)]
+    assert blocks["gpu_memory_peak_bytes.finite"].tolist() == [0, 0]
 
 
-def test_an_empty_run_has_an_empty_chart(run: RunDirectory) -> None:
+def test_an_empty_run_has_no_blocks(run: RunDirectory) -> None:
     reader = RunReader(run)
     assert read_all(reader) == []
     assert reader.latest is None
-    assert [column.rows for column in reader.overview("loss", 4).columns] == [0] * 4
+    assert not reader.metrics.blocks(["loss"])["first"]
+    assert losses(reader) == []
 
 
-@pytest.mark.parametrize("resumed", [BUCKET * 3, BUCKET * 3 + 17, 0])
+@pytest.mark.parametrize("resumed", [BLOCK_STEPS * 3, BLOCK_STEPS * 3 + 17, 0])
 @pytest.mark.parametrize("late", [False, True], ids=["live", "late"])
 def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed: int, late: bool) -> None:
     reader = RunReader(run)
@@ -193,23 +195,27 @@ def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed:
         read_all(reader)
         assert reader.latest is not None
         assert reader.latest.step == resumed + 199
-        assert reader.overview("loss", 10).last == resumed + 199
+        assert reader.metrics.blocks([])["last"][-1] == resumed + 199
     write(run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000)
     update = reader.poll()
     assert update.redraw
     assert reader.latest is not None
     assert reader.latest.step == resumed
-    assert reader.overview("loss", 10).last == resumed
+    assert reader.metrics.blocks([])["last"][-1] == resumed
     write(run, 2, [step(i, attempt=2, loss=5.0) for i in range(resumed + 1, resumed + 151)], segment_bytes=50_000)
     read_all(reader)
     everything = resumed + 151
-    assert losses(reader, everything) == [1.0] * (resumed + 1) + [5.0] * 150
-    assert {column.maximum for column in reader.overview("loss", 20, 0, resumed).columns if column.rows} == {1.0}
+    assert losses(reader) == [1.0] * (resumed + 1) + [5.0] * 150
+    blocks = reader.metrics.blocks(["loss"])
+    assert sum(blocks["records"]) == sum(blocks["loss.finite"]) == everything
+    assert sum(blocks["loss.sum"]) == resumed + 1 + 5 * 150
+    assert blocks["last"].tolist() == sorted(set(blocks["last"]))
     assert [record.step for record in reader.recent(everything)] == list(range(everything))
     assert {record.path for record in reader.checkpoints} == {"0", str(resumed)}
     fresh = RunReader(run)
     read_all(fresh)
-    assert losses(fresh, everything) == losses(reader, everything)
+    assert losses(fresh) == losses(reader)
+    assert fresh.metrics.blocks(["loss"]) == blocks
 
 
 def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(run: RunDirectory, step: Step) -> None:
@@ -235,16 +241,7 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(run: 
     for each in (reader, fresh):
         assert each.latest is not None
         assert each.latest.step >= steps[-1]
-        assert losses(each, each.latest.step + 1) == [float(i) for i in range(each.latest.step + 1)]
-
-
-def test_without_indexes_the_segments_are_read_themselves(run: RunDirectory, step: Step) -> None:
-    write(run, 1, [step(i, loss=float(i)) for i in range(500)], segment_bytes=50_000)
-    for path in segments(run.metrics_dir).values():
-        index_path(path).write_bytes(b"{damaged")
-    reader = RunReader(run)
-    assert len(read_all(reader)) == 500
-    assert losses(reader, 500) == [float(i) for i in range(500)]
+        assert losses(each) == [float(i) for i in range(each.latest.step + 1)]
 
 
 def test_a_missing_index_is_written_later(run: RunDirectory, step: Step) -> None:
@@ -293,46 +290,6 @@ def test_writing_does_not_bring_a_deleted_run_back(run: RunDirectory) -> None:
     with pytest.raises(FileNotFoundError):
         SampleWriter(run, "host")
     assert not run.path.exists()
-
-
-def test_a_million_records_open_in_under_a_second(run: RunDirectory, step: Step) -> None:
-    count, per_segment = 1_000_000, 8_000
-    run.metrics_dir.mkdir(exist_ok=True)
-    writer = MetricsWriter(run, 1)
-    for i in range(per_segment):
-        writer.append(step(i, loss=float(i % 1000)))
-        if segments(run.metrics_dir).keys() > {1}:
-            break
-    writer.close()
-    # One real segment, repeated with its steps moved on: what a million steps would have written, without writing each.
-    content, index = (path.read_bytes() for path in (run.metrics_dir / "000001.jsonl", run.metrics_dir / "000001.index"))
-    rows = content.count(b"\n")
-    header, _, columns = index.partition(b"\n")
-    count_of_rows = msgspec.json.decode(header)["rows"]
-    for path in run.metrics_dir.iterdir():
-        path.unlink()
-    for number in range(count // rows + 1):
-        table = array("d", columns)
-        for row in range(2 * count_of_rows):  # first and last steps
-            table[row] += number * rows
-        (run.metrics_dir / f"{number + 1:06d}.jsonl").write_bytes(content)
-        (run.metrics_dir / f"{number + 1:06d}.index").write_bytes(header + b"\n" + table.tobytes())
-    began = time.process_time()
-    reader = RunReader(run)
-    while reader.poll().more:
-        pass
-    assert reader.latest is not None
-    views = [reader.overview(metric, 240, 0, count) for metric in ("loss", "model_tflops_per_gpu", "step_s", "time")]
-    opened_s = time.process_time() - began
-    assert all(column.rows for view in views for column in view.columns)
-    assert all(column.rows for column in reader.overview("loss", 40_000, 0, count).columns)
-    assert (views[0].columns[100].minimum, views[0].columns[100].maximum) == (0.0, 999.0)
-    began = time.process_time()
-    reader.overview("loss", 240, 0, count)
-    again_s = time.process_time() - began
-    assert opened_s < 1.0
-    assert again_s < 0.05
-    print(f"opened in {opened_s:.3f} s of process time, drawn again in {again_s:.4f} s")
 
 
 def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(run: RunDirectory, step: Callable[..., StepRecord]) -> None:

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from so_tui.runs.overview import StepRows, overview
 from so_tui.runs.pyramid import NO_EXTREMES, MinMaxPyramid, extremes
 
 
@@ -42,20 +41,3 @@ def test_extremes_of_any_range(fanout: int, batch: int) -> None:
 def test_values_that_are_not_finite_have_no_extremes() -> None:
     assert extremes([math.nan, math.inf, -math.inf]) == NO_EXTREMES
     assert extremes([math.nan, 2.0, 1.0, math.inf]) == (1.0, 2.0)
-
-
-@pytest.mark.parametrize("columns", [1, 7, 100, 400])
-def test_an_overview_shows_every_extreme_in_its_column_or_the_next(columns: int) -> None:
-    values = some_values(20_000)
-    rows = StepRows()
-    for start in range(0, len(values), 999):
-        part = values[start : start + 999]
-        rows.append_values(range(1 + start, 1 + start + len(part)), part)
-    drawn = overview("loss", [rows], columns, 1, len(values)).columns
-    width = len(values) / columns
-    for index, column in enumerate(drawn):
-        inside = extremes(values[round(index * width) : round((index + 1) * width)])
-        around = extremes(values[max(0, round((index - 1) * width)) : round((index + 2) * width)])
-        assert around[0] <= column.minimum <= inside[0]
-        assert inside[1] <= column.maximum <= around[1]
-        assert column.rows

@@ -149,8 +149,9 @@ def read_all(run: RunDirectory) -> None:
         while reader.poll().more:
             continue
         reader.poll()
-        for metric in ("loss", "step_s"):
-            reader.overview(metric, 80)
+        reader.metrics.blocks(("loss", "step_s"))
+        for _ in reader.metrics.steps(0, 1000):
+            continue
         reader.recent(100)
         for host in reader.hosts:
             reader.sample_history(host, 0.0, 1e10, 50)

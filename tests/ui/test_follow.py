@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 import time
 from pathlib import Path
@@ -13,8 +12,10 @@ import pytest
 
 from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
-from so_tui.ui.follow import RunFollower, smoothing
+from so_tui.ui.follow import RunFollower
+from so_tui.ui.step_series import mean_steps
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
+from so_tui.ui.widgets.drawing import value_at
 from tests.support.make_run import quad_machine, write_run
 from tests.support.records import step_record
 
@@ -148,11 +149,10 @@ def test_rows_are_shared_so_that_everything_fits() -> None:
         assert rows.log >= 2
 
 
-def test_the_average_looks_back_over_a_share_of_the_run() -> None:
-    assert smoothing(60) == pytest.approx(0.8)
-    assert smoothing(5000) == pytest.approx(0.98)
-    assert 0 < smoothing(0) < 1
-    assert not math.isnan(smoothing(10))
+def test_a_mean_covers_a_share_of_the_run() -> None:
+    assert [mean_steps(total) for total in (0, 60, 249, 250, 625, 1250, 10**6)] == [5, 5, 5, 10, 25, 50, 50]
+    assert mean_steps(12_500, log_interval=10) == 500
+    assert mean_steps(8500, log_interval=7) == 200  # of whole blocks, where blocks are drawn
 
 
 def test_machine_of_the_fixture_is_what_it_says() -> None:
@@ -178,10 +178,11 @@ def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir:
 
 
 def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=9000, total=10_000, seconds_of_samples=1, preset="tiny", gpus=1)
+    run = write_run(runs_dir, steps=60_000, total=70_000, seconds_of_samples=1, preset="tiny", gpus=1)
     follower = RunFollower(run)
     whole = follower.poll()
-    assert whole.length < 5000
+    assert whole.length < 10_000
+    assert whole.closer is None
     view = View(window=(6000.0, 6100.0))
     axis = axis_of(whole, view)
     assert axis is not None
@@ -189,22 +190,40 @@ def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(runs_dir: Pa
     line = close.line("loss", "raw", axis)
     assert line.steps is not None
     assert [step for step in line.steps[: line.length] if 6000 <= step <= 6100] == list(range(6000, 6101))
-    in_time = axis_of(close, View("time", window=(whole.times[2000], whole.times[2040])))
+    in_time = axis_of(close, View("time", window=(whole.times[200], whole.times[202])))
     assert in_time is not None
     assert follower.poll(in_time.in_steps()).line("loss", "raw", in_time).steps is not close.whole.steps
     assert follower.poll().line("loss", "raw", axis_of(whole, View())).length == whole.length
 
-    # What is recorded from now on is seen in both.
-    tail = follower.poll((8950.0, 9000.0))
+    # A window that reaches to the newest step follows it.
+    tail = follower.poll((49_000.0, 60_000.0))
     assert tail.latest is not None
     writer = MetricsWriter(run, 1)
-    writer.append(later(tail.latest, step=9001, time=tail.latest.time + 3, loss=1.25))
+    writer.append(later(tail.latest, step=60_001, time=tail.latest.time + 3, loss=1.25))
     writer.close()
-    newest = follower.poll((8950.0, 9000.0))
-    axis = axis_of(newest, View(window=(8951.0, 9001.0), tail=True))
+    newest = follower.poll((49_000.0, 60_000.0))
+    axis = axis_of(newest, View(window=(49_001.0, 60_001.0), tail=True))
     line = newest.line("loss", "raw", axis)
     assert line.series.value(line.length - 1) == 1.25
     assert line.steps is not newest.whole.steps
+
+
+def test_the_cursor_stands_where_blocks_end_so_that_its_values_are_those_of_its_step(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=0)
+    writer = MetricsWriter(run, 1)
+    for step in range(1, 60_001):
+        writer.append(step_record(step, loss=float(step)))
+    writer.close()
+    snapshot = RunFollower(run).poll()
+    axis = axis_of(snapshot, View())
+    assert axis is not None
+    for x in (1.0, 49.0, 12_345.0, 55_999.0, 56_013.0, 60_000.0):
+        at = snapshot.standing(x, "step")
+        assert abs(at - x) < 50
+        assert value_at(snapshot.line("loss", "raw", axis), axis, at) == at
+        assert value_at(snapshot.mean_line("loss", "main", axis), axis, at) == pytest.approx(max((1 + at) / 2, at - 24.5))
+        assert snapshot.standing(1e9 + x, "time") == 1e9 + at
+    assert snapshot.standing(56_013.0, "step") == 56_013.0
 
 
 def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -> None:
@@ -234,8 +253,8 @@ def test_every_step_is_drawn_however_slowly_the_run_is_read(runs_dir: Path, monk
             continue
         drawn = snapshot.steps[: snapshot.length]
         loss = snapshot.series["loss"]
-        assert drawn[0] <= 3
-        assert max(after - before for before, after in itertools.pairwise(drawn)) <= 3  # 4,000 rows for 9,000 steps
+        assert snapshot.whole.begin[0] == 1
+        assert max(after - before for before, after in itertools.pairwise(drawn)) <= 50  # steps of a block
         assert loss.extremes(0, snapshot.length) == (1.0, drawn[-1])
         assert not loss.has_gap(0, snapshot.length)
     assert snapshot.steps[snapshot.length - 1] == steps

@@ -13,7 +13,7 @@ import pytest
 from rich.style import Style
 
 from so_tui.ui.glyphs import GlyphName
-from so_tui.ui.series import Axis, Ema, Line, Series
+from so_tui.ui.series import Axis, Line, Series, TrailingMean
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.drawing import Mark, axis_row, gutter_text, plot_rows, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
@@ -133,15 +133,21 @@ def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None
     assert {style for _, style in cells} == {roles["main"], roles["gpu"]}
 
 
-def test_the_average_starts_unbiased_and_passes_over_gaps() -> None:
-    average = Ema(0.98)
-    assert average.add(2.0) == pytest.approx(2.0)
-    assert average.add(2.0) == pytest.approx(2.0)
-    assert math.isnan(average.add(math.nan))
-    assert average.add(2.0) == pytest.approx(2.0)
-    for _ in range(400):
-        last = average.add(1.0)
-    assert last == pytest.approx(1.0, abs=1e-3)
+def test_a_mean_is_that_of_the_finite_values_of_the_last_steps() -> None:
+    mean, seen = TrailingMean(3), []
+    for step, value in enumerate([1.0, 2.0, math.nan, 6.0, math.inf, math.nan, math.nan, 5.0], 1):
+        mean.add(step, value)
+        seen.append(mean.at(step))
+    assert seen[:6] == [1.0, 1.5, 1.5, 4.0, 6.0, 6.0]
+    assert math.isnan(seen[6])
+    assert seen[7] == 5.0
+
+
+def test_values_too_large_to_sum_have_no_mean_and_do_no_harm() -> None:
+    mean = TrailingMean(10)
+    for step in range(4):
+        mean.add(step, 1.7e308)
+    assert not math.isfinite(mean.at(3))
 
 
 def test_round_values() -> None:

@@ -12,7 +12,8 @@ from textual.containers import Horizontal
 from so_tui.ui.follow import Snapshot
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis
-from so_tui.ui.text import rate, significant
+from so_tui.ui.step_series import mean_name
+from so_tui.ui.text import rate, reading_text, significant
 from so_tui.ui.view import View
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.chart import Chart
@@ -21,6 +22,8 @@ from so_tui.units import thousands
 
 ROOMY = 52
 """Cells of a chart from which on its heading has room for whole words."""
+EVALUATION_CELLS = 17
+"""What the newest evaluation takes in a heading."""
 
 
 class ChartPanel(Horizontal):
@@ -73,9 +76,9 @@ class ChartPanel(Horizontal):
 
     def _show_loss(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
         chart = self.loss
-        lines = [snapshot.line("loss", "raw", axis), snapshot.line("ema", "main", axis)]
+        lines = [snapshot.line("loss", "raw", axis), snapshot.mean_line("loss", "main", axis)]
         newest = "now" if snapshot.training else "last"
-        names = [newest if view.cursor is None else ".", "mean"]
+        names = [newest if view.cursor is None else ".", _mean_name(chart, snapshot)]
         if snapshot.evaluations is not None:
             lines.append(snapshot.evaluations)
             names.append("evaluation" if chart.size.width >= ROOMY else "eval")
@@ -87,6 +90,7 @@ class ChartPanel(Horizontal):
             cursor=view.cursor,
             notes=view.range_notes,
             alarm=_nan_text(snapshot),
+            progress=reading_text(snapshot.unread_share),
         )
 
     def _show_throughput(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
@@ -107,11 +111,20 @@ class ChartPanel(Horizontal):
     def _show_norm(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
         latest = snapshot.latest
         notes = [] if latest is None or view.cursor is not None else [f"learning rate {significant(latest.learning_rate)}"]
-        lines = [snapshot.line("gradient_norm", "raw", axis), snapshot.line("norm_ema", "main", axis)]
-        self.norm.show(lines, [".", ""], axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes)
+        lines = [snapshot.line("gradient_norm", "raw", axis), snapshot.mean_line("gradient_norm", "main", axis)]
+        self.norm.show(
+            lines, [".", _mean_name(self.norm, snapshot)], axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes
+        )
+
+
+def _mean_name(chart: Chart, snapshot: Snapshot) -> str:
+    """Return the name of the mean in as many words as leave room for the other values."""
+    span = snapshot.whole.span
+    room = chart.size.width - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
+    return mean_name(span) if room >= 40 else f"mean of {span}" if room >= 30 else "mean"
 
 
 def _nan_text(snapshot: Snapshot) -> str:
-    """Return how many steps have a loss that is not a number; a row that stands for several steps shows at least one."""
-    count = snapshot.series["loss"].gaps(snapshot.length)
-    return f"{thousands(count)}{'+' if snapshot.whole.coarse_until else ''} NaN" if count else ""
+    """Return how many steps have a loss that is not a number."""
+    count = snapshot.series["loss"].missing(snapshot.length)
+    return f"{thousands(count)} NaN" if count else ""

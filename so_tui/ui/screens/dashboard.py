@@ -54,9 +54,9 @@ class DashboardScreen(Page):
     AUTO_FOCUS = "#loss"
     ALLOW_IN_MAXIMIZED_VIEW = "TopLine, RunHeader, #search, KeyLine"
     HELP_TEXT = (
-        "Everything shares one axis: steps, or time (x). Raw values are dim, their moving average is bright, evaluations have a colour of "
-        "their own; ◆ is a checkpoint, ↻ a resume; ✗ under a gap is a loss that is not a number. A node's dim band reaches from its idlest "
-        "to its busiest core. Cells are cores: A runs Adam, m the training process. Leaving this screen does not touch the run."
+        "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last steps is bright, evaluations have a "
+        "colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ under a gap is a loss that is not a number. A node's dim band reaches from "
+        "its idlest to its busiest core. Cells are cores: A runs Adam, m the training process. Leaving this screen does not touch the run."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
@@ -175,6 +175,8 @@ class DashboardScreen(Page):
             snapshot = await asyncio.to_thread(follower.poll, window)
             if follower is self._follower:
                 self._take(snapshot)
+                if snapshot.unread_share and self.is_current:
+                    self._due.set()  # earlier steps are read without a pause
 
     def _take(self, snapshot: Snapshot) -> None:
         before, self.snapshot = self.snapshot, snapshot
@@ -218,8 +220,7 @@ class DashboardScreen(Page):
 
     def watch_view(self) -> None:
         self._axis = None
-        snapshot = self.snapshot
-        if snapshot is not None:
+        if (snapshot := self.snapshot) is not None:
             self._axis = axis_of(snapshot, self.view)
             self.charts.show(snapshot, self.view, self._axis)
             self.numa.show_nodes(snapshot, self._axis)
@@ -230,6 +231,12 @@ class DashboardScreen(Page):
 
     def _extent(self) -> tuple[float, float] | None:
         return extent_of(self.snapshot, self.view.unit) if self.snapshot is not None else None
+
+    def _standing(self, view: View) -> View:
+        """Return the view with its cursor at a position whose values are known."""
+        if self.snapshot is None or view.cursor is None:
+            return view
+        return replace(view, cursor=self.snapshot.standing(view.cursor, view.unit))
 
     def action_axis(self) -> None:
         self.view = View(unit="time" if self.view.unit == "step" else "step")
@@ -246,7 +253,7 @@ class DashboardScreen(Page):
         if self.view.cursor is not None:
             self.view = replace(self.view, cursor=None)
         elif extent is not None:
-            self.view = self.view.at(self.view.resolved(extent)[1], extent)
+            self.view = self._standing(self.view.at(self.view.resolved(extent)[1], extent))
             self.charts.focus_first()
 
     def action_point(self, columns: int) -> None:
@@ -256,12 +263,12 @@ class DashboardScreen(Page):
         if self.view.cursor is None:
             self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
         else:
-            self.view = self.view.pointed(columns, extent, self.charts.columns)
+            self.view = self._standing(self.view.pointed(columns, extent, self.charts.columns))
 
     @on(Chart.CursorMoved)
     def _pointed(self, message: Chart.CursorMoved) -> None:
         if (extent := self._extent()) is not None:
-            self.view = self.view.at(message.x, extent)
+            self.view = self._standing(self.view.at(message.x, extent))
 
     @on(Chart.Zoomed)
     def _wheel(self, message: Chart.Zoomed) -> None:

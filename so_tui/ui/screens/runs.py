@@ -17,7 +17,7 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
-from so_tui.ui.loss_curve import CurveReader, LossCurve
+from so_tui.ui.loss_curve import CurveReader, LossCurve, means_note, progress_text
 from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
 from so_tui.ui.run_columns import cells_of, model_of, with_room
@@ -121,20 +121,20 @@ class RunsScreen(Page):
         if not self.is_current:
             return
         self._fill()
-        stale = [row.run for row in self._rows if row.live or row.run not in self._curves]
+        stale = [row for row in self._rows if row.live or row.run not in self._curves or self._curves[row.run].unread_share]
         if stale and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
             self._read_curves(stale)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
-    def _read_curves(self, runs: list[RunDirectory]) -> None:
+    def _read_curves(self, rows: list[RunRow]) -> None:
         found: dict[RunDirectory, LossCurve] = {}
-        for run in runs:
+        for row in rows:
             try:
-                curve = self._curve_reader.read(run)
+                curve = self._curve_reader.read(row)
             except OSError:
                 continue  # deleted meanwhile, or unreadable: its row shows its state
             if curve is not None:
-                found[run] = curve
+                found[row.run] = curve
         self.post_message(CurvesRead(found))
 
     @on(CurvesRead)
@@ -181,12 +181,13 @@ class RunsScreen(Page):
         self.query_one("#preview-rule", Rule).update(Content.styled(title, "$faint"))
         drawn = [(run, self._curves[run]) for run in shown if run in self._curves][: len(ROLES)]
         lines = [replace(curve.line, role=ROLES[index]) for index, (_, curve) in enumerate(drawn)]
-        names = [shorten(run.name, 20) if self._marked else "mean" for run, _ in drawn]
+        names = [shorten(run.name, 20) if self._marked else curve.name for run, curve in drawn]
         ends = [curve.steps for _, curve in drawn]
         axis = (
             Axis("step", min(low for low, _ in ends), max(max(high for _, high in ends), min(low for low, _ in ends) + 1)) if ends else None
         )
-        self.overlay.show(lines, names, axis)
+        curves = [curve for _, curve in drawn]
+        self.overlay.show(lines, names, axis, notes=means_note(curves) if self._marked else (), progress=progress_text(curves))
         self.query_one("#facts", Static).update(facts(row, self.size.width))
 
     # Commands.

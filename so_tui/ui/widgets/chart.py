@@ -95,6 +95,7 @@ class Chart(DrawsPrintable, can_focus=True):
         self.mark_gaps = mark_gaps
         """Whether gaps of the first line are marked on the axis."""
         self.alarm = ""
+        self.progress = ""
         self.log_scale = False
         self.notes: tuple[str, ...] = ()
         self.lines: tuple[Line, ...] = ()
@@ -120,9 +121,13 @@ class Chart(DrawsPrintable, can_focus=True):
         cursor: float | None = None,
         notes: Sequence[str] = (),
         alarm: str = "",
+        progress: str = "",
     ) -> None:
-        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it. ``alarm`` follows the title."""
-        self.alarm = alarm
+        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it.
+
+        ``progress`` says what is still to come, and ``alarm`` what is wrong; both follow the title.
+        """
+        self.alarm, self.progress = alarm, progress
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
         self.marks, self.cursor, self.notes = tuple(marks), cursor, tuple(notes)
         window = None if axis is None else (axis.unit, axis.low, axis.high)
@@ -135,6 +140,7 @@ class Chart(DrawsPrintable, can_focus=True):
             cursor,
             self.notes,
             self.alarm,
+            self.progress,
             self.waiting,
         )
         if shown != self._shown:
@@ -189,7 +195,7 @@ class Chart(DrawsPrintable, can_focus=True):
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
         """Return the marks, and one for each of ``width`` columns where the first line has a gap: those cover the others."""
-        if not self.mark_gaps or not self.lines[0].series.gaps(self.lines[0].length):
+        if not self.mark_gaps or not self.lines[0].series.missing(self.lines[0].length):
             return self.marks
         edges = axis.edges(width)
         middles = [(edges[column] + edges[column + 1]) / 2 for column in spans(self.lines[0], axis, width)[1]]
@@ -221,6 +227,8 @@ class Chart(DrawsPrintable, can_focus=True):
 
     def _pieces(self, styles: Mapping[str, Style]) -> Iterator[list[Segment]]:
         yield [Segment(self.title, styles["title"])]
+        if self.progress:
+            yield [Segment(f"  {self.progress}", styles["cursor"])]
         if self.alarm:
             yield [Segment(f"  {self.alarm}", styles["bad"])]
         axis = self.axis
