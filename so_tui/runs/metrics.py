@@ -53,9 +53,9 @@ class Progress(msgspec.Struct, frozen=True):
 class MetricsReader:
     """Follows ``metrics/`` of one run. For one thread.
 
-    The newest segment is read record by record, and so is every later one. Older ones are known by their index. Those without one are read
-    afterwards, the newest first, and get an index in the user's cache: ``unread_share`` says how much is missing until then. Records are
-    not kept: they are read again from their segment where they are needed.
+    The newest segment is read record by record, and so is every later one. Earlier ones are taken afterwards, the newest first, by their
+    index. Those without one are read, and get an index in the user's cache. ``unread_share`` says how much is missing until then. Records
+    are not kept: they are read again from their segment where they are needed.
     """
 
     def __init__(self, run: RunDirectory, cache: IndexCache | None = None) -> None:
@@ -64,7 +64,7 @@ class MetricsReader:
         self._cache = cache or IndexCache()
         self._segments: dict[int, Segment] = {}
         self._unread: list[Segment] = []
-        """Segments without an index, oldest first."""
+        """Earlier segments that are not known yet, oldest first."""
         self._followed: list[Segment] = []
         """The segment that is read record by record, and newer ones."""
         self._known: tuple[MetricRecord, ...] | None = None
@@ -123,7 +123,7 @@ class MetricsReader:
 
     @property
     def unread_share(self) -> float:
-        """Share of the bytes of all segments that were not read yet and have no index; 0 once everything is known."""
+        """Share of the bytes of all segments that are not known yet; 0 once everything is."""
         if not self._unread:
             return 0.0
         unread = sum(max(1, size_of(segment.path) - segment.offset) for segment in self._unread)
@@ -205,13 +205,14 @@ class MetricsReader:
     def poll(self, *, limit_records: int, limit_s: float) -> Progress:
         """Read new records within the limits, and then what is unread of earlier segments.
 
-        The first poll reads only the newest segment record by record. Older ones are taken by their index.
+        The first poll reads only the newest segment record by record.
 
         Raises:
             OSError: If the folder cannot be read.
         """
         deadline = time.monotonic() + limit_s
-        redraw = self._find_segments()
+        self._find_segments()
+        redraw = False
         records: list[MetricRecord] = []
         resumes = len(self.resumes)
         more = False
@@ -238,21 +239,15 @@ class MetricsReader:
             self._latest = next(iter(self.recent(1)), None)
         return Progress(tuple(records), more, redraw)
 
-    def _find_segments(self) -> bool:
-        """Take note of new segments. Return whether steps became known by an index."""
+    def _find_segments(self) -> None:
+        """Take note of new segments. At first the newest is followed, and the others are read after it."""
         new = {number: path for number, path in segments(self._folder).items() if number not in self._segments}
-        first, by_index = not self._segments, False
+        first = not self._segments
         for number, path in new.items():
             segment = self._segments[number] = Segment(path)
-            if not first or number == max(new):
-                self._followed.append(segment)
-            elif segment.take(self._index_of(segment)):
-                by_index = True
-            else:
-                self._unread.append(segment)
+            (self._unread if first and number < max(new) else self._followed).append(segment)
         if new:
             self._segments = dict(sorted(self._segments.items()))
-        return by_index
 
     def _index_of(self, segment: Segment) -> SegmentIndex | None:
         """Return the index of a segment to which nothing is appended any more: the one beside it, or the reader's own."""
@@ -286,9 +281,9 @@ class MetricsReader:
             self._latest = record
 
     def _read_earlier(self, segment: Segment, deadline: float) -> bool:
-        """Read on in an earlier segment without an index. Return whether it was read to its end: then it counts."""
+        """Take an earlier segment by its index, or read on in it. Return whether it is known to its end: then it counts."""
         if not segment.offset:
-            if segment.take(self._index_of(segment)):  # by another reader, meanwhile
+            if segment.take(self._index_of(segment)):
                 self._unread.remove(segment)
                 return True
             segment.remember_state()

@@ -103,6 +103,17 @@ def test_what_is_still_to_be_read_is_known_and_the_newest_steps_come_first(made:
     assert is_complete(reader)
 
 
+def test_taking_indexes_is_bounded_and_the_newest_steps_do_not_wait_for_it(made: RunDirectory) -> None:
+    reader = MetricsReader(made)
+    assert reader.poll(limit_records=10_000, limit_s=0.0).more
+    assert reader.latest is not None
+    assert reader.latest.step == STEPS
+    assert reader.unread_share > 0.5
+    while reader.poll(limit_records=10_000, limit_s=0.0).more:
+        continue
+    assert is_complete(reader)
+
+
 def test_a_kept_index_is_checked_before_it_is_used(made: RunDirectory) -> None:
     first = segments(made.metrics_dir)[1]
     index_path(first).unlink()

@@ -197,7 +197,7 @@ def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed:
         assert reader.latest.step == resumed + 199
         assert reader.metrics.blocks([])["last"][-1] == resumed + 199
     write(run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000)
-    update = reader.poll()
+    update = reader.poll(limit_s=10)
     assert update.redraw
     assert reader.latest is not None
     assert reader.latest.step == resumed

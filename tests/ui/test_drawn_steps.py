@@ -205,7 +205,7 @@ def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_s
     begun = time.process_time()
     reader = MetricsReader(run, IndexCache(tmp_path / "cache"))
     steps = FollowedSteps(reader)
-    while read(reader, steps, 50):
+    while read(reader, steps, 50, limit_s=10.0):
         continue
     opened_s = time.process_time() - begun
     print(f"opened in {opened_s:.3f} s of process time")
