@@ -103,6 +103,8 @@ class Assessment:
     """Of states, for checkpoints that are written behind training."""
     speculation_gains_nothing: bool = False
     """Whether there was memory for second sets of states, but they would make the step no faster."""
+    known_step: StepTime | None = None
+    """Of this placement, where the judgement needed it."""
 
     @property
     def layout(self) -> StateLayout:
@@ -111,7 +113,7 @@ class Assessment:
     @cached_property
     def step(self) -> StepTime | None:
         """None where the speed is not known. Computed on demand: most settings that are tried are judged by memory alone."""
-        return _step(self.placement, self.target)
+        return self.known_step or _step(self.placement, self.target)
 
 
 def assess(spec: RunSpec, target: Target) -> Assessment:
@@ -120,10 +122,13 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     terms = _terms(placement, target)
     demand = demand_of(terms, target.resources.nodes)
     second = second_states(placement, partial(_host_room, demand, target.resources))
-    gains_nothing = False
+    gains_nothing, step = False, None
     if second:
         speculative = replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
-        gains_nothing = spec.offload.speculation == "auto" and _gains_nothing(_step(speculative, target), _step(placement, target))
+        if spec.offload.speculation == "auto":
+            step, held_back = _step(speculative, target), _step(placement, target)
+            gains_nothing = _gains_nothing(step, held_back)
+            step = held_back if gains_nothing else step
     if second and not gains_nothing:
         placement = speculative
         terms = (*terms, second.term)
@@ -146,6 +151,7 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         shortages=shortages,
         copies=copied,
         speculation_gains_nothing=gains_nothing,
+        known_step=step,
     )
 
 

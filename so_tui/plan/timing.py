@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -217,7 +218,7 @@ def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: 
         h2d_bytes_per_s: Rate of the copies.
         copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
     """
-    coming = sorted(updates, key=lambda update: update.ready_s, reverse=True)
+    coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
     ready: list[tuple[float, int, Update]] = []
     worker = copies = float("-inf")
     found = []
@@ -226,10 +227,10 @@ def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: 
             worker = max(worker, coming[-1].ready_s)
         while coming and coming[-1].ready_s <= worker:
             heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
-        _, _, update = heappop(ready)
-        worker += update.adam_s
-        copies = max(copies, worker + copy_latency_s) + update.weights_bytes / h2d_bytes_per_s
-        found.append((update.begin, copies))
+        begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
+        worker += adam_s
+        copies = max(copies, worker + copy_latency_s) + weights_bytes / h2d_bytes_per_s
+        found.append((begin, copies))
     return found
 
 
