@@ -4,7 +4,7 @@ from so_tui.spec.catalog import Catalog, check_user_name, create_preset, find_pr
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
 from so_tui.spec.fields import FieldInfo, field_index, fields
-from so_tui.spec.tree import complete_tree, differences, parse_value, spec_tree, with_values
+from so_tui.spec.tree import OF_A_SOURCE, complete_tree, differences, parse_value, spec_tree, with_values
 from so_tui.spec.types import (
     BenchmarkSpec,
     CheckpointSpec,
@@ -21,6 +21,7 @@ from so_tui.spec.types import (
 )
 
 __all__ = [
+    "OF_A_SOURCE",
     "BenchmarkSpec",
     "Catalog",
     "CheckpointSpec",

@@ -43,6 +43,7 @@ Rules that apply to several keys:
   Benchmark runs (`benchmark.measured_steps`) need none of them.
 - The gradient accumulation steps are `train.gradient_accumulation`, or follow from `train.tokens_per_step`, the micro-batch, the sequence
   length and the number of ranks; setting one clears the other of the base. The plan shows the result.
+- Another `data.source` clears `subset`, `split` and `format` of the base, which describe its own source.
 - `model.weights = "random"` needs the architecture of the model in `[model.config]`.
 - `offload.parameters = "cpu"` is not supported: DeepSpeed's SuperOffload and so-tui's engine keep the bf16 weights on the GPU.
 - `builtin:` refers to data that comes with so-tui: `builtin:tiny` (a tokenizer) and `builtin:tiny/rows.jsonl` (instruction rows).

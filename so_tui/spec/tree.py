@@ -23,6 +23,8 @@ Tree = dict[str, Any]
 
 _FREE_TABLE = "model.config."
 """Keys below this prefix are those of a Hugging Face config.json."""
+OF_A_SOURCE = ("subset", "split", "format")
+"""Keys of ``[data]`` that describe the source, and say nothing of another one."""
 
 
 def spec_tree(spec: RunSpec, *, full: bool = True) -> Tree:
@@ -49,7 +51,8 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec with some values changed, as ``--set`` does.
 
     Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with ``gradient_accumulation`` and
-    ``tokens_per_step``. Changing ``model.config`` drops the parameter table, which describes the previous architecture.
+    ``tokens_per_step``. Changing ``model.config`` drops the parameter table, which describes the previous architecture, and changing
+    ``data.source`` what describes the previous source: subset, split and format.
 
     Args:
         spec: The spec to change.
@@ -99,6 +102,10 @@ def merged(base: Tree, changes: Tree) -> Tree:
         if len([key for key in alternatives if changed.get(key)]) == 1:
             for key in set(alternatives) - set(changed):
                 tree["train"].pop(key, None)
+    described = _section(changes, "data")
+    if "source" in described and described["source"] != _section(base, "data").get("source"):
+        for key in set(OF_A_SOURCE) - set(described):
+            tree["data"].pop(key, None)
     new_config = "config" in _section(changes, "model") and "parameters" not in _section(changes, "model")
     if new_config and _section(tree, "model").get("config") != _section(base, "model").get("config"):
         tree["model"].pop("parameters", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from so_tui.spec import FieldInfo, RunSpec, complete_tree, differences, field_index
+from so_tui.spec import OF_A_SOURCE, FieldInfo, RunSpec, complete_tree, differences, field_index
 
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
@@ -159,10 +159,19 @@ def length_of(values: Mapping[str, str]) -> tuple[str, str]:
 
 
 def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str) -> dict[str, str]:
-    """Return ``edits`` after ``text`` was typed into ``path``. A value equal to the preset's is no edit; one length replaces the others."""
+    """Return ``edits`` after ``text`` was typed into ``path``.
+
+    A value equal to the preset's is no edit. One length replaces the others, and another data source what describes the preset's.
+    """
     changed = {key: value for key, value in edits.items() if key != path}
     if path in LENGTH_KEYS:
         changed = {key: value for key, value in changed.items() if key not in LENGTH_KEYS}
+    if path == "data.source":
+        plain = {f"data.{key}": text_of(field_index()[f"data.{key}"].default) for key in OF_A_SOURCE}
+        if path in edits:  # what was filled in for the source before
+            changed = {key: value for key, value in changed.items() if plain.get(key) != value}
+        if text != base.get(path, ""):
+            changed = {key: value for key, value in plain.items() if base.get(key, value) != value} | changed
     if text != base.get(path, ""):
         changed[path] = text
     return changed

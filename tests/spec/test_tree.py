@@ -103,6 +103,17 @@ def test_a_new_architecture_drops_the_table_of_the_old_one() -> None:
     assert with_values(spec, {"model.config.num_hidden_layers": "6"}).model.parameters == spec.model.parameters
 
 
+def test_another_source_clears_what_described_the_one_before() -> None:
+    """Of one's own rows all are trained on, although a preset takes a tenth of its own."""
+    preset = find_preset("qwen3-14b").spec
+    assert preset.data.split == "train[:10%]"
+    assert with_values(preset, {"data.source": "rows.jsonl"}).data.split == "train"
+    described = with_values(preset, {"data.source": "rows.jsonl", "data.split": "train[:5%]", "data.format": "text"})
+    assert (described.data.split, described.data.format) == ("train[:5%]", "text")
+    assert with_values(preset, {"data.source": preset.data.source}).data.split == "train[:10%]"
+    assert with_values(preset, {"data.packing": "false"}).data.split == "train[:10%]"
+
+
 def test_a_tree_goes_back_to_the_same_spec() -> None:
     for name in ("tiny", "qwen3-30b-a3b"):
         spec = find_preset(name).spec

@@ -104,6 +104,19 @@ def test_edits_are_what_differs() -> None:
     assert with_values(spec, edits_between(spec, wanted)) == wanted
 
 
+def test_another_data_source_shows_what_it_clears() -> None:
+    spec = find_preset("qwen3-14b").spec
+    base = values_of(spec)
+    edits = with_edit({}, base, "data.source", "rows.jsonl")
+    assert edits == {"data.source": "rows.jsonl", "data.split": "train"}
+    assert with_values(spec, edits) == with_values(spec, {"data.source": "rows.jsonl"})
+    assert with_edit(edits, base, "data.source", base["data.source"]) == {}
+    whole = with_edit({}, base, "data.split", "train")
+    assert with_edit(whole, base, "data.source", base["data.source"]) == whole
+    part = with_edit(edits, base, "data.split", "train[:5%]")
+    assert with_edit(part, base, "data.source", "other.jsonl")["data.split"] == "train[:5%]"
+
+
 def test_a_machine_in_a_line() -> None:
     facts = machine_facts(quad_machine())
     assert facts[0] == "4x GH200 120GB 95 GiB"
