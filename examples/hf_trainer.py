@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -96,12 +97,14 @@ def main() -> None:
     """Train a few steps and print their losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are saved (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are saved; several ranks need one (default: a temporary folder)")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     arguments = parser.parse_args()
     join_process_group(arguments.local_rank)
     with tempfile.TemporaryDirectory() as temporary:
-        for step, loss in enumerate(train(arguments.folder or Path(temporary), arguments.steps), start=1):
+        losses = train(arguments.folder or Path(temporary), arguments.steps)
+    if deepspeed.comm.get_rank() == 0:
+        for step, loss in enumerate(losses, start=1):
             print(f"step {step}  loss {loss:.4f}", flush=True)
 
 

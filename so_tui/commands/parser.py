@@ -197,7 +197,7 @@ def _add_run_commands(commands: _Commands) -> None:
     watch.add_argument("--plain", action="store_true", help=_PLAIN)
     commands.add("runs", "runs:runs", "list the runs, newest first", json, runs_dir)
     stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
-    grace = "kill it after this time (default %(default)g)"
+    grace = "kill it after this time (default %(default)g, and as long again after a checkpoint that was being written)"
     stop.add_argument("--grace", type=number_from(0, 86_400), default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
     stop.add_argument("--assume-dead", action="store_true", help=_ASSUME_DEAD)
     resume = add("resume", "run:resume", "continue from a run's last checkpoint, on other GPUs if necessary", changes, slurm)

@@ -65,6 +65,23 @@ class Shutdown:
     overdue_at: float | None = None
     """When a requested stop must have been carried out."""
     terminated_at: float | None = None
+    _stop: tuple[StopRequest, int | None] | None = None
+    """The stop that is pending, and the last checkpoint when its time was given."""
+
+    def stop(self, asked: StopRequest, saved_step: int | None, now: float) -> None:
+        """Give a requested stop its time.
+
+        A stop may have to wait for the checkpoint that is being written before it writes the last one. With the default grace, each one
+        that completes gives it the whole time anew.
+
+        Args:
+            asked: The request.
+            saved_step: The step of the newest checkpoint.
+            now: The time.
+        """
+        known = asked, saved_step if asked.grace_s == DEFAULT_GRACE_S else None
+        if known != self._stop:
+            self._stop, self.overdue_at = known, now + asked.grace_s
 
     def next_action(self, now: float) -> KillAction:
         """Return what to do to the processes now. The caller does it."""

@@ -172,9 +172,10 @@ class Supervisor:
             request_stop(self._run, reason=f"the supervisor received {self._signal.name}", warned=self._signal is signal.SIGUSR1)
             self._signal = None
         asked = stop_request(self._run)
-        if asked is not None and asked != self._stop:
+        if asked is not None:
             self._stop = asked
-            self._shutdown.overdue_at = time.monotonic() + asked.grace_s
+            saved = self._reader.checkpoints[-1].step if self._reader.checkpoints else None
+            self._shutdown.stop(asked, saved, time.monotonic())
 
     def _check_directory(self) -> None:
         """End a run whose directory was deleted: it can be neither seen nor stopped, and would save into a folder that is no run."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from so_tui.launch.shutdown import Shutdown
-from so_tui.launch.time_limits import EXIT_GRACE_S, KILL_AFTER_S
+from so_tui.launch.shutdown import Shutdown, StopRequest
+from so_tui.launch.time_limits import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 
 
 def test_the_trainers_processes_get_time_after_the_end_record() -> None:
@@ -21,3 +21,13 @@ def test_a_broken_run_is_ended_immediately_and_an_ignored_stop_when_it_is_overdu
     assert stop.next_action(50.0) == "terminate"
     assert stop.stop_overdue(50.0)
     assert not Shutdown(overdue_at=50.0, ended_at=40.0).stop_overdue(60.0)
+
+
+def test_a_stop_that_waits_for_a_checkpoint_has_its_time_again_for_the_last_one() -> None:
+    asked, shutdown = StopRequest(by="me", time=1.0), Shutdown()
+    for saved_step, now, overdue_at in ((20, 10.0, 10.0), (20, 50.0, 10.0), (40, 500.0, 500.0), (40, 700.0, 500.0)):
+        shutdown.stop(asked, saved_step, now)
+        assert shutdown.overdue_at == overdue_at + DEFAULT_GRACE_S
+    shutdown.stop(StopRequest(by="me", time=2.0, grace_s=30.0), 40, 800.0)
+    shutdown.stop(StopRequest(by="me", time=2.0, grace_s=30.0), 60, 820.0)
+    assert shutdown.overdue_at == 830.0, "a time that somebody gave is kept"

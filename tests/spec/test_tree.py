@@ -110,7 +110,7 @@ def test_another_source_clears_what_described_the_one_before() -> None:
     assert with_values(preset, {"data.source": "rows.jsonl"}).data.split == "train"
     described = with_values(preset, {"data.source": "rows.jsonl", "data.split": "train[:5%]", "data.format": "text"})
     assert (described.data.split, described.data.format) == ("train[:5%]", "text")
-    assert with_values(preset, {"data.source": preset.data.source}).data.split == "train[:10%]"
+    assert with_values(preset, {"data.source": str(preset.data.source)}).data.split == "train[:10%]"
     assert with_values(preset, {"data.packing": "false"}).data.split == "train[:10%]"
 
 

@@ -127,7 +127,8 @@ class Saving:
         assert rest is not None
         self._written = _in_thread(rest.finish)
         self._bytes = 0
-        self._completed: Future[Path | None] | None = None
+        self._completed: Future[tuple[Path | None, float]] | None = None
+        """The folder, on rank 0, and when it was complete."""
         self._vote: tuple[torch.Tensor, dist.Work] | None = None
         self._paused_s = time.monotonic() - self._began
 
@@ -143,7 +144,8 @@ class Saving:
         record = None
         while record is None:
             record = self._go_on()
-        return msgspec.structs.replace(record, paused_s=self._paused_s + time.monotonic() - waiting)
+        waited_s = self._paused_s + time.monotonic() - waiting
+        return msgspec.structs.replace(record, paused_s=min(record.seconds, waited_s))
 
     def _all_ready(self) -> bool:
         """Return whether all ranks had ended the part in progress when they were last asked, and ask them again if not.
@@ -168,18 +170,18 @@ class Saving:
             with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
                 written = self._written.result()
             self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
-            self._completed = _in_thread(lambda: checkpoint_folder.complete(partial, manifest) if ranks.first else None)
+            self._completed = _in_thread(lambda: (checkpoint_folder.complete(partial, manifest) if ranks.first else None, time.monotonic()))
             return None
-        final = None
+        final, ended = None, 0.0
         with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
-            final = self._completed.result()
+            final, ended = self._completed.result()
         return CheckpointRecord(
             attempt=self._attempt,
             time=time.time(),
             step=self.step,
             path=str(ranks.broadcast(final, Path)),
             bytes=self._bytes,
-            seconds=time.monotonic() - self._began,
+            seconds=ended - self._began,
             paused_s=self._paused_s,
             due_step=self._due_step,
         )

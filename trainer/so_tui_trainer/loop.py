@@ -131,8 +131,8 @@ class Loop:
                     self.save(background=self.spec.checkpoint.background)
                     control.saved()
         control.close()
+        self._finish_saving()  # It is of an earlier step, which is sound whatever the last ones were.
         self.metrics.check()
-        self._finish_saving()
         if self.spec.checkpoint.at_end or self.spec.checkpoint.export or self._due_step is not None:
             self.save()
         return Outcome(

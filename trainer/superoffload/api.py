@@ -100,13 +100,13 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
                 "torch.optim.AdamW; leave the section `optimizer` out of DeepSpeed's config.",
                 code="optimizer-class",
             )
-        with own_super_offload(settings):
+        with own_super_offload(settings):  # which releases what was made if anything fails
             made = original(*arguments, config=engine_config(given), **keywords)
-        if adapter.super_offload(made[0]) is None:
-            raise OffloadError(
-                f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.", code="optimizer-not-used"
-            )
-        _finish(made[0], settings)
+            if adapter.super_offload(made[0]) is None:
+                raise OffloadError(
+                    f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.", code="optimizer-not-used"
+                )
+            _finish(made[0], settings)
         return made
 
     deepspeed.initialize = initialize_with_ours

@@ -34,11 +34,15 @@ class GpuStates:
             index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_() for index in self.indices
         }
         self._gradients = {index: torch.zeros_like(master_weights) for index, master_weights in self._master_weights.items()}
-        for index in copied:
-            self._copies[index] = memory = torch.zeros(3, sub_groups[index].weights.numel())
-            if sub_groups[index].weights.device.type == "cuda":
-                pin(memory.data_ptr(), memory.nbytes)
-                self._pinned.append(memory.data_ptr())
+        try:
+            for index in copied:
+                self._copies[index] = memory = torch.zeros(3, sub_groups[index].weights.numel())
+                if sub_groups[index].weights.device.type == "cuda":
+                    pin(memory.data_ptr(), memory.nbytes)
+                    self._pinned.append(memory.data_ptr())
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, index: int, begin: int, values: torch.Tensor, *, first_micro_batch: bool) -> None:
         """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch overwrites the step before's."""

@@ -159,19 +159,23 @@ class SuperOffload:
         steps_before_norm = self._policy.step_time is StepTime.GRADIENT_COMPLETE
         self._norm = GradientNorm(self.sub_groups, self._transfers, all_reduce, poisons=steps_before_norm)
         self._gpu = GpuStates(self.sub_groups, adamw, copied=[index for index in copied if self.sub_groups[index].on_gpu])
-        self._cpu = CpuStates(
-            self.sub_groups,
-            self._transfers,
-            self._meter,
-            speculating=sorted(self._speculating),
-            copied=[index for index in copied if not self.sub_groups[index].on_gpu],
-            states=states,
-            seed=seed,
-            accumulate=self._policy.accumulates,
-            cpus=cpus,
-            watchdog_timeout_s=watchdog_timeout_s,
-            available_bytes=available_bytes,
-        )
+        try:
+            self._cpu = CpuStates(
+                self.sub_groups,
+                self._transfers,
+                self._meter,
+                speculating=sorted(self._speculating),
+                copied=[index for index in copied if not self.sub_groups[index].on_gpu],
+                states=states,
+                seed=seed,
+                accumulate=self._policy.accumulates,
+                cpus=cpus,
+                watchdog_timeout_s=watchdog_timeout_s,
+                available_bytes=available_bytes,
+            )
+        except BaseException:
+            self._gpu.close()
+            raise
 
     @property
     def worker_pid(self) -> int | None:
@@ -442,8 +446,8 @@ class SuperOffload:
         return {index: StatesCopy(tensors, partial(self._release_copy, index)) for index, tensors in copies.items()}
 
     def _release_copy(self, index: int) -> None:
-        self._copies_in_use.discard(index)
         self._cpu.lent.discard(index)
+        self._copies_in_use.discard(index)  # Last: then the next copy may be made.
 
     def attach(self) -> None:
         """Prepare the calling thread for reading copies. Call it first in every thread but the training thread."""

@@ -127,7 +127,9 @@ class WorkerClient:
             self.process.wait()
         os.close(self._pidfd)
         os.close(self._wake)
-        self._failure = self._failure or OffloadError("The offload engine is closed and its Adam worker has ended.", code="closed")
+        with self._changed:  # A thread that saves may wait for a copy.
+            self._failure = self._failure or OffloadError("The offload engine is closed and its Adam worker has ended.", code="closed")
+            self._changed.notify_all()
 
     def _serve(self) -> None:
         poller = select.poll()
