@@ -1,7 +1,8 @@
 """Summaries of metrics segments: ``000007.index`` belongs to ``000007.jsonl``.
 
 An index has one line of JSON (IndexHeader), then the columns of the segment's blocks (see ``blocks``) as little-endian doubles. Opening a
-run reads the indexes of its segments, 3 % of their bytes. The writer makes one for each segment that it closes.
+run reads the indexes of its segments: 3 % of their bytes where every step is logged, but more than their bytes where only every 50th is.
+The writer makes one for each segment that it closes.
 
 Indexes are optional: where one is missing, damaged or of another version, readers read the segment and keep an index of their own (see
 ``index_cache``).
@@ -33,7 +34,10 @@ MOST_WARNINGS = 200
 """Largest number of warnings in an index, so that a warning at every step does not make it as large as the segment."""
 LARGEST_SEGMENT_BYTES = 64 << 20
 """Limit of segments that are indexed; a writer ends them at 4 MiB."""
-_LARGEST_BYTES = 128 << 20
+LARGEST_INDEX_BYTES = 16 << 20
+"""Limit of indexes in files: those of a writer's segments have less."""
+_LEAST_RECORD_BYTES = 64
+"""Fewer than any step record has."""
 _DOUBLE = 8
 _OWN_NAMES = (*POSITIONS, *part_names(METRICS))
 
@@ -51,8 +55,6 @@ class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Checksum of the columns."""
     events: tuple[msgspec.Raw, ...]
     """All records of the segment that are not steps, in order."""
-    latest: msgspec.Raw
-    """Last step record, or null."""
     step_is_newer: bool
     """Whether the last step was written after the last phase."""
 
@@ -67,7 +69,7 @@ class SegmentIndex:
     def __init__(self, path: Path) -> None:
         """Read and check an index. Raises OSError if there is none, msgspec.DecodeError if it is damaged or of another version."""
         self._path: Path | None = path
-        self._open(read_bounded(path, _LARGEST_BYTES))
+        self._open(read_bounded(path, LARGEST_INDEX_BYTES))
 
     @classmethod
     def in_memory(cls, content: bytes) -> SegmentIndex:
@@ -85,12 +87,14 @@ class SegmentIndex:
         self._content = b""
         if header.v != VERSION:
             raise msgspec.DecodeError(f"the index has version {header.v}")
-        if header.rows < 0 or header.columns[: len(POSITIONS)] != POSITIONS or len(set(header.columns)) != len(header.columns):
+        if not 0 <= header.segment_bytes <= LARGEST_SEGMENT_BYTES:
+            raise msgspec.DecodeError("the segment of the index is larger than a writer makes them")
+        if not 0 <= header.rows * _LEAST_RECORD_BYTES <= header.segment_bytes:
+            raise msgspec.DecodeError("the index has more blocks than its segment has room for")
+        if header.columns[: len(POSITIONS)] != POSITIONS or len(set(header.columns)) != len(header.columns):
             raise msgspec.DecodeError("the header of the index is damaged")
         if len(header.columns) * header.rows * _DOUBLE != len(columns) or zlib.crc32(columns) != header.crc32:
             raise msgspec.DecodeError("the columns of the index are damaged")
-        if not 0 <= header.segment_bytes <= LARGEST_SEGMENT_BYTES:
-            raise msgspec.DecodeError("the segment of the index is larger than a writer makes them")
         self.attempt, self.segment_bytes, self.step_is_newer = header.attempt, header.segment_bytes, header.step_is_newer
         self._rows = header.rows
         # Nearly always the same names: a long run has hundreds of indexes.
@@ -98,8 +102,6 @@ class SegmentIndex:
         self.positions = self._columns_in(columns, POSITIONS)
         _check_positions(self.positions, header.segment_bytes)
         self.events = tuple(record for raw in header.events if (record := decode_metric(bytes(raw))) is not None)
-        latest = decode_metric(bytes(header.latest))
-        self.latest = latest if isinstance(latest, StepRecord) else None
 
     def columns(self, metrics: Iterable[str]) -> Columns:
         """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be read or has changed."""
@@ -149,8 +151,9 @@ class SegmentSummary:
     def __init__(self) -> None:
         self.attempt = 0
         self.events: list[MetricRecord] = []
-        self.latest: StepRecord | None = None
         self.step_is_newer = False
+        self._warnings = 0
+        self._last_step: int | None = None
         self._complete = no_blocks(METRICS)
         self._block: list[StepRecord] = []
         self._block_offset = 0
@@ -162,12 +165,13 @@ class SegmentSummary:
             self.events.append(record)
             if isinstance(record, PhaseRecord):
                 self.step_is_newer = False
-            if len(self.events) > 20 * MOST_WARNINGS:
-                self.events = with_few_warnings(self.events, MOST_WARNINGS)
+            self._warnings += isinstance(record, WarningRecord)
+            if self._warnings > 20 * MOST_WARNINGS:
+                self.events, self._warnings = with_few_warnings(self.events, MOST_WARNINGS), MOST_WARNINGS
             return True
-        if self.latest is not None and record.step <= self.latest.step:
+        if self._last_step is not None and record.step <= self._last_step:
             return False
-        self.latest, self.step_is_newer = record, True
+        self._last_step, self.step_is_newer = record.step, True
         if self._block and block_end(record.step) != block_end(self._block[0].step):
             append_block(self._complete, METRICS, self._block, self._block_offset)
             self._block = []
@@ -200,7 +204,6 @@ class SegmentSummary:
             columns=tuple(columns),
             crc32=zlib.crc32(content),
             events=tuple(msgspec.Raw(encode_line(record)) for record in with_few_warnings(self.events, MOST_WARNINGS)),
-            latest=msgspec.Raw(encode_line(self.latest) if self.latest is not None else b"null"),
             step_is_newer=self.step_is_newer,
         )
         return msgspec.json.encode(header).replace(b"\n", b"") + b"\n" + content

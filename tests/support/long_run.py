@@ -63,5 +63,4 @@ def _moved_index(content: bytes, steps: int) -> bytes:
             for row in range(at * rows, (at + 1) * rows):
                 moved[row] += steps
     header["crc32"] = zlib.crc32(moved)
-    header["latest"] = header["latest"] | {"step": header["latest"]["step"] + steps, "time": header["latest"]["time"] + steps}
     return msgspec.json.encode(header) + b"\n" + moved.tobytes()
