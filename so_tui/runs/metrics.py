@@ -14,7 +14,7 @@ import msgspec
 from so_tui.runs.blocks import Columns, blocks_of, extend, no_blocks
 from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.index import SegmentIndex, index_of, size_of, with_few_warnings
+from so_tui.runs.index import LARGEST_SEGMENT_BYTES, SegmentIndex, index_of, size_of, with_few_warnings
 from so_tui.runs.index_cache import IndexCache
 from so_tui.runs.records import (
     BindingRecord,
@@ -30,6 +30,7 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.segment import Segment
 from so_tui.runs.segments import read_lines, segments
+from so_tui.trust.reading import Unfit, UnfitFileError
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Progress(msgspec.Struct, frozen=True):
     records: tuple[MetricRecord, ...]
     more: bool
     """The poll stopped at its limit: poll again soon."""
+    behind: bool
+    """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
     redraw: bool
     """Steps changed without being among the records: a resume superseded some, or earlier segments became known. Charts must be drawn
     again from ``blocks`` and ``steps``."""
@@ -230,6 +233,7 @@ class MetricsReader:
                 segment.take(self._index_of(segment))
             del self._followed[0]
             more = time.monotonic() >= deadline
+        behind = more
         while self._unread and not more:
             redraw = self._read_earlier(self._unread[-1], deadline) or redraw
             more = bool(self._unread) and time.monotonic() >= deadline
@@ -237,17 +241,18 @@ class MetricsReader:
             redraw = True
             self._forget()
             self._latest = next(iter(self.recent(1)), None)
-        return Progress(tuple(records), more, redraw)
+        return Progress(tuple(records), more, behind, redraw)
 
     def _find_segments(self) -> None:
-        """Take note of new segments. At first the newest is followed, and the others are read after it."""
+        """Take note of new segments. The newest is followed; earlier ones, also those that appear late, are read after it."""
         new = {number: path for number, path in segments(self._folder).items() if number not in self._segments}
-        first = not self._segments
+        newest = max(self._segments or new, default=0)
         for number, path in new.items():
             segment = self._segments[number] = Segment(path)
-            (self._unread if first and number < max(new) else self._followed).append(segment)
+            (self._unread if number < newest else self._followed).append(segment)
         if new:
             self._segments = dict(sorted(self._segments.items()))
+            self._unread.sort(key=lambda unread: unread.path)
 
     def _index_of(self, segment: Segment) -> SegmentIndex | None:
         """Return the index of a segment to which nothing is appended any more: the one beside it, or the reader's own."""
@@ -273,36 +278,45 @@ class MetricsReader:
 
     def _apply(self, record: MetricRecord) -> None:
         """Take account of a new record."""
-        if not isinstance(record, StepRecord):
+        if isinstance(record, ResumedRecord):
             self._forget()
-            if isinstance(record, ResumedRecord):
-                self._latest = next(iter(self.recent(1)), None)
+            self._latest = next(iter(self.recent(1)), None)
+        elif not isinstance(record, StepRecord):
+            self._known = None
         elif self._counts(record):
             self._latest = record
 
     def _read_earlier(self, segment: Segment, deadline: float) -> bool:
-        """Take an earlier segment by its index, or read on in it. Return whether it is known to its end: then it counts."""
+        """Take an earlier segment by its index, or read on in it. Return whether it is known to its end: then it counts.
+
+        One that cannot be read is left out, as the others are worth showing without it.
+        """
+        try:
+            if not self._read_on(segment, deadline):
+                return False
+        except OSError as error:
+            _log.info("%s is left out: %s", segment.path, error)
+            segment.forget()
+        self._unread.remove(segment)
+        return segment.complete
+
+    def _read_on(self, segment: Segment, deadline: float) -> bool:
+        """Read an earlier segment until the deadline. Return whether that was all of it. Raises OSError."""
+        if size_of(segment.path) > LARGEST_SEGMENT_BYTES:
+            raise UnfitFileError(segment.path, Unfit.TOO_LARGE, LARGEST_SEGMENT_BYTES)
         if not segment.offset:
             if segment.take(self._index_of(segment)):
-                self._unread.remove(segment)
                 return True
             segment.remember_state()
-        while True:
-            lines, _ = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
-            for line in lines:
-                if (record := decode_metric(line)) is not None:
-                    segment.summary.add(record, segment.offset)
-                segment.offset += len(line) + 1
-            if not lines:
-                break
+        while segment.read_on(_CHUNK_BYTES):
             if time.monotonic() >= deadline:
                 return False
-        self._unread.remove(segment)
         segment.complete = True
         # An incomplete last line belongs to no record; the index counts it, as its segment may be found with it again.
         if segment.summary.attempt:
             content = segment.summary.encode(max(segment.offset, size_of(segment.path)))
-            segment.take(self._cache.keep(segment.path, segment.name, content))
+            if not segment.take(self._cache.keep(segment.path, segment.name, content)):
+                raise OSError(f"its {len(content)} bytes of index are too many, or unfit")
         return True
 
     # Superseded steps: a resume supersedes the later steps of earlier attempts.

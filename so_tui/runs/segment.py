@@ -10,7 +10,7 @@ from so_tui.runs.codec import decode_metric
 from so_tui.runs.index import SegmentIndex, SegmentSummary
 from so_tui.runs.index_cache import fingerprint
 from so_tui.runs.records import StepRecord
-from so_tui.runs.segments import read_span
+from so_tui.runs.segments import read_lines, read_span
 
 
 class Segment:
@@ -55,6 +55,15 @@ class Segment:
             self.name = fingerprint(self.path)
         except OSError:  # gone: its index is not kept
             self.name = ""
+
+    def read_on(self, limit_bytes: int) -> bool:
+        """Read about ``limit_bytes`` more of its records. Return whether there were any lines. Raises OSError."""
+        lines, _ = read_lines(self.path, self.offset, limit_bytes)
+        for line in lines:
+            if (record := decode_metric(line)) is not None:
+                self.summary.add(record, self.offset)
+            self.offset += len(line) + 1
+        return bool(lines)
 
     def records(self, positions: Columns, start: int, stop: int) -> Iterator[StepRecord]:
         """Yield the step records of the blocks ``[start, stop)``, as the summary has them. Raises OSError."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import zlib
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import msgspec
 import pytest
 
 from so_tui.folders import cache_home
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import MetricsWriter, RunDirectory, index_cache
+from so_tui.runs.blocks import POSITIONS
 from so_tui.runs.index import VERSION, SegmentIndex, index_path
 from so_tui.runs.index_cache import IndexCache, fingerprint
 from so_tui.runs.metrics import MetricsReader
@@ -183,3 +187,83 @@ def test_an_index_that_disappears_is_made_again(made: RunDirectory) -> None:
     assert reader.unread_share > 0
     assert reader.poll(limit_records=10_000, limit_s=10.0).redraw
     assert is_complete(reader)
+
+
+def test_a_reader_never_deletes_what_it_kept_itself(made: RunDirectory, tmp_path: Path) -> None:
+    paths = list(segments(made.metrics_dir).values())
+    for path in paths:
+        index_path(path).unlink(missing_ok=True)
+    folder = tmp_path / "cache"
+    opened(made, IndexCache(folder))
+    one = max(path.stat().st_size for path in folder.iterdir())
+    for path in folder.iterdir():
+        path.unlink()
+    reader = opened(made, IndexCache(folder, limit_bytes=2 * one))
+    for _ in range(3):
+        assert is_complete(reader)
+    kept = [path for path in folder.iterdir() if path.is_file()]
+    assert len(kept) == 1, "the others are in memory"
+
+
+def test_what_readers_hold_in_memory_is_bounded(made: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in segments(made.metrics_dir).values():
+        index_path(path).unlink(missing_ok=True)
+    monkeypatch.setattr(index_cache, "MEMORY_BYTES", 0)
+    reader = opened(made, IndexCache(tmp_path / "cache", limit_bytes=0))
+    assert not list((tmp_path / "cache").glob("*"))
+    assert reader.unread_share == 0
+    shown = [record.step for record in reader.steps(0, STEPS)]
+    assert shown == list(range(shown[0], STEPS + 1)), "the newest segment is followed"
+    assert shown[0] > 1
+
+
+def test_room_is_made_beside_a_folder_that_is_no_entry(made: RunDirectory, tmp_path: Path) -> None:
+    index_path(segments(made.metrics_dir)[1]).unlink()
+    folder, limit_bytes = tmp_path / "cache", 1 << 20
+    (folder / "subfolder").mkdir(parents=True)
+    os.utime(folder / "subfolder", (0, 0))
+    (folder / "other.index").write_bytes(b"x" * limit_bytes)
+    opened(made, IndexCache(folder, limit_bytes))
+    first = segments(made.metrics_dir)[1]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["subfolder", f"{fingerprint(first)}.index"])
+
+
+def test_a_kept_index_is_used_only_from_a_folder_that_others_cannot_write(made: RunDirectory) -> None:
+    first, kept = kept_index(made)
+    assert IndexCache().load(first) is not None
+    kept.parent.chmod(0o777)
+    assert IndexCache().load(first) is None
+
+
+def test_a_segment_that_was_changed_and_dated_back_has_no_kept_index(made: RunDirectory) -> None:
+    first, _ = kept_index(made)
+    before = first.stat()
+    flip(first)
+    os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert IndexCache().load(first) is None
+
+
+def kept_index(run: RunDirectory) -> tuple[Path, Path]:
+    """Open a run of which the first segment has no index. Return that segment, and its index in the cache."""
+    first = segments(run.metrics_dir)[1]
+    index_path(first).unlink()
+    opened(run)
+    (kept,) = (cache_home() / "metrics").iterdir()
+    return first, kept
+
+
+def test_an_index_with_more_blocks_than_its_segment_has_room_for_is_refused() -> None:
+    columns = array("d", [1.0, 51.0, 101.0] * 2 + [1.0] * 3 + [0.0] * 3).tobytes()
+    header = {
+        "v": VERSION,
+        "attempt": 1,
+        "segment_bytes": 1000,
+        "rows": 3,
+        "columns": POSITIONS,
+        "crc32": zlib.crc32(columns),
+        "events": [],
+        "step_is_newer": False,
+    }
+    assert SegmentIndex.in_memory(msgspec.json.encode(header) + b"\n" + columns).segment_bytes == 1000
+    with pytest.raises(msgspec.DecodeError, match="more blocks"):
+        SegmentIndex.in_memory(msgspec.json.encode(header | {"segment_bytes": 100}) + b"\n" + columns)

@@ -16,9 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter, index
 from so_tui.runs.blocks import BLOCK_STEPS
-from so_tui.runs.index import index_path
+from so_tui.runs.codec import encode_line
+from so_tui.runs.index import LARGEST_SEGMENT_BYTES, index_path
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     CheckpointRecord,
@@ -322,3 +323,86 @@ def test_the_index_of_a_lost_segment_does_not_pass_for_that_of_a_new_one(run: Ru
     while reader.poll(limit_records=10_000, limit_s=1.0).more:
         pass
     assert [record.step for record in reader.recent(10)] == [7]
+
+
+def read_completely(run: RunDirectory) -> MetricsReader:
+    reader = MetricsReader(run)
+    while reader.poll(limit_records=10_000, limit_s=10.0).more:
+        continue
+    return reader
+
+
+def loop(path: Path) -> None:
+    """Make opening a file fail, also for root."""
+    path.unlink()
+    path.symlink_to(path)
+
+
+def too_large(path: Path) -> None:
+    os.truncate(path, LARGEST_SEGMENT_BYTES + 1)
+
+
+@pytest.mark.parametrize("harm", [loop, too_large])
+def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, step: Step, harm: Callable[[Path], None]) -> None:
+    for attempt in (1, 2, 3):
+        write(run, attempt, [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)])
+    harm(segments(run.metrics_dir)[2])
+    reader = read_completely(run)
+    assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 200), *range(300, 400)]
+    assert sum(reader.blocks(["loss"])["records"]) == 200
+    assert reader.unread_share == 0
+
+
+def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(run: RunDirectory, step: Step) -> None:
+    for attempt in (1, 2):
+        write(run, attempt, [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)])
+    first, newest = segments(run.metrics_dir).values()
+    late = first.rename(first.with_name("not-copied-yet"))
+    reader = read_completely(run)
+    late.rename(first)
+    progress = reader.poll(limit_records=1000, limit_s=10.0)
+    assert (progress.records, progress.redraw) == ((), True)
+    with newest.open("ab") as file:
+        file.write(encode_line(step(300, attempt=2)))
+    assert reader.poll(limit_records=1000, limit_s=10.0).records == (step(300, attempt=2),)
+    assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 301)]
+
+
+def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_to_be_read(run: RunDirectory, step: Step) -> None:
+    for attempt in (1, 2):
+        write(run, attempt, [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)])
+    index_path(segments(run.metrics_dir)[1]).unlink()
+    reader = MetricsReader(run)
+    progress = reader.poll(limit_records=50, limit_s=10.0)
+    assert (len(progress.records), progress.more, progress.behind) == (50, True, True)
+    while (progress := reader.poll(limit_records=1000, limit_s=0.0)).behind:
+        continue
+    assert progress.more
+    assert reader.unread_share > 0
+
+
+def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
+    run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+    original = index.with_few_warnings
+
+    def counted(events: list[MetricRecord], most: int) -> list[MetricRecord]:
+        passes.append(len(events))
+        return original(events, most)
+
+    monkeypatch.setattr(index, "with_few_warnings", counted)
+    monkeypatch.setattr("so_tui.runs.metrics.with_few_warnings", counted)
+    count = 20 * index.MOST_WARNINGS + 100
+    summary = index.SegmentSummary()
+    for number in range(count):
+        summary.add(EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1), number)
+    assert len(summary.events) == count
+    records: list[MetricRecord] = []
+    for number in range(100):
+        records += [step(number), EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1)]
+    write(run, 1, records)
+    reader = MetricsReader(run)
+    reader.poll(limit_records=1000, limit_s=10.0)
+    assert len(reader.evaluations) == 100
+    assert len(passes) < 10
