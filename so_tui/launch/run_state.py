@@ -94,7 +94,8 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
     if reader.checkpoints:
         saved = reader.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
-    elif reader.resumes and reader.resumes[-1].attempt == attempt:  # started over: what was saved before no longer counts
+    elif reader.resumes and reader.resumes[-1].attempt == attempt and reader.resumes[-1].step == 0:
+        # Started over: what was saved before no longer counts. After any other resume its record is in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
     if (end := end_record(reader, attempt)) is not None and end.state != "failed":
         # Not every step is logged, and an attempt that was stopped before its first step is back at its checkpoint.

@@ -150,7 +150,8 @@ class Supervisor:
         self._write_state()
 
     def _read(self) -> None:
-        while self._reader.poll(limit_records=10_000, limit_s=0.2).more:
+        # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and the heartbeat must not wait.
+        while self._reader.poll(limit_records=10_000, limit_s=0.2).behind:
             continue
         self._take_lines(self._log.poll())
         if self._shutdown.ended_at is None and run_state.end_record(self._reader, self._attempt) is not None:

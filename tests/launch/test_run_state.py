@@ -6,9 +6,11 @@ import pytest
 
 from so_tui.launch.run_state import last_alive, observed
 from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.index import index_path
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, RunState
+from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, ResumedRecord, RunState
 from so_tui.runs.records import MetricRecord as Record
+from so_tui.runs.segments import segments
 from tests.support.records import step_record
 
 
@@ -74,3 +76,22 @@ def test_what_is_written_while_a_run_trains_is_shown_until_it_is_written(tmp_pat
     assert state_after(tmp_path / "b", writing, *steps, written).detail == ""
     saving = PhaseRecord(attempt=2, time=20.0, phase="saving", detail="checkpoint of step 8")
     assert state_after(tmp_path / "c", saving, *steps).detail == ""  # over, although that was not announced
+
+
+def test_what_was_saved_is_not_forgotten_while_earlier_segments_are_still_to_be_read(tmp_path: Path) -> None:
+    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    known = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=5))
+    run = RunDirectory(tmp_path)
+    index_path(segments(run.metrics_dir)[1]).unlink()
+    reader = MetricsReader(run)
+    while reader.poll(limit_records=100, limit_s=0.0).behind:
+        continue
+    assert reader.unread_share > 0
+    before = RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0)
+    assert observed(before, reader, 2) == observed(before, known, 2)
+
+
+def test_what_was_saved_no_longer_counts_after_starting_over(tmp_path: Path) -> None:
+    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    reader = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=0))
+    assert observed(RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0), reader, 2).saved_step is None
