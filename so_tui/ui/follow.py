@@ -210,12 +210,13 @@ class RunFollower:
             self._draw_steps(update.unread_share)
             while self._new_samples:
                 host, samples = self._new_samples.popleft()
-                self._loads.add(host, samples, self._whole.times)
+                self._loads.add(host, samples, self._whole.begin[1])
             self._loads.average(self._whole.times)
             self._read_window(window)
             state = self._reader.state
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
         except OSError as error:
+            self._steps.take((), redraw=True)  # records may have been read and lost
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), read_error)
 
@@ -229,7 +230,7 @@ class RunFollower:
             self._recent.clear()
             self._recent.extend(self._reader.recent(RECENT_STEPS))
         if self._reads_earlier and not unread_share:
-            self._loads.restart(self._whole.times)
+            self._loads.restart(self._whole.begin[1])
         self._reads_earlier = unread_share > 0
 
     def _take_steps(self, update: Update) -> None:

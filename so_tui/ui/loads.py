@@ -74,28 +74,28 @@ class Loads:
         """Whether views show means over the training."""
         return bool(self._means)
 
-    def add(self, host: str, samples: tuple[Sample, ...], steps_at: array[float]) -> None:
-        """Add newer samples of a host. The first also load its history since the run began; ``steps_at`` are the times of its steps."""
+    def add(self, host: str, samples: tuple[Sample, ...], begun: float) -> None:
+        """Add newer samples of a host. The first also load its history since the run began: ``begun``, the time of its first step."""
         if host not in self._latest and samples:
-            self._add_history(host, samples[0].time, steps_at)
+            self._add_history(host, samples[0].time, begun)
         for sample in samples:
             self._append(host, sample)
             self._latest[host] = sample
 
-    def restart(self, steps_at: array[float]) -> None:
+    def restart(self, begun: float) -> None:
         """Load the history again, now that earlier steps are known."""
         self._nodes.clear()
         self._gpus.clear()
         self._means = {}
         for host, sample in self._latest.items():
-            self._add_history(host, sample.time, steps_at)
+            self._add_history(host, sample.time, begun)
             self._append(host, sample)
 
-    def _add_history(self, host: str, until: float, steps_at: array[float]) -> None:
+    def _add_history(self, host: str, until: float, begun: float) -> None:
         """Add the samples of a host from the begin of the run to just before ``until``."""
         start = self._reader.start
-        # A resumed run shows its earlier attempts too.
-        since = min([*steps_at[:1], *([start.time] if start is not None else [])], default=until)
+        # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0 if it is unknown.
+        since = min([*([begun] if begun > 0 else []), *([start.time] if start is not None else [])], default=until)
         if until - since > 2:
             for rollup in self._reader.sample_history(host, since, math.nextafter(until, 0), HISTORY_ROWS):
                 self._append(host, rollup.mean)

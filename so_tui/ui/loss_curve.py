@@ -66,7 +66,11 @@ class CurveReader:
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
-            progress = reader.poll(limit_records=20_000, limit_s=0.5)
+            try:
+                progress = reader.poll(limit_records=20_000, limit_s=0.5)
+            except OSError:
+                steps.take((), redraw=True)  # records may have been read and lost
+                raise
             steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
             more = progress.more
         latest = reader.latest

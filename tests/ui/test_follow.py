@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
+import random
 import shutil
 import time
 from pathlib import Path
@@ -12,11 +15,13 @@ import pytest
 
 from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
+from so_tui.runs.samples import SampleReader
 from so_tui.ui.follow import RunFollower
 from so_tui.ui.step_series import mean_steps
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets.drawing import value_at
-from tests.support.make_run import quad_machine, write_run
+from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
+from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import step_record
 
 
@@ -259,3 +264,40 @@ def test_every_step_is_drawn_however_slowly_the_run_is_read(runs_dir: Path, monk
         assert loss.extremes(0, snapshot.length) == (first, drawn[-1])
         assert not loss.has_gap(0, snapshot.length)
     assert snapshot.steps[snapshot.length - 1] == steps
+
+
+def test_records_of_a_poll_that_failed_later_are_drawn_by_the_next(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(runs_dir, steps=50, seconds_of_samples=3)
+    follower = RunFollower(run)
+    first = follower.poll()
+    assert first.latest is not None
+    writer = MetricsWriter(run, 1)
+    writer.append(later(first.latest, step=51))
+
+    def fail(_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SampleReader, "poll", fail)
+        assert follower.poll().read_error
+    writer.append(later(first.latest, step=52))
+    writer.close()
+    snapshot = follower.poll()
+    assert not snapshot.read_error
+    assert list(snapshot.steps[: snapshot.length]) == [*range(1, 53)]
+
+
+def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=0)
+    shutil.rmtree(run.metrics_dir)
+    write_long_run(run, 3 * SEGMENT_STEPS)
+    machine, chance, began = quad_machine(), random.Random(1), 1e9 + FIRST
+    plan = plan_for(machine, "qwen3-14b", 4, 5000)
+    for first, last in ((0, 40), (60, 65)):  # two segments: the newest is followed, the other one is history
+        writer = SampleWriter(run, machine.hostname)
+        for second in range(first, last):
+            writer.append(sample(chance, 1, began + second, machine, plan))
+        writer.close()
+    snapshot = RunFollower(run).poll()
+    assert snapshot.whole.coarse
+    assert snapshot.nodes[0].times[0] == began

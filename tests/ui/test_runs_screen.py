@@ -6,17 +6,22 @@ import os
 import re
 import shutil
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 from rich.text import Text
 from textual.widgets import DataTable, Static
 
-from so_tui.runs import read_state, write_state
+from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs.index import index_path
 from so_tui.runs.liveness import OLD_S, STALE_S
+from so_tui.runs.segments import segments
 from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
+from tests.support.records import step_record
 from tests.support.screen import SIZES, opened
 
 
@@ -126,3 +131,22 @@ async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word
         assert run.path.exists()
         await ui.press("y")
         await ui.until(lambda: not run.path.exists())
+
+
+async def test_a_long_curve_is_read_on_while_nothing_else_happens(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
+    run = write_run(runs_dir, steps=0, seconds_of_samples=2, state="finished", name="long")
+    shutil.rmtree(run.metrics_dir)
+    writer = MetricsWriter(run, 1, segment_bytes=50_000)
+    for step in range(1, 1001):
+        writer.append(step_record(step, loss=float(step)))
+    writer.close()
+    for path in segments(run.metrics_dir).values():
+        index_path(path).unlink()
+    looks = count()
+    for module in ("so_tui.runs.metrics", "so_tui.ui.loss_curve"):  # a slow machine: one segment at a look
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: 0.6 * next(looks)))
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: ui.find("#overlay", Chart).lines)
+        await ui.until(lambda: (line := ui.find("#overlay", Chart).lines[0]).steps is not None and line.steps[0] < 10)

@@ -14,6 +14,7 @@ from textual.containers import Horizontal
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
+from textual.worker import Worker, WorkerState
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
@@ -121,12 +122,14 @@ class RunsScreen(Page):
         if not self.is_current:
             return
         self._fill()
-        stale = [row for row in self._rows if row.live or row.run not in self._curves or self._curves[row.run].unread_share]
-        if stale and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
-            self._read_curves(stale)
+        self._read_stale([row for row in self._rows if row.live or row.run not in self._curves or self._curves[row.run].unread_share])
+
+    def _read_stale(self, rows: list[RunRow]) -> None:
+        if rows and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
+            self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
-    def _read_curves(self, rows: list[RunRow]) -> None:
+    def _read_curves(self, rows: list[RunRow]) -> dict[RunDirectory, LossCurve]:
         found: dict[RunDirectory, LossCurve] = {}
         for row in rows:
             try:
@@ -136,11 +139,18 @@ class RunsScreen(Page):
             if curve is not None:
                 found[row.run] = curve
         self.post_message(CurvesRead(found))
+        return found
 
     @on(CurvesRead)
     def _curves_read(self, message: CurvesRead) -> None:
         self._curves |= message.curves
         self._fill()
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Read on where one look was not enough for a long run: the list itself may not change for hours."""
+        if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
+            found: dict[RunDirectory, LossCurve] = event.worker.result or {}
+            self._read_stale([row for row in self._rows if row.run in found and found[row.run].unread_share])
 
     def _fill(self) -> None:
         """Redraw the table and keep the cursor on its run."""
