@@ -215,7 +215,8 @@ def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
     kill(before.supervisor)
     time.sleep(0.5)
     ensure_supervised(run)
-    wait_for(run, lambda state: state.supervisor != before.supervisor)
+    # It must have seen the launcher alive.
+    wait_for(run, lambda state: state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 1)
     kill(process_of(before, "launcher"))
     last = wait_for(run, ended, timeout_s=WITHIN_S)
     assert (last.state, last.code) == ("failed", OutcomeCode.LAUNCHER_LOST)

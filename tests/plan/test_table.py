@@ -104,8 +104,8 @@ def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
-    """The whole table of a quad node under 0.25 s, one plan under 10 ms: the best of some tries, of this process's own time. Where a machine
-    is slower for a while than the one it was written on, as much longer as a piece of plain Python takes there.
+    """The whole table of a quad node under 0.25 s, one plan under 10 ms: the best of some tries, of this process's own time. Where a
+    machine is slower for a while than the one it was written on, as much longer as a piece of plain Python takes there.
     """
     tables, plans, plain = [], [], []
     for attempt in range(8):
