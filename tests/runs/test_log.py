@@ -114,7 +114,7 @@ import os, sys, time
 fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 for i in range(int(sys.argv[2])):
     os.write(fd, b"line %08d %s\\n" % (i, b"." * 40))
-    if i % 50 == 0:
+    if i % 15 == 0:
         time.sleep(0.001)
 """
 
@@ -122,7 +122,7 @@ for i in range(int(sys.argv[2])):
 def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_place(tmp_path: Path) -> None:
     path = tmp_path / "log"
     head, tail = 10_000, 50_000
-    count = 40_000
+    count = 30_000
     path.touch()
     writer = subprocess.Popen([sys.executable, "-c", WRITE_LOG, path, str(count)])
     reader = LogReader(path, head_bytes=head)
