@@ -33,6 +33,9 @@ DOCS := $(VENV)/.docs
 export PATH := $(abspath $(BIN)):$(wildcard /usr/lib/ccache):$(PATH)
 export PYTHONSAFEPATH := 1
 
+# Containers often forbid it. Tests start hundreds of processes, and each would compile all of our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 CHECKS := check-code check-types check-imports check-words check-automation
 
 .PHONY: help install demo test test-all test-slow test-system aarch64-test test-gpu check $(CHECKS) docs coverage-report screenshots tour lock wheel clean
@@ -89,7 +92,7 @@ PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
 # Measuring slows everything down, so that tests of speed may fail (1): tests are judged without it.
 test: $(TRAIN)
 	@$(if $(COVERAGE),rm -rf build/coverage)
-	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 2 --dist loadgroup $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
+	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 3 --dist loadgroup $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
 	@$(if $(COVERAGE),$(MAKE) --no-print-directory coverage-report)
 
 # GitHub shows what is added to GITHUB_STEP_SUMMARY on the page of the job.

@@ -25,6 +25,8 @@ from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def one_rank() -> Ranks:

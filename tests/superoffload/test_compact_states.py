@@ -26,10 +26,12 @@ from superoffload.worker import BLOCK, Moments, Segment
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
+pytestmark = pytest.mark.slow
+
 Floats = npt.NDArray[np.float32]
 
 FORMATS: tuple[StatesFormat, ...] = ("bf16-moments", "int8-moments")
-EACH_FORMAT = [pytest.param("bf16-moments", marks=pytest.mark.slow), "int8-moments"]
+EACH_FORMAT = ["bf16-moments", "int8-moments"]
 ALL = 1 << 30
 NUMEL = 3 * (1 << 16) + 77
 PRECISION = {Moments.BF16: 2**-7, Moments.INT8: 2**-3}
@@ -218,7 +220,6 @@ def test_other_parameters_steps_and_elements_round_differently() -> None:
         assert 0.3 < (other == base).mean() < 0.7
 
 
-@pytest.mark.slow
 def test_the_number_of_threads_changes_nothing() -> None:
     script = (
         "import hashlib; from tests.superoffload.test_compact_states import *\n"

@@ -24,6 +24,8 @@ from superoffload.sub_groups import Gradient, SubGroup
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
+pytestmark = pytest.mark.slow
+
 
 def traces() -> list[str]:
     """Return what an engine has left behind in this process: shared memory, Adam workers, threads."""

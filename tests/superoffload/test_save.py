@@ -14,6 +14,8 @@ from superoffload.optimizer import SuperOffload
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
+pytestmark = pytest.mark.slow
+
 ALL = 1 << 30
 """Bytes that suffice for every sub-group of the small model."""
 
@@ -31,14 +33,14 @@ def speculating(core: SuperOffload) -> frozenset[int]:
     ("clipping", "accumulation", "speculation_bytes", "copies_bytes", "states"),
     [
         (0.0, 1, 0, ALL, "fp32"),
-        pytest.param(0.0, 2, 0, ALL, "fp32", marks=pytest.mark.slow),
-        pytest.param(10.7, 1, 0, ALL, "fp32", marks=pytest.mark.slow),
+        (0.0, 2, 0, ALL, "fp32"),
+        (10.7, 1, 0, ALL, "fp32"),
         (10.7, 1, ALL, 0, "fp32"),
-        pytest.param(10.7, 1, ALL, ALL, "fp32", marks=pytest.mark.slow),
+        (10.7, 1, ALL, ALL, "fp32"),
         (7.1, 2, ALL, 0, "fp32"),
-        pytest.param(10.7, 1, ALL // 2**14, ALL // 2**13, "fp32", marks=pytest.mark.slow),
+        (10.7, 1, ALL // 2**14, ALL // 2**13, "fp32"),
         (10.7, 1, ALL, 0, "int8-moments"),
-        pytest.param(0.0, 1, 0, ALL, "bf16-moments", marks=pytest.mark.slow),
+        (0.0, 1, 0, ALL, "bf16-moments"),
         (0.0, 1, 0, 0, "fp32"),
     ],
 )

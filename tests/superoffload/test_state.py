@@ -12,6 +12,8 @@ from superoffload.errors import Mismatch
 from superoffload.resharding import cut_blocks, overlaps
 from tests.support import engine as support
 
+pytestmark = pytest.mark.slow
+
 MODES: list[tuple[support.Mode, float]] = [
     ("gpu", 0.0),
     ("zerooffload", 1.0),
@@ -20,10 +22,9 @@ MODES: list[tuple[support.Mode, float]] = [
     ("superoffload", 0.5),
     ("superoffload", 0.0),
 ]
-EACH_MODE = [pytest.param(mode, ratio, marks=pytest.mark.slow if mode == "zerooffload" else ()) for mode, ratio in MODES]
 
 
-@pytest.mark.parametrize(("mode", "ratio"), EACH_MODE)
+@pytest.mark.parametrize(("mode", "ratio"), MODES)
 def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
     run = support.spec(mode, ratio, clipping=1.0)
     data = support.batches(10)
@@ -40,7 +41,6 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
         assert support.states(second, tmp_path / "end") == expected
 
 
-@pytest.mark.slow
 def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
     """Each mode loads the state of the one before, with other sub-groups. All states hold the same values."""
     data = support.batches(10)

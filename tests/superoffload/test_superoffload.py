@@ -21,6 +21,8 @@ from superoffload.optimizer import SuperOffload
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 
 
