@@ -40,9 +40,18 @@ def plant(machine: SharedMachine, cache: Path) -> None:
     assert done.stdout, "the attack needs something to replace"
 
 
+def fast_compiler(machine: SharedMachine) -> str:
+    """Return a compiler that does not optimise: who can have written a kernel matters here, not its speed."""
+    path = machine.scratch / "fast-compiler"
+    if not path.exists():
+        path.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
+        path.chmod(0o755)
+    return str(path)
+
+
 def load(machine: SharedMachine, cache: Path, umask: int = 0o022) -> str:
     user = machine.owner
-    done = user.run(user.interpreter, "-P", "-c", LOAD, umask=umask, XDG_CACHE_HOME=str(cache))
+    done = user.run(user.interpreter, "-P", "-c", LOAD, umask=umask, XDG_CACHE_HOME=str(cache), CXX=fast_compiler(machine))
     assert done.returncode == 0, done.stderr
     assert "planted" not in done.stdout
     return done.stdout + done.stderr
@@ -123,7 +132,7 @@ with kernel.opened(path) as descriptor:
 print("loaded", flush=True)
 """
     user, folder = machine.owner, cache / "so-tui" / "kernels"
-    with user.start(user.interpreter, "-P", "-c", race, XDG_CACHE_HOME=str(cache)) as process:
+    with user.start(user.interpreter, "-P", "-c", race, XDG_CACHE_HOME=str(cache), CXX=fast_compiler(machine)) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line == "checked\n", process.communicate()[1]
