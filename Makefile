@@ -43,8 +43,8 @@ CHECKS := check-code check-types check-imports check-words check-automation
 
 help:
 	@echo "make demo         set up everything here, then train the embedded tiny model on two ranks and show it"
-	@echo "make test         everything that needs no GPU and launches no ranks, and one real run (at most 5 minutes on two cores)"
-	@echo "make test-all     make test, then every test that launches ranks (at most 20 minutes)"
+	@echo "make test         everything that need not train, and one real run (at most 5 minutes on two cores)"
+	@echo "make test-all     make test, then every test that trains (at most 20 minutes)"
 	@echo "make test-system  the wheel in an empty environment, locked packages, Slurm (at most 25 minutes; needs a package index)"
 	@echo "make aarch64-test the light install and the kernel on aarch64: natively there, elsewhere with qemu-user and Debian's packages (at most 8 minutes)"
 	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks, documentation"
@@ -88,11 +88,13 @@ $(DOCS): $(LIGHT) locks/docs.txt
 	@touch $@
 
 PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
+# One worker more than two cores can keep busy where tests wait for processes. The tests of a file share a worker and its fixtures.
+WORKERS := --dist loadfile --no-loadscope-reorder -n
 
 # Measuring slows everything down, so that tests of speed may fail (1): tests are judged without it.
 test: $(TRAIN)
 	@$(if $(COVERAGE),rm -rf build/coverage)
-	@$(PYTEST) --tier test -m "not slow and not system and not gpu" -n 3 --dist loadgroup $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
+	@$(PYTEST) --tier test -m "not slow and not system and not gpu" $(WORKERS) 3 $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
 	@$(if $(COVERAGE),$(MAKE) --no-print-directory coverage-report)
 
 # GitHub shows what is added to GITHUB_STEP_SUMMARY on the page of the job.
@@ -106,7 +108,7 @@ test-all: test
 	@$(MAKE) --no-print-directory test-slow
 
 test-slow: $(TRAIN)
-	@$(PYTEST) --tier slow -m "slow and not gpu"
+	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 2
 
 test-system: $(TRAIN)
 	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(SYSTEM_TESTS)

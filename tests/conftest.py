@@ -13,7 +13,6 @@ import pytest
 
 pytest_plugins = ("tests.support.budgets", "tests.support.tiers")
 
-ENGINE_TESTS = "tests/superoffload"
 OWN = {"XDG_CONFIG_HOME": "config", "XDG_STATE_HOME": "state", "XDG_DATA_HOME": "data"}
 
 
@@ -39,11 +38,3 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have processes that tests start react to SIGINT, even if a shell started the tests in the background, which ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Send the tests of a file to one worker, and those of the engine too: DeepSpeed keeps one process group in each process."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            file = item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group(ENGINE_TESTS if file.startswith(ENGINE_TESTS) else file))

@@ -44,7 +44,7 @@ def main() -> int:
         if code != 0:
             return code
     selection = tomllib.loads(SELECTION.read_text())
-    pytest = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup", "-m", MARKERS, "--durations=12"]
+    pytest = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-m", MARKERS, "--durations=12"]
     code = _run([*pytest, *pytest_arguments(selection, emulated=emulated)], environment)
     print(f"aarch64 ({'emulated' if emulated else 'native'}): {time.monotonic() - begun:.0f} s", flush=True)
     return code

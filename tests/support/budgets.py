@@ -118,6 +118,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(meter, "file-budgets")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let several workers begin with the files that take longest, so that none is still busy with one when the others have ended."""
+    if hasattr(config, "workerinput"):
+        budgets = read_budgets()
+        items.sort(key=lambda item: -budgets.of(item.nodeid.partition("::")[0]))  # a stable sort: the tests of a file stay together
+
+
 _METER = pytest.StashKey[Meter]()
 _BUDGETS = pytest.StashKey[Budgets]()
 
