@@ -91,6 +91,13 @@ class Watched:
         count = len(self.saved)
         control.request(self.run, "checkpoint")
         self.until(lambda: len(self.saved) > count)
+        saved = self.saved[-1]
+        steps = f"{len(self.steps)} steps, the last in {self.steps[-1].step_s:.2f} s"
+        print(
+            f"checkpoint of step {saved.step}: {saved.seconds:.1f} s, paused {saved.paused_s or 0:.3f} s; {steps}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def kill(self) -> None:
         """Kill every process of the run."""
@@ -104,6 +111,7 @@ class Watched:
 def main() -> int:
     """Measure, and print the row; return the exit code."""
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, _interrupt)  # or the run would go on without this program
     folder = Path(tempfile.mkdtemp(prefix="so-tui-checkpoints-", dir=arguments.folder))
     if arguments.bytes_per_s:
         (folder / "sitecustomize.py").write_text(SLOW_DISK)
@@ -114,6 +122,9 @@ def main() -> int:
         launch = prepare(_spec(arguments), inspect_machine())
         watched = Watched(start(launch, runs_dir=folder / "runs"), arguments.limit_s)
         row = _measure(watched, launch.plan, arguments)
+    except RuntimeError:
+        print(*(path.read_text(errors="replace")[-3000:] for path in folder.glob("runs/*/attempts/*/output.*.log")), sep="\n", flush=True)
+        raise
     finally:
         if watched is not None:
             watched.kill()
@@ -123,6 +134,10 @@ def main() -> int:
         rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
         arguments.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
     return 0 if row["damaged"] == 0 and row["left_by_the_kill"] == row["last_recorded"] else 1
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    raise RuntimeError(f"ended by signal {number}")
 
 
 def _arguments() -> argparse.Namespace:

@@ -66,6 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
     parser.add_argument("--limit-s", type=float, default=240, help="longest time for one configuration")
     parser.add_argument("--sub-group-size", type=int, default=100_000_000)
+    parser.add_argument("--measured", type=int, default=0, metavar="STEPS", help="steps to measure, instead of each configuration's number")
     parser.add_argument("--again", action="store_true", help="measure configurations again that are already in the file")
     parser.add_argument("--table", action="store_true", help="print the rows in the file as a table")
     parser.add_argument(
@@ -137,7 +138,7 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         print(tail, flush=True)
         return identity | {"error": tail[-1500:]}
     slowest: dict[str, Any] = max(rows, key=lambda row: float(row["step_s"]))
-    return identity | slowest
+    return identity | slowest | {"gpus": [row["gpu"] for row in rows], "sub_group_size": arguments.sub_group_size}
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -61,6 +61,7 @@ MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:12])
 def measure(arguments: argparse.Namespace) -> None:
     """Measure one configuration as one of its ranks, print its row after ``MARK``, and end the process."""
     configuration = next(configuration for configuration in CONFIGURATIONS if configuration.name == arguments.name)
+    configuration = replace(configuration, measured=arguments.measured or configuration.measured)
     from so_tui.machine import inspect_machine
     from so_tui.plan.binding import bind_ranks
     from so_tui_trainer import binding
@@ -106,6 +107,7 @@ def measure(arguments: argparse.Namespace) -> None:
         "main_cpus": len(mine.main_cpus),
         "adam_cpus": len(mine.adam_cpus),
         "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "gpu": f"GPU-{torch.cuda.get_device_properties(device).uuid}" if cuda else None,
         "torch": torch.__version__,
         "steps": steps,
         "losses": losses,

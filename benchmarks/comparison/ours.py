@@ -132,6 +132,10 @@ def figures(records: list[MetricRecord], part: Part, shape: Shape) -> dict[str, 
         "started_s": found[0].time - found[0].step_s - begin,
         "gpu_reserved_gib": (found[-1].gpu_memory_peak_bytes or 0) / 2**30,
         "warnings": [record.message for record in records if isinstance(record, WarningRecord)],
+        "adam_busy_s": median(step.adam_busy_s or 0.0 for step in counted),
+        "parts_of_steps": [
+            {name: getattr(step, name) for name in ("forward_s", "backward_s", "exposed_optimizer_s", "adam_busy_s")} for step in found
+        ],
         **{name: median(getattr(step, name) for step in counted) for name in _MEDIANS},
     }
 
