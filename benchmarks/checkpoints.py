@@ -91,13 +91,9 @@ class Watched:
         count = len(self.saved)
         control.request(self.run, "checkpoint")
         self.until(lambda: len(self.saved) > count)
-        saved = self.saved[-1]
-        steps = f"{len(self.steps)} steps, the last in {self.steps[-1].step_s:.2f} s"
-        print(
-            f"checkpoint of step {saved.step}: {saved.seconds:.1f} s, paused {saved.paused_s or 0:.3f} s; {steps}",
-            file=sys.stderr,
-            flush=True,
-        )
+        saved, last = self.saved[-1], self.steps[-1]
+        times = f"{saved.seconds:.1f} s, paused {saved.paused_s or 0:.3f} s"
+        print(f"checkpoint of step {saved.step}: {times}; step {last.step}: {last.step_s:.2f} s", file=sys.stderr, flush=True)
 
     def kill(self) -> None:
         """Kill every process of the run."""

@@ -19,6 +19,7 @@ from so_tui.plan.memory import memory_terms
 from so_tui.plan.messages import message
 from so_tui.plan.placement import Placement
 from so_tui.plan.speculation import can_speculate, second_states
+from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import RunSpec, StatesFormat
 
@@ -150,8 +151,15 @@ def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
             yield Alternative((Change("gpus", spec.ranks, count),), replace(spec, gpus=count))
 
 
-def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"]) -> MemoryAdvice:
-    """Return what would need less memory, for a run that ran out of it and whose mode is decided."""
+def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"], optional: OptionalMemory = NOTHING_OPTIONAL) -> MemoryAdvice:
+    """Return what would need less memory, for a run that ran out of it and whose mode is decided.
+
+    Args:
+        spec: The run's.
+        pool: The memory of which it had too little.
+        optional: What its plan gave to second states and to copies on each rank.
+    """
+    spared = list(_without_optional(spec, optional)) if pool == "node" else []
     try:
         now = _bytes(spec, pool)
         found = [
@@ -160,7 +168,16 @@ def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"]) -> MemoryAdvice:
         ]
     except InputError:  # without a parameter table nothing can be said about a model's memory
         found = []
-    return MemoryAdvice(pool=pool, savings=tuple(saving for saving in found if saving.saves_bytes >= _LEAST_BYTES)[:_MOST_SAVINGS])
+    savings = tuple(saving for saving in (*spared, *found) if saving.saves_bytes >= _LEAST_BYTES)
+    return MemoryAdvice(pool=pool, savings=savings[:_MOST_SAVINGS])
+
+
+def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[MemorySaving]:
+    """Yield what a run saves without copies, and without second states where the plan chose them."""
+    if optional.copies_bytes:
+        yield MemorySaving(changes=(Change("checkpoint.background", "true", "false"),), saves_bytes=optional.copies_bytes)
+    if optional.second_states_bytes and spec.offload.speculation == "auto":
+        yield MemorySaving(changes=(Change("offload.speculation", "auto", "off"),), saves_bytes=optional.second_states_bytes)
 
 
 def less_gpu_memory(spec: RunSpec) -> str:
@@ -168,9 +185,9 @@ def less_gpu_memory(spec: RunSpec) -> str:
     return message(memory_advice(spec, "gpu"))
 
 
-def less_host_memory(spec: RunSpec) -> str:
+def less_host_memory(spec: RunSpec, optional: OptionalMemory = NOTHING_OPTIONAL) -> str:
     """Return ``memory_advice`` in words for a run that ran out of host memory."""
-    return message(memory_advice(spec, "node"))
+    return message(memory_advice(spec, "node", optional))
 
 
 def _bytes(spec: RunSpec, pool: Literal["gpu", "node"]) -> int:

@@ -94,6 +94,9 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
     if placement.spec.checkpoint.saves:
         largest = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
         formula = Formula("4 B x {}, the largest sub-group on the GPU on its way to the disk", (largest,))
+        decoded = max((group.numel for group in layout.sub_groups if group.device == "cpu"), default=0)
+        if own_engine(placement.spec) and placement.spec.offload.states != "fp32" and 2 * decoded > largest:
+            largest, formula = 2 * decoded, Formula("8 B x {}, the moments of the largest sub-group, decoded for the disk", (decoded,))
         yield MemoryTerm(TermKind.SAVING, "node", 4 * largest, "estimate", formula)
     later = {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
     allocating = 0

@@ -20,7 +20,6 @@ from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.constants import SpeedSource
-from so_tui.plan.copies import makes_copies
 from so_tui.plan.facts import (
     AutoCheckpointing,
     AutoMode,
@@ -39,7 +38,7 @@ from so_tui.plan.resources import Gpus, Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, rate, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
-from so_tui.plan.types import Mode, Plan, PlanRow
+from so_tui.plan.types import Mode, OptionalMemory, Plan, PlanRow
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import Preset, RunSpec
@@ -265,6 +264,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         gpu_capacity_bytes=resources.supply.gpu_bytes,
         host_bytes_per_node=found.demand.node_bytes,
         host_optional_bytes=(_second_states_bytes(found) + found.placement.copies_bytes) * resources.ranks,
+        optional=OptionalMemory(second_states_bytes=found.placement.speculation_bytes, copies_bytes=found.placement.copies_bytes),
         host_capacity_bytes_per_node=resources.supply.node_bytes,
         shm_bytes=found.demand.shm_bytes,
         disk_bytes=disk,
@@ -338,11 +338,6 @@ def _speed_source(target: Target) -> SpeedSource:
 def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
     spec = with_policy(found.spec, policy_of(found.spec.model))
-    if can_speculate(spec) and found.verdict != "does not fit":
-        # ``auto`` stays, so that a later plan with less memory fits. Exact in floating point: bytes are far fewer than 2 ** 53.
-        spec = replace(spec, offload=replace(spec.offload, speculation_gib=found.placement.speculation_bytes / 2**30))
-    if makes_copies(spec) and found.verdict != "does not fit":
-        spec = replace(spec, checkpoint=replace(spec.checkpoint, copies_gib=found.placement.copies_bytes / 2**30))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
     return replace(spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus]))

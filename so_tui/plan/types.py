@@ -15,12 +15,14 @@ from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
 
 __all__ = [
+    "NOTHING_OPTIONAL",
     "Confidence",
     "DeepSpeedBinding",
     "Location",
     "MemoryPolicy",
     "MemoryTerm",
     "Mode",
+    "OptionalMemory",
     "Phase",
     "Plan",
     "PlanRow",
@@ -82,6 +84,18 @@ class StepTime(Struct, frozen=True, kw_only=True):
         return self.forward_s + self.backward_s + self.exposed_optimizer_s + self.data_s
 
 
+class OptionalMemory(Struct, frozen=True, kw_only=True):
+    """Host memory of each rank that a run does without where other processes hold it."""
+
+    second_states_bytes: int = 0
+    """What second states may take, and what they were chosen for: with the same budget, the engine chooses the same."""
+    copies_bytes: int = 0
+    """The same for the copies from which checkpoints are written while training goes on."""
+
+
+NOTHING_OPTIONAL = OptionalMemory()
+
+
 class Plan(Struct, frozen=True, kw_only=True):
     """A RunSpec on a Machine."""
 
@@ -109,6 +123,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     host_bytes_per_node: dict[int, int]
     host_optional_bytes: int = 0
     """Of these, over all nodes, what a run does without where other processes hold it: second states, and copies for checkpoints."""
+    optional: OptionalMemory = NOTHING_OPTIONAL
+    """The budgets of these on each rank. They hold for one attempt: the spec keeps the user's own limits, so that a later one gets what its
+    host has then."""
     host_capacity_bytes_per_node: dict[int, int]
     shm_bytes: int
     disk_bytes: int

@@ -12,6 +12,7 @@ from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.supervisor import Supervisor
 from so_tui.machine import Machine
+from so_tui.plan.types import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.run_lock import RunLock
@@ -58,7 +59,7 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
 ) -> None:
     asked: list[RunSpec] = []
 
-    def fail(spec: RunSpec) -> str:
+    def fail(spec: RunSpec, *_optional: OptionalMemory) -> str:
         asked.append(spec)
         raise ZeroDivisionError
 

@@ -30,6 +30,8 @@ def test_a_memory_limit_against_what_the_run_needs(tmp_path: Path, share: float,
     machine = healthy(tmp_path, memory_limit_bytes=100 * GIB)
     results = found(machine, plan=Needs(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}))
     assert kinds(results) == ([kind] if kind else [])
+    without = Needs(host_bytes_per_node={0: int(100 * share * GIB) + 80 * GIB}, host_optional_bytes=80 * GIB)
+    assert kinds(found(machine, plan=without)) == kinds(results)
 
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:

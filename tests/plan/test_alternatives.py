@@ -6,9 +6,18 @@ import pytest
 
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.alternatives import batch_splits, less_gpu_memory, memory_advice, more_gpus, shorter_sequences, smaller_batches
+from so_tui.plan.alternatives import (
+    batch_splits,
+    less_gpu_memory,
+    less_host_memory,
+    memory_advice,
+    more_gpus,
+    shorter_sequences,
+    smaller_batches,
+)
 from so_tui.plan.facts import Change, FitsHere, MemorySaving
 from so_tui.plan.messages import message
+from so_tui.plan.types import OptionalMemory
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, spec_of
@@ -58,11 +67,24 @@ def test_the_host_is_relieved_by_compact_moments() -> None:
     spec = spec_of("qwen3-14b", offload__mode="superoffload")
     _, bf16, int8 = memory_advice(spec, "node").savings
     assert bf16.changes == (Change("offload.states", "fp32", "bf16-moments"),)
-    numel = profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel
-    assert bf16.saves_bytes == 4 * numel
-    assert int8.saves_bytes == pytest.approx(5.98 * numel, rel=1e-3)
+    layout = profile_of(spec.model).layout(spec.ranks, spec.offload)
+    largest = {device: max(group.numel for group in layout.sub_groups if group.device == device) for device in ("cpu", "gpu")}
+    decoded = 8 * largest["cpu"] - 4 * largest["gpu"]  # while a checkpoint is written
+    assert bf16.saves_bytes == 4 * layout.cpu_numel - decoded
+    assert int8.saves_bytes == pytest.approx(5.98 * layout.cpu_numel - decoded, rel=1e-3)
     theirs = spec_of("qwen3-14b", offload__mode="zerooffload")
     assert not any(change.key == "offload.states" for saving in memory_advice(theirs, "node").savings for change in saving.changes)
+
+
+def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
+    spec = spec_of("qwen3-14b", offload__mode="superoffload", checkpoint__every_steps="100")
+    optional = OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
+    copies, second, ratio = memory_advice(spec, "node", optional).savings
+    assert (copies.changes, copies.saves_bytes) == ((Change("checkpoint.background", "true", "false"),), 20 << 30)
+    assert (second.changes, second.saves_bytes) == ((Change("offload.speculation", "auto", "off"),), 50 << 30)
+    assert ratio.changes == (Change("offload.ratio", 0.9, 0.7),)
+    assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(spec, optional)
+    assert memory_advice(spec, "gpu", optional) == memory_advice(spec, "gpu")
 
 
 def test_offloading_is_proposed_with_its_ratio() -> None:

@@ -35,7 +35,7 @@ def test_all_states_are_copied_where_there_is_room(states: str, moments: float) 
     layout = profile_of(plan.spec.model).layout(1, plan.spec.offload)
     expected = (4 + moments) * layout.cpu_numel + 12 * layout.gpu_numel
     assert term_bytes(plan) == pytest.approx(expected, rel=1e-9)
-    assert plan.spec.checkpoint.copies_gib * 2**30 == term_bytes(plan)
+    assert plan.optional.copies_bytes == term_bytes(plan)
     assert behind(plan) == SavesBehind(share=1.0, bytes=term_bytes(plan))
     second = sum(term.bytes for term in plan.breakdown if term.kind is TermKind.SECOND_STATES)
     assert plan.host_optional_bytes == second + term_bytes(plan)
@@ -67,6 +67,17 @@ def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:
     assert 0 < term_bytes(given) <= 10 * 2**30
 
 
+def test_a_later_attempt_gets_what_its_host_has_then() -> None:
+    """What a plan gives to copies and second states is no limit of the run's: it may be resumed on a larger host."""
+    before = planned(170)
+    given = planned(170, offload__speculation_gib="3", checkpoint__copies_gib="2")
+    assert before.optional.second_states_bytes > 0
+    machine = x86("NVIDIA H200", gpu_count=1, cores=32, memory_mib=1024 * 1024)
+    assert make_plan(before.spec, machine).optional == planned(1024).optional
+    limited = make_plan(given.spec, machine).optional
+    assert (limited.second_states_bytes, limited.copies_bytes <= 2 * 2**30) == (3 * 2**30, True)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -79,7 +90,15 @@ def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:
 def test_runs_that_write_nothing_behind_their_training_get_none(change: dict[str, str]) -> None:
     plan = planned(1024, **change)
     assert behind(plan) is None
-    assert term_bytes(plan) == plan.spec.checkpoint.copies_gib == 0
+    assert term_bytes(plan) == plan.optional.copies_bytes == 0
+
+
+@pytest.mark.parametrize(("states", "each"), [("fp32", 0), ("bf16-moments", 8), ("int8-moments", 8)])
+def test_moments_that_are_decoded_for_the_disk_are_planned(states: str, each: int) -> None:
+    plan = planned(1024, offload__states=states, offload__ratio="1")
+    layout = profile_of(plan.spec.model).layout(1, plan.spec.offload)
+    saving = sum(term.bytes for term in plan.breakdown if term.kind is TermKind.SAVING)
+    assert saving == each * max(group.numel for group in layout.sub_groups)
 
 
 def test_the_engine_chooses_the_same_from_the_budget_that_the_plan_gives_it() -> None:

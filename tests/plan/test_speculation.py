@@ -38,7 +38,7 @@ def test_second_states_that_gain_nothing_are_not_made() -> None:
     plan = planned(**few_cores)
     fact = early(plan)
     assert (fact.share, fact.bytes, fact.why_none) == (0.0, 0, "slower")
-    assert plan.spec.offload.speculation_gib == 0
+    assert plan.optional.second_states_bytes == plan.spec.offload.speculation_gib == 0
     assert plan.host_optional_bytes == 0
     assert early(planned(offload__speculation="on", **few_cores)).share == 1
 

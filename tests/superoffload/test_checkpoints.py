@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import RunSpec
 from so_tui.spec.types import CheckpointSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
-from so_tui_trainer.control import Control, SupersededError
-from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.control import Control, refuse_if_superseded
+from so_tui_trainer.failures import SUPERSEDED, TrainingError
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
 
@@ -246,6 +247,30 @@ def test_an_attempt_ends_once_a_newer_one_has_been_started(tmp_path: Path, one_r
         write_state(run, RunState(name="r", state="training", attempt=attempt))
         assert watched.poll() == frozenset()
     write_state(run, RunState(name="r", state="training", attempt=2))
-    with pytest.raises(SupersededError):
+    with pytest.raises(TrainingError) as caught:
         watched.poll()
+    assert caught.value.code == SUPERSEDED
     watched.close()
+
+
+def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(tmp_path: Path, one_rank: Ranks) -> None:
+    """The newer one may be writing the same step: its files stay."""
+    directory, run = RunDirectory(tmp_path / "run"), spec()
+    directory.path.mkdir()
+    folder = tmp_path / "checkpoints"
+    write_state(directory, RunState(name="r", state="training", attempt=1))
+    with support.engine(run) as made:
+        support.train(made, support.batches(1))
+
+        def saving() -> checkpoint.Saving:
+            check = partial(refuse_if_superseded, directory, 1)
+            return checkpoint.Saving(made, support.manifest(1, run), folder, one_rank, 1, background=True, check=check)
+
+        assert saving().wait().step == 1
+        shutil.rmtree(folder)
+        late = saving()
+        write_state(directory, RunState(name="r", state="training", attempt=2))
+        with pytest.raises(TrainingError) as caught:
+            late.wait()
+    assert caught.value.code == SUPERSEDED
+    assert names(folder) == ["step-000001.partial"]

@@ -99,6 +99,18 @@ def test_a_small_bucket_stays(bucket: float) -> None:
 def test_an_auto_bucket_stays() -> None:
     config = engine_config({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}})
     assert config["zero_optimization"]["reduce_bucket_size"] == "auto"
+    assert engine_config(config) == config
+
+
+@pytest.mark.parametrize(("filled_in", "used"), [(4096**2, 4096**2), (16384**2, 100_000_000)])
+def test_what_is_filled_in_for_an_auto_bucket_is_limited_too(filled_in: int, used: int) -> None:
+    config = engine_config({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}})
+    config["zero_optimization"]["reduce_bucket_size"] = filled_in
+    limited = engine_config(config)
+    assert limited["zero_optimization"]["reduce_bucket_size"] == used
+    recorded = [(entry.given, entry.used) for entry in overrides(limited) if entry.key == "zero_optimization.reduce_bucket_size"]
+    assert recorded == ([(filled_in, used)] if filled_in != used else [])
+    assert engine_config(limited) == limited
 
 
 def test_a_config_without_the_key_is_made_to_accept_untested_optimizers() -> None:

@@ -11,9 +11,10 @@ from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters
+from so_tui.plan.types import OptionalMemory
 from so_tui.spec import InputError, find_preset, with_values
 from so_tui.spec.types import RunSpec
-from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
+from so_tui_trainer.engine_settings import engine_settings
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 from tests.support.engine import binding
@@ -69,49 +70,36 @@ def test_only_our_engine_has_compact_moments() -> None:
         assert [problem.code for problem in caught.value.problems] == ["states-format"]
 
 
-def test_second_states_take_what_was_planned_and_no_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At ratio 1: 4 billion parameters, 14 bytes each for the states and as many for second ones."""
-    run = spec(offload__engine="so-tui", offload__ratio="1", offload__speculation="on", train__gradient_accumulation="1")
+@pytest.mark.parametrize("what", ["second_states_bytes", "copies_bytes"])
+def test_second_states_and_copies_take_what_was_planned_and_no_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """At ratio 1: 4 billion parameters, 14 bytes each for the states."""
+    run = spec(offload__engine="so-tui", offload__ratio="1", train__gradient_accumulation="1")
     states = 14 * run.model.parameter_count
 
-    def found(run: RunSpec, available: int | None) -> int:
+    def found(planned: int, available: int | None) -> int:
         monkeypatch.setattr("so_tui_trainer.engine_settings.available_bytes", lambda files: available)
-        return engine_settings(run, binding()).speculation_bytes
+        settings = engine_settings(run, binding(), OptionalMemory(**{what: planned}))
+        both = settings.speculation_bytes, settings.copies_bytes
+        assert min(both) == 0
+        return max(both)
 
-    planned = with_values(run, {"offload.speculation_gib": "20"})
-    assert found(run, None) == found(run, 10**13) == pytest.approx(states, rel=1e-3)
-    assert found(planned, None) == found(planned, 10**13) == 20 * 2**30
-    assert found(planned, 70 * 10**9) == pytest.approx(0.94 * 70e9 - states, rel=1e-2)
-    assert found(planned, 50 * 10**9) == 0
-    assert found(with_values(planned, {"offload.speculation": "off"}), None) == 0
-    assert found(with_values(planned, {"offload.speculation": "auto"}), None) == 20 * 2**30
-    assert found(with_values(run, {"offload.speculation": "auto"}), None) == 0
-
-
-def test_only_our_engine_with_clipping_is_given_second_states() -> None:
-    run = spec(offload__engine="so-tui", offload__speculation="on", offload__speculation_gib="20")
-    assert planned_speculation_bytes(run) == 20 * 2**30
-    for change in ({"offload.engine": "deepspeed"}, {"offload.mode": "gpu"}, {"train.gradient_clipping": "0"}):
-        other = with_values(run, change)
-        assert planned_speculation_bytes(other) == engine_settings(other, binding()).speculation_bytes == 0
+    assert found(20 << 30, None) == found(20 << 30, 10**13) == 20 << 30
+    assert found(20 << 30, 70 * 10**9) == pytest.approx(0.94 * 70e9 - states, rel=1e-2)
+    assert found(20 << 30, 50 * 10**9) == 0
+    assert found(0, None) == 0
 
 
-def test_copies_take_what_was_planned_and_what_second_states_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = spec(
-        offload__engine="so-tui", offload__ratio="1", checkpoint__every_steps="5", checkpoint__copies_gib="10", offload__speculation="on"
-    )
-    planned = with_values(run, {"offload.speculation_gib": "20", "train.gradient_accumulation": "1"})
+def test_copies_take_what_second_states_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = spec(offload__engine="so-tui", offload__ratio="1", train__gradient_accumulation="1")
     states = 14 * run.model.parameter_count
 
-    def found(run: RunSpec, available: int | None) -> int:
+    def found(available: int) -> int:
         monkeypatch.setattr("so_tui_trainer.engine_settings.available_bytes", lambda files: available)
-        return engine_settings(run, binding()).copies_bytes
+        return engine_settings(run, binding(), OptionalMemory(second_states_bytes=20 << 30, copies_bytes=10 << 30)).copies_bytes
 
-    assert found(planned, None) == found(planned, 10**13) == 10 * 2**30
-    assert found(planned, int((states + 25 * 2**30) / 0.94)) == pytest.approx(5 * 2**30, rel=0.02)
-    assert found(planned, int((states + 15 * 2**30) / 0.94)) == 0
-    for change in ({"checkpoint.background": "false"}, {"checkpoint.every_steps": "0"}, {"offload.engine": "deepspeed"}):
-        assert found(with_values(planned, change), None) == 0
+    assert found(10**13) == 10 << 30
+    assert found(int((states + 25 * 2**30) / 0.94)) == pytest.approx(5 * 2**30, rel=0.02)
+    assert found(int((states + 15 * 2**30) / 0.94)) == 0
 
 
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:

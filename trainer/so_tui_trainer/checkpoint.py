@@ -35,7 +35,7 @@ from so_tui.spec import RunSpec
 from so_tui.trust.reading import read_bounded
 from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import Damage, Found, Manifest, claim, newest, optimizer_folder, read_manifest, set_aside, start_over
-from so_tui_trainer.failures import Explanation, TrainingError, engine_explanation
+from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
 from superoffload.resharding import Rounded
 
@@ -95,6 +95,7 @@ class Saving:
         attempt: The run's attempt, for the record.
         background: Have the states copied, as far as there is memory for it, and write them afterwards. Otherwise they are written at once.
         due_step: When it fell due, if that was before its step; for the record.
+        check: Called on rank 0 before the checkpoint is made valid, in a thread. Raises TrainingError if it must not be.
 
     Attributes:
         step: The step that it saves.
@@ -113,7 +114,9 @@ class Saving:
         *,
         background: bool = False,
         due_step: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._began, self.step = time.monotonic(), manifest.step
         self._manifest, self._ranks, self._attempt, self._due_step = manifest, ranks, attempt, due_step
         make_room(engine, folder, manifest.spec, ranks)
@@ -164,13 +167,13 @@ class Saving:
 
     def _go_on(self) -> CheckpointRecord | None:
         """End the part in progress on all ranks, and begin the next one: rank 0 makes valid what all have written."""
-        ranks, partial, manifest = self._ranks, self._partial, self._manifest
+        ranks, partial = self._ranks, self._partial
         if self._completed is None:
             written = 0
             with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
                 written = self._written.result()
             self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
-            self._completed = _in_thread(lambda: (checkpoint_folder.complete(partial, manifest) if ranks.first else None, time.monotonic()))
+            self._completed = _in_thread(lambda: (self._complete() if ranks.first else None, time.monotonic()))
             return None
         final, ended = None, 0.0
         with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
@@ -185,6 +188,10 @@ class Saving:
             paused_s=self._paused_s,
             due_step=self._due_step,
         )
+
+    def _complete(self) -> Path:
+        self._check()
+        return checkpoint_folder.complete(self._partial, self._manifest)
 
 
 def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
@@ -248,9 +255,9 @@ def all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[
     problems = [problem for problem in ranks.all_gather(_explanation(error), Explanation | None) if problem is not None]
     if not problems:
         return
-    if cleanup is not None and ranks.first:
+    code, reason, suggestion = next((problem for problem in problems if problem.code == SUPERSEDED), problems[0])
+    if cleanup is not None and ranks.first and code != SUPERSEDED:  # then a newer attempt may be writing a folder of that name
         shutil.rmtree(cleanup, ignore_errors=True)
-    code, reason, suggestion = problems[0]
     raise TrainingError(code, f"{what}: {reason}", suggestion) from error
 
 

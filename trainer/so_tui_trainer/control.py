@@ -9,19 +9,29 @@ import torch.distributed as dist
 
 from so_tui.runs import RunDirectory, control, read_state
 from so_tui.spec import InputError
-from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.failures import SUPERSEDED, TrainingError
 from so_tui_trainer.ranks import Ranks
 
 _STOP, _CHECKPOINT = 1, 2
 _NEWER_CHECK_S = 10.0
 
 
-class SupersededError(TrainingError):
-    """A newer attempt of the run has been started. Nothing more may be written."""
-
-
 class StoppedEarlyError(Exception):
     """A stop was requested before this attempt trained anything: there is nothing to save."""
+
+
+def refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
+    """Refuse to go on once the run's state names a newer attempt: this one counted as lost and must write nothing more.
+
+    Raises:
+        TrainingError: There is one (``superseded``).
+    """
+    try:
+        newest = read_state(run).attempt
+    except InputError:  # its file system is away for a moment, or the run was deleted, which the supervisor notices
+        return
+    if newest > attempt:
+        raise TrainingError(SUPERSEDED, f"attempt {newest} of the run has been started, because this one counted as lost")
 
 
 class Control:
@@ -76,16 +86,9 @@ class Control:
         return frozenset(action for action, bit in actions.items() if received & bit)
 
     def _refuse_if_superseded(self) -> None:
-        """Raise SupersededError once the state names a newer attempt: this one counted as lost and must write nothing more."""
-        if not self._attempt or time.monotonic() < self._newer_checked_at + _NEWER_CHECK_S:
-            return
-        self._newer_checked_at = time.monotonic()
-        try:
-            newest = read_state(self._run).attempt
-        except InputError:  # its file system is away for a moment, or the run was deleted, which the supervisor notices
-            return
-        if newest > self._attempt:
-            raise SupersededError("superseded", f"attempt {newest} of the run has been started, because this one counted as lost")
+        if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
+            self._newer_checked_at = time.monotonic()
+            refuse_if_superseded(self._run, self._attempt)
 
     def saved(self) -> None:
         """Restart the interval of checkpoints by the clock, after any checkpoint."""

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
-from so_tui.plan.copies import makes_copies
 from so_tui.plan.fit import HOST_MARGIN
 from so_tui.plan.placement import own_engine
-from so_tui.plan.speculation import can_speculate, second_states_bytes
-from so_tui.plan.types import RankBinding
+from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory, RankBinding
 from so_tui.spec.types import RunSpec, StatesFormat
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 
 
-def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
+def engine_settings(spec: RunSpec, binding: RankBinding, optional: OptionalMemory = NOTHING_OPTIONAL) -> Settings:
     """Return the engine's settings for one rank of a run.
+
+    Args:
+        spec: The run's spec.
+        binding: The rank's.
+        optional: What the plan gives to second states and to copies. They get less where other processes hold memory that it counted on.
 
     Raises:
         OffloadError: If the offload mode is still ``auto`` (``mode-not-resolved``).
@@ -31,13 +32,13 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
             "offload.mode is still auto. The planner must choose a mode before training starts.",
             code="mode-not-resolved",
         )
-    speculation_bytes = _within_memory(spec, planned_speculation_bytes(spec), 0)
+    speculation_bytes = _within_memory(spec, optional.second_states_bytes, 0)
     return Settings(
         mode=offload.mode,
         engine=offload.engine,
         ratio=offload.ratio,
         speculation_bytes=speculation_bytes,
-        copies_bytes=_within_memory(spec, planned_copies_bytes(spec), speculation_bytes),
+        copies_bytes=_within_memory(spec, optional.copies_bytes, speculation_bytes),
         states=states_format(spec),
         seed=train.seed,
         max_skipped_steps=train.max_skipped_steps,
@@ -55,20 +56,6 @@ def engine_settings(spec: RunSpec, binding: RankBinding) -> Settings:
 def states_format(spec: RunSpec) -> StatesFormat:
     """Return the format of a run's moments in host memory: DeepSpeed's optimizers have one only."""
     return spec.offload.states if own_engine(spec) else "fp32"
-
-
-def planned_speculation_bytes(spec: RunSpec) -> int:
-    """Return the host memory that the plan gives to second states on each rank; 0 where there are none."""
-    offload = spec.offload
-    given = int(offload.speculation_gib * 2**30)
-    if not can_speculate(spec) or (offload.speculation == "auto" and not given):  # the planner has found the memory for ``auto``
-        return 0
-    return given or math.ceil(second_states_bytes(spec) * _cpu_numel(spec))
-
-
-def planned_copies_bytes(spec: RunSpec) -> int:
-    """Return the host memory that the plan gives to copies of states on each rank; 0 where there are none."""
-    return int(spec.checkpoint.copies_gib * 2**30) if makes_copies(spec) else 0
 
 
 def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
+from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
 from so_tui.trust.decoding import read_json
@@ -19,6 +20,8 @@ _LOWER_RATE = (
     "Lower `train.learning_rate`, leave `train.gradient_clipping` on, inspect the data around that step; "
     "then resume from the last checkpoint."
 )
+SUPERSEDED = "superseded"
+"""Code of the error of an attempt that counted as lost, once a newer one has been started."""
 LESS_HOST_MEMORY = "lower `offload.ratio`, use more GPUs, or free host memory."
 _ALLOCATION_FAILED = ("DefaultCPUAllocator", "Cannot allocate memory")
 _CONNECTION_LOST = ("closed by peer", "reset by peer")
@@ -63,7 +66,7 @@ class NonFiniteError(TrainingError):
         super().__init__("not-finite", f"the {what} was not finite at step {step}", _LOWER_RATE)
 
 
-def explain(error: BaseException, spec: RunSpec, rank: int, step: int) -> Failure:
+def explain(error: BaseException, spec: RunSpec, rank: int, step: int, optional: OptionalMemory = NOTHING_OPTIONAL) -> Failure:
     """Explain an exception of a rank.
 
     Args:
@@ -71,8 +74,9 @@ def explain(error: BaseException, spec: RunSpec, rank: int, step: int) -> Failur
         spec: The run's spec, for suggestions.
         rank: The rank that failed.
         step: The last completed step.
+        optional: What the plan gave to second states and to copies, for suggestions.
     """
-    code, reason, suggestion = explanation(error, spec)
+    code, reason, suggestion = explanation(error, spec, optional)
     return Failure(rank=rank, code=code, reason=reason, suggestion=suggestion, step=step)
 
 
@@ -93,7 +97,7 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     return read_json(min(paths, key=lambda path: path.stat().st_mtime_ns), Failure)
 
 
-def explanation(error: BaseException, spec: RunSpec) -> Explanation:
+def explanation(error: BaseException, spec: RunSpec, optional: OptionalMemory = NOTHING_OPTIONAL) -> Explanation:
     """Return the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():
@@ -102,13 +106,13 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
             reasons = "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems)
             return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
         case WorkerLostError(code="worker-ended"):
-            return engine_explanation(error, less_host_memory(spec))
+            return engine_explanation(error, less_host_memory(spec, optional))
         case OffloadError():
             return engine_explanation(error)
         case SoTuiError():  # The message includes what to do.
             return Explanation("error", str(error), "")
         case MemoryError() | OSError(errno=errno.ENOMEM):
-            return _host_out_of_memory(spec)
+            return _host_out_of_memory(spec, optional)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
             suggestion = "Free some space there, then resume the run. A new run can set `checkpoint.folder` to a larger disk."
@@ -116,7 +120,7 @@ def explanation(error: BaseException, spec: RunSpec) -> Explanation:
         case _ if type(error).__name__ == "OutOfMemoryError":
             return Explanation("gpu-out-of-memory", f"the GPU ran out of memory: {first_line(error)}", less_gpu_memory(spec))
         case RuntimeError():
-            return _explain_runtime_error(error, spec)
+            return _explain_runtime_error(error, spec, optional)
     return _unknown(error)
 
 
@@ -138,19 +142,19 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
     return Explanation(error.code, str(error), "")  # The message includes what to do.
 
 
-def _explain_runtime_error(error: RuntimeError, spec: RunSpec) -> Explanation:
+def _explain_runtime_error(error: RuntimeError, spec: RunSpec, optional: OptionalMemory) -> Explanation:
     """Recognise errors of torch's allocator and of gloo, which have no types of their own, by their texts."""
     text = str(error)
     if any(part in text for part in _ALLOCATION_FAILED):
-        return _host_out_of_memory(spec)
+        return _host_out_of_memory(spec, optional)
     if any(part in text for part in _CONNECTION_LOST):
         suggestion = "See the end of the log. If the host ran out of memory, the kernel killed its largest process."
         return Explanation("rank-lost", "another rank was lost", suggestion)
     return _unknown(error)
 
 
-def _host_out_of_memory(spec: RunSpec) -> Explanation:
-    return Explanation("host-out-of-memory", "this host ran out of memory", less_host_memory(spec))
+def _host_out_of_memory(spec: RunSpec, optional: OptionalMemory) -> Explanation:
+    return Explanation("host-out-of-memory", "this host ran out of memory", less_host_memory(spec, optional))
 
 
 def _unknown(error: BaseException) -> Explanation:

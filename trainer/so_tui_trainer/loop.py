@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from so_tui.runs.records import CheckpointRecord, PhaseRecord, StepRecord, Warni
 from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest, Saving
 from so_tui_trainer.clocks import StepClock
-from so_tui_trainer.control import Control
+from so_tui_trainer.control import Control, refuse_if_superseded
 from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
@@ -233,9 +234,9 @@ class Loop:
         if self.ranks.first:
             checkpoint.claim(self.run, self.spec)  # again: somebody may have removed it since the start
         waited_since = due_step if due_step != self.step else None
-        self._saving = Saving(
-            self.engine, manifest, folder, self.ranks, self.recorder.attempt, background=background, due_step=waited_since
-        )
+        attempt = self.recorder.attempt
+        check = partial(refuse_if_superseded, self.run, attempt)
+        self._saving = Saving(self.engine, manifest, folder, self.ranks, attempt, background=background, due_step=waited_since, check=check)
         if not background:
             self._record_saved(self._saving.wait())
         if self.step < self.total_steps:

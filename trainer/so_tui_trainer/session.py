@@ -37,9 +37,9 @@ from so_tui.runs.records import (
 from so_tui.spec import RunSpec
 from so_tui.units import memory_size
 from so_tui_trainer import binding, checkpoint, failures, signals, training_data
-from so_tui_trainer.control import Control, StoppedEarlyError, SupersededError
-from so_tui_trainer.engine_settings import engine_settings, planned_speculation_bytes
-from so_tui_trainer.failures import Failure, TrainingError
+from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer.engine_settings import engine_settings
+from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
@@ -148,11 +148,11 @@ class Session:
 
     def fail(self, error: Exception) -> None:
         """Report a failure to the other ranks and the run. Closes nothing that would wait for a lost rank."""
-        if isinstance(error, SupersededError):
+        if isinstance(error, TrainingError) and error.code == SUPERSEDED:
             print(error, file=sys.stderr)
             return
         step = self.loop.step if self.loop else 0
-        failure = failures.explain(error, self.spec, self.rank, step)
+        failure = failures.explain(error, self.spec, self.rank, step, self.plan.optional)
         try:
             failures.report(failure, self.run, self.attempt)
             self._write_failure()
@@ -235,8 +235,8 @@ class Session:
         control.stop_early()
         self._phase("loading", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
-        settings = engine_settings(self.spec, mine)
-        self._warn_of_fewer_second_states(settings)
+        settings = engine_settings(self.spec, mine, self.plan.optional)
+        self._warn_of_less_memory(settings)
         self.engine, *_ = superoffload.initialize(model, parameter_groups(model, self.spec), settings, ds_config)
         binding.apply_main_cores(mine)
         self._seed(self.rank)
@@ -258,16 +258,23 @@ class Session:
             expected_first_loss=expected,
         )
 
-    def _warn_of_fewer_second_states(self, settings: Settings) -> None:
-        planned = planned_speculation_bytes(self.spec)
-        if settings.speculation_bytes >= planned:
-            return
-        self._warn(
-            "second-states-reduced",
-            f"clipping: second states get {memory_size(settings.speculation_bytes)} of the planned {memory_size(planned)}, because this "
-            "host has no more memory available",
-            "Results stay the same, but more of Adam waits for the gradient norm. Free the memory and resume, or go on as it is.",
-        )
+    def _warn_of_less_memory(self, settings: Settings) -> None:
+        planned = self.plan.optional
+        because = "because this host has no more memory available"
+        if settings.speculation_bytes < planned.second_states_bytes:
+            found, wanted = memory_size(settings.speculation_bytes), memory_size(planned.second_states_bytes)
+            self._warn(
+                "second-states-reduced",
+                f"clipping: second states get {found} of the planned {wanted}, {because}",
+                "Results stay the same, but more of Adam waits for the gradient norm. Free the memory and resume, or go on as it is.",
+            )
+        if settings.copies_bytes < planned.copies_bytes:
+            found, wanted = memory_size(settings.copies_bytes), memory_size(planned.copies_bytes)
+            self._warn(
+                "copies-reduced",
+                f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",
+                "Checkpoints stay the same, but training waits for more of each. Free the memory and resume, or go on as it is.",
+            )
 
     def _resume(self, loop: Loop, found: checkpoint.Found, data: training_data.TrainingData, ranks: Ranks) -> None:
         self._phase("loading", f"resuming from step {found.manifest.step}")

@@ -25,6 +25,7 @@ _UNTESTED = "DeepSpeed otherwise accepts only optimizer classes that it has test
 _OWN_ACCUMULATION = "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
+_BUCKET = "zero_optimization.reduce_bucket_size"
 _KEPT_OFFLOAD_KEYS = frozenset({"device", "super_offload", "ratio", "pin_memory", "cpuadam_cores_perc"})
 
 
@@ -48,12 +49,19 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     DeepSpeed reads and a full account of what the user asked for.
 
     Args:
-        ds_config: A ZeRO-3 config with the user's own values. A config that already has the section is returned unchanged.
+        ds_config: A ZeRO-3 config with the user's own values. Of a config that already has the section, only the bucket may change: one
+            that was ``auto`` and has been filled in since.
 
     Returns:
         A new config; ``ds_config`` is not modified.
     """
-    return deepcopy(dict(ds_config)) if SECTION in ds_config else _with(ds_config, _changes(ds_config))
+    if SECTION not in ds_config:
+        return _with(ds_config, _changes(ds_config))
+    config, given = deepcopy(dict(ds_config)), _get(ds_config, _BUCKET)
+    if isinstance(given, int | float) and given > OWN_LARGEST_BUCKET:
+        _set(config, _BUCKET, OWN_LARGEST_BUCKET)
+        config[SECTION].setdefault("overrides", []).append(Override(_BUCKET, given, OWN_LARGEST_BUCKET, _SMALL_BUCKET)._asdict())
+    return config
 
 
 def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,10 +107,10 @@ def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
     for name in _get(config, _OFFLOAD) or {}:
         if name not in _KEPT_OFFLOAD_KEYS:
             yield prescribe(f"{_OFFLOAD}.{name}", None, _OWN_STATES)
-    bucket = _get(config, "zero_optimization.reduce_bucket_size")
+    bucket = _get(config, _BUCKET)
     if bucket != "auto":  # left to whoever fills in such values before DeepSpeed reads the config
         used_bucket = OWN_LARGEST_BUCKET if bucket is None else min(int(bucket), OWN_LARGEST_BUCKET)
-        yield prescribe("zero_optimization.reduce_bucket_size", used_bucket, _SMALL_BUCKET)
+        yield prescribe(_BUCKET, used_bucket, _SMALL_BUCKET)
     yield prescribe("zero_optimization.stage3_param_persistence_threshold", 0, _NO_PERSISTENCE)
     yield prescribe("zero_allow_untested_optimizer", True, _OWN_ADAM)
     yield prescribe("zero_force_ds_cpu_optimizer", False, _OWN_ADAM)

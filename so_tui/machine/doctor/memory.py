@@ -118,7 +118,7 @@ def check_memory_limit(context: CheckContext) -> Iterator[Finding]:
     limit = context.machine.memory_limit_bytes
     if limit is None:
         return
-    needed = sum(context.plan.host_bytes_per_node.values()) if context.plan else 0
+    needed = sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes if context.plan else 0
     if context.plan and needed <= _TIGHT_SHARE * limit:
         return
     exceeded = needed > limit
