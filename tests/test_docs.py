@@ -14,6 +14,8 @@ import pytest
 
 from docs.make_codes import PAGE
 from docs.make_codes import page as codes
+from docs.make_published import PAGE as PUBLISHED
+from docs.make_published import page as published
 from so_tui.commands import parser
 from so_tui.runs.outcome import OutcomeCode
 from tests.support.python_path import ROOT
@@ -51,6 +53,10 @@ def test_every_link_to_another_site_is_a_complete_address(page: Path) -> None:
 
 def test_the_codes_are_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == codes(ROOT), "run: python docs/make_codes.py"
+
+
+def test_published_figures_are_current() -> None:
+    assert PUBLISHED.read_text(encoding="utf-8") == published(), "run: python docs/make_published.py"
 
 
 def test_every_outcome_and_every_check_of_doctor_has_its_code_in_the_reference() -> None:

@@ -137,6 +137,8 @@ def _add_machine_commands(commands: _Commands) -> None:
     machines.add_argument("name", nargs="?", metavar="MACHINE")
     text = "measure this machine's rates in under a minute; later plans use them"
     commands.add("calibrate", "calibrate:calibrate", text, json)
+    text = "show published figures about SuperOffload beside what is planned for the same settings, and why they differ"
+    commands.add("published", "published:published", text, json)
 
 
 def _add_plan(commands: _Commands) -> None:

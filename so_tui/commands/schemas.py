@@ -14,6 +14,7 @@ from msgspec import Struct
 from so_tui.commands.calibrate import Measured
 from so_tui.commands.machine import Findings, KnownMachines
 from so_tui.commands.presets import AddedPreset, Presets
+from so_tui.commands.published import PublishedFigures
 from so_tui.commands.run import StartedRun
 from so_tui.commands.runs import Runs
 from so_tui.launch.data_preview import DataPreview
@@ -32,6 +33,7 @@ _TYPES = {
     "machines": KnownMachines,
     "doctor": Findings,
     "calibrate": Measured,
+    "published": PublishedFigures,
     "presets": Presets,
     "preset": RunSpec,
     "presets-add": AddedPreset,

@@ -47,6 +47,10 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     hbm_bytes_per_s: Positive | None = None
     d2h_bytes_per_s: Positive | None = None
     h2d_bytes_per_s: Positive | None = None
+    pageable_d2h_bytes_per_s: Positive | None = None
+    pageable_h2d_bytes_per_s: Positive | None = None
+    cast_h2d_bytes_per_s: Positive | None = None
+    """bf16 weights from fp32 ones in pageable memory, cast on the host, as DeepSpeed returns them."""
     both_ways_bytes_per_s: tuple[Positive, Positive] | None = None
     """d2h and h2d while both run at the same time."""
     peer_bytes_per_s: Positive | None = None
@@ -105,6 +109,9 @@ class Calibration(Struct, frozen=True, kw_only=True):
 
 
 prepare(Calibration)
+
+_DEEPSPEEDS = {"pageable_d2h_bytes_per_s", "cast_h2d_bytes_per_s"}
+"""Rates that only predictions of DeepSpeed's own optimizers use. Older calibrations lack them."""
 
 
 def model_key(model: ModelSpec) -> str:
@@ -168,6 +175,8 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "hbm_bytes_per_s": rates.hbm_bytes_per_s,
         "d2h_bytes_per_s": rates.d2h_bytes_per_s,
         "h2d_bytes_per_s": rates.h2d_bytes_per_s,
+        "pageable_d2h_bytes_per_s": rates.pageable_d2h_bytes_per_s,
+        "cast_h2d_bytes_per_s": rates.cast_h2d_bytes_per_s,
         "peer_bytes_per_s": rates.peer_bytes_per_s,
         "layer_launch_overhead_s": rates.layer_launch_overhead_s,
         "layer_launch_overhead_by_ranks": rates.layer_launch_overhead_by_ranks,
@@ -176,11 +185,14 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "node_bytes_per_s": slowest,
     }
     own = {name: value for name, value in measured.items() if value is not None}
-    missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
+    missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set()) - _DEEPSPEEDS
     calibrated = Calibrated(date=rates.measured, host="" if known.hostname == machine.hostname else known.hostname)
     if published is None:
+        if missing:
+            return None
         # One GPU has no peer; where more machines like it are imagined, memory alone counts.
-        return None if missing else Speed(**{"peer_bytes_per_s": own["h2d_bytes_per_s"]} | own, calibrated=calibrated)
+        assumed = {"peer_bytes_per_s": own["h2d_bytes_per_s"], "pageable_d2h_bytes_per_s": own["d2h_bytes_per_s"]}
+        return Speed(**assumed | own, calibrated=calibrated)
     rest = {name: getattr(published, name) for name in Speed.__struct_fields__} | {"source": published.source if missing else ""}
     return Speed(**rest | own | {"calibrated": calibrated})
 

@@ -107,10 +107,12 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     zerooffload_copies: float
     """How long Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
     zerooffload_step_bytes: float
-    """Host memory traffic of ZeRO-Offload's step per parameter, including its kernel's."""
-    deepspeed_backward_bytes: float
-    deepspeed_step_bytes: float
-    deepspeed_clipped_step_bytes: float
+    """Host memory traffic of ZeRO-Offload's step per parameter, including its kernel's, where ``cast_h2d_bytes_per_s`` is not known."""
+    deepspeed_copies: float
+    """How long Python waits for the copies of gradients in DeepSpeed's SuperOffload, as a share of their time on the link."""
+    deepspeed_clipped_adam_bytes: float
+    """Host memory traffic per parameter that takes as long as one sub-group's Adam in DeepSpeed's SuperOffload with clipping, both ways
+    between its processes included."""
 
 
 JSON_NAMES = {
@@ -153,6 +155,8 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     d2h_bytes_per_s: float
     """GPU memory to pinned host memory."""
     h2d_bytes_per_s: float
+    pageable_d2h_bytes_per_s: float
+    """GPU memory to host memory that is not pinned. DeepSpeed's SuperOffload copies fp32 gradients so; nothing of ours does."""
     peer_bytes_per_s: float
     """One GPU to the others, each way."""
     layer_launch_overhead_s: float
@@ -161,6 +165,9 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
     node_bytes_per_s: float
     """Highest bandwidth of a NUMA node's memory, whatever the number of cores."""
+    cast_h2d_bytes_per_s: float | None = None
+    """Bytes of bf16 weights that reach the GPU when fp32 ones in pageable memory are cast on the host and copied, as DeepSpeed does.
+    None where only ``zerooffload_step_bytes`` says what that costs."""
     adam_together: tuple[tuple[int, float], ...] = ()
     """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory; ascending."""
     layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()

@@ -17,7 +17,9 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from so_tui.model.activations import policy_of
+from so_tui.plan import deepspeed_step
 from so_tui.plan.constants import Speed, StepConstants, constants
+from so_tui.plan.deepspeed_step import UNSCALE_BYTES, OffloadedStates
 from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
@@ -148,7 +150,7 @@ class StepModel:
             # other. Python waits for them while the GPU computes what was launched before.
             copies_s = self.use.zerooffload_copies * (buffer + 4 * layout.cpu_numel) / speed.d2h_bytes_per_s
             return max(0.0, once.backward_python_s + copies_s - once.backward_s) + further_s
-        return self.use.deepspeed_backward_bytes * layout.cpu_numel / self._adam_bytes_per_s + further_s
+        return self.use.deepspeed_copies * deepspeed_step.gradient_copies_s(self._offloaded, speed) + further_s
 
     def _exposed_s(self) -> float:
         """Return the seconds from the end of the last backward kernel until nothing waits for weights any more."""
@@ -158,14 +160,33 @@ class StepModel:
         if not layout.cpu_numel:
             return on_gpu + use.gpu_step_tensor_s * sum(len(group.names) for group in layout.sub_groups)
         if spec.offload.mode == "zerooffload":
-            # Its kernel slows down where ranks share a node's memory; its passes over gradients are slow by themselves.
-            other_bytes = use.zerooffload_step_bytes - ZEROOFFLOAD_ADAM_BYTES
-            return on_gpu + layout.cpu_numel * (ZEROOFFLOAD_ADAM_BYTES / rate + other_bytes / self._undisturbed_adam_bytes_per_s)
+            # Its kernel slows down where ranks share a node's memory; its passes over gradients and weights are slow by themselves.
+            adam_s = layout.cpu_numel * (ZEROOFFLOAD_ADAM_BYTES / rate + UNSCALE_BYTES / self._undisturbed_adam_bytes_per_s)
+            return on_gpu + adam_s + self._cast_weights_s()
         if not own_engine(spec):
-            clipped = spec.train.gradient_clipping > 0
-            step_bytes = use.deepspeed_clipped_step_bytes if clipped else use.deepspeed_step_bytes
-            return on_gpu + step_bytes * layout.cpu_numel / rate
+            return on_gpu + self._deepspeed_adam_s() + self._cast_weights_s()
         return self._own_exposed_s(on_gpu)
+
+    @property
+    def _offloaded(self) -> OffloadedStates:
+        layout = self.placement.layout
+        largest = max((group.numel for group in layout.sub_groups if group.device == "cpu"), default=0)
+        return OffloadedStates(parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest)
+
+    def _cast_weights_s(self) -> float:
+        """Return how long DeepSpeed's optimizers take to cast master weights on the host and copy them from pageable memory."""
+        parameters, rate = self.placement.layout.cpu_numel, self.speed.cast_h2d_bytes_per_s
+        if rate is not None:
+            return 2 * parameters / rate
+        other_bytes = self.use.zerooffload_step_bytes - ZEROOFFLOAD_ADAM_BYTES - UNSCALE_BYTES
+        return parameters * other_bytes / self._undisturbed_adam_bytes_per_s
+
+    def _deepspeed_adam_s(self) -> float:
+        states, rate = self._offloaded, self._adam_bytes_per_s
+        if self.placement.spec.train.gradient_clipping > 0:
+            return deepspeed_step.clipped_adam_s(states, rate, self.use.deepspeed_clipped_adam_bytes)
+        backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * deepspeed_step.gradient_copies_s(states, self.speed)
+        return deepspeed_step.exposed_adam_s(states, rate, backward_s)
 
     def _own_exposed_s(self, on_gpu_s: float) -> float:
         placement, use, rate, once = self.placement, self.use, self._adam_bytes_per_s, self.one_pass

@@ -25,6 +25,7 @@ ONE = Speed(
     hbm_bytes_per_s=1,
     d2h_bytes_per_s=1,
     h2d_bytes_per_s=1,
+    pageable_d2h_bytes_per_s=1,
     peer_bytes_per_s=1,
     layer_launch_overhead_s=1,
     adam=(),

@@ -59,7 +59,7 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
     ]
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in layers)
     products = _seconds(lambda: [left @ right for left, right in layers], device, limit_s)
-    size = max(4096, int(COPY_BYTES * scale))
+    size = max(4096, int(COPY_BYTES * scale) // 4 * 4)
     near, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = device.type == "cuda"
     host, host_too = (torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
@@ -79,12 +79,17 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
             other.copy_(host_too, non_blocking=True)
 
     together = _seconds(both, device, limit_s)
+    pageable = torch.zeros(size, dtype=torch.uint8)
+    masters, weights = pageable.view(torch.float32), near.view(torch.bfloat16)[: size // 4]
     small = _small_layers(device)
     return {
         "matrix_flops": flops / products,
         "hbm_bytes_per_s": 2 * size / within,
         "down_bytes_per_s": size / d2h,
         "up_bytes_per_s": size / h2d,
+        "pageable_d2h_bytes_per_s": size / _seconds(lambda: pageable.copy_(near), device, limit_s),
+        "pageable_h2d_bytes_per_s": size / _seconds(lambda: near.copy_(pageable), device, limit_s),
+        "cast_h2d_bytes_per_s": size / 2 / _seconds(lambda: weights.copy_(masters), device, limit_s),
         "both_ways_bytes_per_s": [size / together, size / together],
         "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
     }
