@@ -153,10 +153,11 @@ class _Printer:
         self._last_step_line = record.time
         mean_s = sum(self._step_times) / len(self._step_times)
         left = f"  left {duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
+        example = f" ({record.seed_tflops_total:.3g} by DeepSpeed's example)" if record.seed_tflops_total else ""
         self._line(
             record.time,
             f"step {record.step}/{self._total_steps}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {record.step_s:.3g} s"
-            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{left}",
+            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{example}{left}",
         )
 
     def finish(self, run: RunDirectory, state: RunState) -> int:

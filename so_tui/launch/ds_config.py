@@ -15,14 +15,42 @@ def ds_config(plan: Plan) -> dict[str, Any]:
 
     For our engine, values that it replaces are listed beside the user's in the section ``superoffload`` (see ``superoffload.ds_config``).
     """
+    if plan.mode == "superoffload" and plan.spec.offload.config != "so-tui":
+        return example_config(plan)
     config = published_config(plan)
     return engine_config(config) if _our_engine(plan) else config
+
+
+def example_config(plan: Plan) -> dict[str, Any]:
+    """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes.
+
+    ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless ``offload.config`` asks for it. What the examples do
+    not have is left out as well: with several micro-batches, gradients are summed in bf16.
+    """
+    spec = plan.spec
+    config: dict[str, Any] = {
+        "train_batch_size": plan.gpus * spec.train.micro_batch * spec.gradient_accumulation_steps,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "reduce_bucket_size": spec.offload.sub_group_size,
+            "sub_group_size": spec.offload.sub_group_size,
+            "offload_optimizer": _offload_section(plan),
+        },
+        "wall_clock_breakdown": True,
+    }
+    if spec.gradient_accumulation_steps > 1:
+        config["gradient_accumulation_steps"] = spec.gradient_accumulation_steps
+    if spec.offload.config == "published-clipping":
+        config["gradient_clipping"] = spec.train.gradient_clipping
+    return config
 
 
 def published_config(plan: Plan) -> dict[str, Any]:
     """Return the user's own values under DeepSpeed's published keys.
 
-    ``gradient_clipping`` is always present: DeepSpeed assumes 1.0 for a missing key (since 0.19.8), which silently costs SuperOffload its
+    ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since 0.19.8), which silently costs SuperOffload its
     overlap. Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction completes one
     sub-group.
     """

@@ -20,6 +20,7 @@ from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.constants import SpeedSource
+from so_tui.plan.example import as_read
 from so_tui.plan.facts import (
     AutoCheckpointing,
     AutoMode,
@@ -57,6 +58,7 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
         workload: What is known of the data; else what was seen of it, else a probe's of this model, else full sequences.
         probed: Whether probes of this model on this machine correct the prediction.
     """
+    spec = as_read(spec, machine)
     target = _target(spec, machine, workload, probed=probed)
     found, decided = _decided(spec, target)
     return _plan(spec, found, (*decided, *_checkpointing(spec, found)))
@@ -108,7 +110,7 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
         machine: Where.
         gpus: On how many GPUs; by default as the spec says.
     """
-    wanted = spec if gpus is None else replace(spec, gpus=gpus)
+    wanted = as_read(spec if gpus is None else replace(spec, gpus=gpus), machine)
     plan, chosen = _recommended(wanted, machine)
     advice = gpus_with_margin(chosen.spec, chosen.target) if plan.verdict == "tight" else larger_steps(wanted, chosen)
     return replace(plan, warnings=(*plan.warnings, *advice))

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
 from so_tui.model.architecture import architecture
-from so_tui.model.flops import hw_flops, seed_tflops_total
+from so_tui.model.flops import hw_flops
 from so_tui.model.profile import profile_of
 from so_tui.plan import deepspeed_step
 from so_tui.plan.constants import published_speed
+from so_tui.plan.example import example_tflops
 from so_tui.plan.planner import make_plan
 from so_tui.plan.timing import ADAM_BYTES
 from so_tui.plan.types import Plan
@@ -140,28 +141,6 @@ def _predicted(figure: Published) -> float | None:
             return _adam_s(figure.machine)
         case "none":
             return None
-
-
-def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
-    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None without a prediction of time.
-
-    Args:
-        plan: The plan.
-        step_s: Seconds of a step; by default those of the plan.
-    """
-    seconds = step_s or plan.step_s
-    if seconds is None:
-        return None
-    spec = plan.spec
-    sequences = plan.tokens_per_step // spec.data.sequence_length
-    return seed_tflops_total(
-        spec.model.parameter_count,
-        architecture(spec.model.config),
-        spec.data.sequence_length,
-        sequences,
-        seconds,
-        checkpointing=spec.model.repeats_whole_layers,
-    )
 
 
 def _step_s(plan: Plan) -> float:

@@ -13,6 +13,7 @@ from rich.text import Text
 from so_tui.machine.types import Machine
 from so_tui.plan.binding import cpu_ranges
 from so_tui.plan.constants import SpeedSource
+from so_tui.plan.example import example_tflops
 from so_tui.plan.facts import MemoryPool
 from so_tui.plan.messages import deepspeed_text, message, rates_text, speed_source_text, workload_text
 from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
@@ -158,7 +159,9 @@ def _step(plan: Plan) -> RenderableType:
     parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
     said = Text(f"{plan.step_s:.2f} s:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
     said.append(f"\n{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
-    said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU" if plan.model_tflops_per_gpu else "")
+    if plan.model_tflops_per_gpu:
+        said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU")
+        said.append(f" ({example_tflops(plan) or 0:.0f} in all by the formula of DeepSpeed's example)", "dim")
     said.append(f"\n≈ {speed_source_text(plan.speed_source)}" if plan.speed_source else "", "dim")
     table = Table.grid()
     table.add_column(width=22)

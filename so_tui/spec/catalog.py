@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.folders import builtin_folder, user_folder
+from so_tui.spec.as_published import AS_PUBLISHED, as_published
 from so_tui.spec.check import check_tree
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
@@ -96,13 +97,17 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     """Return a preset by name, or from a file by path.
 
     Args:
-        name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path.
+        name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path. With ``:as-published`` at its end, the settings
+            of DeepSpeed's SuperOffload examples replace those of the preset.
         catalog: Presets to search; loaded if absent.
         table: False leaves out the file's own parameter table, for generating it again.
 
     Raises:
         InputError: If the name is unknown, the file is missing or not a preset, or the preset is invalid.
     """
+    if name_or_path.endswith(AS_PUBLISHED):
+        preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), catalog, table=table)
+        return msgspec.structs.replace(preset, spec=as_published(preset.spec))
     fault = path_fault(name_or_path)
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
         remedy = f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}"

@@ -216,6 +216,14 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             message="is not supported by DeepSpeed's optimizers, which have fp32 moments",
             remedy='Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
         )
+    if offload.get("config", "so-tui") != "so-tui" and offload.get("engine") != "deepspeed":
+        yield Problem(
+            code="published-config",
+            field="offload.config",
+            value=shown(offload["config"]),
+            message="is a config of DeepSpeed's own SuperOffload",
+            remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name the preset PRESET:as-published.',
+        )
     if offload.get("parameters") == "cpu":
         yield Problem(
             code="parameter-offload",

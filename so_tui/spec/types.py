@@ -255,6 +255,13 @@ class OffloadSpec(Spec, frozen=True):
         ),
     ] = "auto"
     engine: Annotated[Literal["so-tui", "deepspeed"], Meta(description="Implementation of SuperOffload in `superoffload` mode.")] = "so-tui"
+    config: Annotated[
+        Literal["so-tui", "published", "published-clipping"],
+        Meta(
+            description='DeepSpeed config of `engine = "deepspeed"`: ours, or exactly the block that DeepSpeed\'s SuperOffload examples '
+            "publish: without a clipping key, so that DeepSpeed's default applies, or with `train.gradient_clipping`."
+        ),
+    ] = "so-tui"
     ratio: Annotated[float, Meta(ge=0, le=1, description="Share of the optimizer states in host memory, in both offload modes.")] = 0.9
     cpu_adam_cores_fraction: Annotated[
         float, Meta(gt=0, lt=1, description="Share of each rank's cores for CPU Adam; the training process uses the rest.")

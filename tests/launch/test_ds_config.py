@@ -4,11 +4,13 @@ import msgspec
 import pytest
 
 from so_tui.launch.ds_config import ds_config, published_config
+from so_tui.plan import make_plan
 from so_tui.plan.types import Mode
 from so_tui.spec import find_preset
+from so_tui.spec.as_published import as_published
 from so_tui.spec.types import OffloadSpec, TrainSpec
 from superoffload.ds_config import engine_config, overrides
-from tests.support.plans import plan_of, spec_of
+from tests.support.plans import plan_of, quad_gh200, spec_of
 
 
 def test_superoffload_with_our_engine() -> None:
@@ -45,6 +47,36 @@ def test_deepspeeds_own_engine_reads_the_users_values() -> None:
     assert ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["overlap_comm"] is False
     zero_offload = ds_config(plan_of(spec_of(offload=offload), mode="zerooffload"))["zero_optimization"]["offload_optimizer"]
     assert zero_offload == {"device": "cpu", "pin_memory": True, "ratio": 0.9}
+
+
+@pytest.mark.parametrize(("gpus", "micro_batch"), [(1, 4), (2, 2), (4, 1)])
+def test_as_published_deepspeed_reads_the_block_of_its_examples(gpus: int, micro_batch: int) -> None:
+    spec = as_published(msgspec.structs.replace(find_preset("llama-3.1-8b").spec, gpus=gpus))
+    plan = make_plan(spec, quad_gh200())
+    assert plan.spec.train.micro_batch == micro_batch
+    assert ds_config(plan) == {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "reduce_bucket_size": 400_000_000,
+            "sub_group_size": 400_000_000,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.8, "super_offload": True, "cpuadam_cores_perc": 0.9},
+        },
+        "wall_clock_breakdown": True,
+    }
+
+
+@pytest.mark.parametrize(("deepspeed", "clipping"), [("0.19.8", 1.0), ("0.19.7", 0.0), (None, 1.0)])
+def test_without_a_clipping_key_the_plan_has_deepspeeds_default(deepspeed: str | None, clipping: float) -> None:
+    machine = quad_gh200()
+    machine = msgspec.structs.replace(machine, software=msgspec.structs.replace(machine.software, deepspeed=deepspeed))
+    spec = find_preset("qwen3-14b:as-published").spec
+    assert make_plan(spec, machine).spec.train.gradient_clipping == clipping
+    explicit = msgspec.structs.replace(spec, offload=msgspec.structs.replace(spec.offload, config="published-clipping"))
+    explicit = msgspec.structs.replace(explicit, train=msgspec.structs.replace(explicit.train, gradient_clipping=0.5))
+    assert ds_config(make_plan(explicit, machine))["gradient_clipping"] == 0.5
 
 
 def test_gpu_mode_offloads_nothing() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.folders import user_folder
 from so_tui.spec import InputError, find_preset, load_catalog, resolve_source, save_preset, with_values
+from so_tui.spec.as_published import as_published
 from tests.support.problems import codes
 
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'
@@ -248,3 +250,23 @@ def test_an_unknown_built_in_source_is_a_problem(name: str) -> None:
 def test_own_rows_of_any_layout_go_with_every_preset(tmp_path: Path) -> None:
     specs = [with_values(preset.spec, {"data.source": "rows.jsonl"}) for preset in load_catalog(tmp_path).presets.values()]
     assert {spec.data.format for spec in specs} == {"auto"}
+
+
+def test_a_preset_has_a_variant_as_published() -> None:
+    plain, variant = (find_preset(name).spec for name in ("gpt-oss-20b", "gpt-oss-20b:as-published"))
+    assert (variant.offload.engine, variant.offload.config, variant.offload.sub_group_size) == ("deepspeed", "published", 800_000_000)
+    assert (variant.data.sequence_length, variant.train.micro_batch) == (8192, 4)
+    assert variant.name == "gpt-oss-20b-as-published"
+    assert variant.model.parameters == plain.model.parameters
+    with pytest.raises(InputError) as error:
+        find_preset("nothing:as-published")
+    assert error.value.problems[0].code == "unknown-preset"
+    with pytest.raises(InputError) as error:
+        as_published(msgspec.structs.replace(plain, gpus=3))
+    assert error.value.problems[0].code == "not-as-published"
+
+
+def test_the_published_config_is_one_of_deepspeeds_engine() -> None:
+    with pytest.raises(InputError) as error:
+        with_values(find_preset("qwen3-14b").spec, {"offload.config": "published"})
+    assert error.value.problems[0].code == "published-config"
