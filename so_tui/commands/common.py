@@ -128,6 +128,11 @@ class ProgressLine:
             self._terminal.write(f"\r\x1b[K{printable_line(text)}")
             self._terminal.flush()
 
+    @property
+    def hidden(self) -> bool:
+        """Whether nothing is shown."""
+        return self._terminal is None
+
     def clear(self) -> None:
         """Empty the line."""
         self.show("")

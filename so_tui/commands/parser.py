@@ -137,6 +137,13 @@ def _add_machine_commands(commands: _Commands) -> None:
     machines.add_argument("name", nargs="?", metavar="MACHINE")
     text = "measure this machine's rates in under a minute; later plans use them"
     commands.add("calibrate", "calibrate:calibrate", text, json)
+    text = "measure this machine and training on it beside what plans predict, and write a report; continues one that was stopped"
+    validate = commands.add("validate", "validate:validate", text, json)
+    validate.add_argument("--minutes", type=number_from(0.1, 1440), default=20.0, metavar="N", help="how long it may take (default 20)")
+    validate.add_argument("--gpus", type=integer_from(1, 64), metavar="N", help="most GPUs that a run may have (default: all)")
+    text = "folder of the report (default: so-tui/validation in the XDG state folder)"
+    validate.add_argument("--out", type=_folder, metavar="DIR", help=text)
+    validate.add_argument("--share", action="store_true", help="also write a report that names neither the host, nor you, nor any folder")
     text = "show published figures about SuperOffload beside what is planned for the same settings, and why they differ"
     commands.add("published", "published:published", text, json)
 

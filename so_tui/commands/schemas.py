@@ -24,6 +24,7 @@ from so_tui.plan.calibration import Probe
 from so_tui.plan.facts import Fact
 from so_tui.plan.types import Plan
 from so_tui.spec import RunSpec
+from so_tui.validation.report import Report
 
 Schema = dict[str, Any]
 
@@ -34,6 +35,7 @@ _TYPES = {
     "doctor": Findings,
     "calibrate": Measured,
     "published": PublishedFigures,
+    "validate": Report,
     "presets": Presets,
     "preset": RunSpec,
     "presets-add": AddedPreset,

@@ -24,8 +24,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
 def example_config(plan: Plan) -> dict[str, Any]:
     """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes.
 
-    ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless ``offload.config`` asks for it. What the examples do
-    not have is left out as well: with several micro-batches, gradients are summed in bf16.
+    ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless ``offload.config`` asks for it. What the
+    examples do not have is left out as well: with several micro-batches, gradients are summed in bf16.
     """
     spec = plan.spec
     config: dict[str, Any] = {
@@ -50,9 +50,9 @@ def example_config(plan: Plan) -> dict[str, Any]:
 def published_config(plan: Plan) -> dict[str, Any]:
     """Return the user's own values under DeepSpeed's published keys.
 
-    ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since 0.19.8), which silently costs SuperOffload its
-    overlap. Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction completes one
-    sub-group.
+    ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since 0.19.8), which silently costs
+    SuperOffload its overlap. Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction
+    completes one sub-group.
     """
     spec = plan.spec
     config: dict[str, Any] = {

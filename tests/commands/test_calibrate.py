@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.commands.calibrate import request_of
+from so_tui.launch.calibrating import request_of
 from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
 from so_tui.spec import SoTuiError

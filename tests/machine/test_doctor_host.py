@@ -107,6 +107,8 @@ def health_of(**changes: Any) -> GpuHealth:
         (health_of(row_remap_failed=True), {}, "blocks", "gpu-memory-broken"),
         (health_of(persistence=False), {}, "note", "persistence-off"),
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0"}, "warning", "arch-list-without-gpu"),
+        (health_of(compute_capability=(7, 0)), {}, "blocks", "gpu-without-bf16"),
+        (health_of(compute_capability=(8, 0)), {}, None, ""),
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0+PTX"}, None, ""),
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, None, ""),
         (health_of(uncorrected_ecc_errors=0, row_remap_pending=False), {}, None, ""),

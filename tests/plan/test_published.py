@@ -8,7 +8,8 @@ import pytest
 
 from so_tui.machine.described import named_machine
 from so_tui.plan import make_plan
-from so_tui.plan.published import _EVIDENCE, NOTABLE, Compared, compared, example_tflops, published, with_layers
+from so_tui.plan.example import example_tflops
+from so_tui.plan.published import _EVIDENCE, NOTABLE, Compared, compared, published, with_layers
 from so_tui.plan.types import Plan
 from so_tui.spec import load_catalog, with_values
 

@@ -14,7 +14,7 @@ from pathlib import PurePath
 import pytest
 
 LAUNCHING_TIERS = ("slow", "smoke", "system", "gpu")
-_TRAINING_COMMANDS = {"run", "resume", "supervise"}
+_TRAINING_COMMANDS = {"run", "resume", "supervise", "validate"}
 _started: list[list[str]] = []
 
 

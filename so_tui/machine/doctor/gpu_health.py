@@ -1,6 +1,7 @@
 """Check the current state of GPUs: other users, memory errors, persistence mode, and kernels for their architecture.
 
-Codes: gpu-training, gpu-busy, gpu-memory-broken, gpu-memory-errors, persistence-off, arch-list-without-gpu, torch-too-old-for-gpu.
+Codes: gpu-training, gpu-busy, gpu-memory-broken, gpu-memory-errors, persistence-off, arch-list-without-gpu, torch-too-old-for-gpu,
+gpu-without-bf16.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from so_tui.machine.gpus import normal_bus_id
 from so_tui.machine.nvml import GpuHealth
 from so_tui.machine.types import Gpu
 
+_AMPERE = (8, 0)
 _BLACKWELL = (10, 0)
 _CUDA_FOR_BLACKWELL = (12, 8)
 _NAMED_ARCHITECTURES = frozenset(("Ada", "Ampere", "Blackwell", "Hopper", "Turing", "Volta"))
@@ -96,6 +98,15 @@ def check_architectures(context: CheckContext) -> Iterator[Finding]:
                 evidence=f"environment variable TORCH_CUDA_ARCH_LIST={listed}; the GPU has {number} (NVML)",
                 cost="Kernels compiled with this setting do not run on the GPU.",
                 remedy=f"`export TORCH_CUDA_ARCH_LIST={number}`, or unset it.",
+            )
+        if capability < _AMPERE:
+            yield Finding(
+                code="gpu-without-bf16",
+                severity="blocks",
+                title="This GPU cannot compute in bf16",
+                evidence=f"compute capability {number}, older than Ampere's 8.0 (NVML)",
+                cost="so-tui trains in bf16, which torch only emulates there: a step takes many times as long, and kernels may fail.",
+                remedy="Use a GPU from the Ampere generation or newer.",
             )
         cuda = _version(context.machine.software.torch_cuda)
         if capability >= _BLACKWELL and cuda and cuda < _CUDA_FOR_BLACKWELL:

@@ -121,7 +121,7 @@ def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> flo
     Returns:
         Bytes per second of the slowest.
     """
-    answers = _finish_all([_start_adam(cpus, scale, together=len(shares)) for cpus in shares])
+    answers = finish_all([_start_adam(cpus, scale, together=len(shares)) for cpus in shares])
     return min(float(answer["step_bytes_per_s"]) for answer in answers)
 
 
@@ -140,7 +140,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
     with kernel.opened(kernel.library()) as library:
         request["library"] = kernel.loadable(library)
-        return _start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library)
+        return start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library)
 
 
 def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
@@ -148,7 +148,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = gpus[0]
     request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
-    rates = _answer(_gpu_argv(request), environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])})
+    rates = _answer(gpu_argv(request), environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])})
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
         "message": f"GPU {first['index']}: {rates['matrix_flops'] / 1e12:.0f} TFLOPS, {d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d",
@@ -161,13 +161,13 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     with tempfile.TemporaryDirectory() as meeting:
         shared = {"ranks": len(gpus), "counts": _up_to(len(gpus)), "store": f"{meeting}/store"}
         children = [
-            _start(
-                _gpu_argv(request | shared | {"cpus": gpu["rank_cpus"], "rank": rank}),
+            start(
+                gpu_argv(request | shared | {"cpus": gpu["rank_cpus"], "rank": rank}),
                 environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
             )
             for rank, gpu in enumerate(gpus)
         ]
-        answers = _finish_all(children)
+        answers = finish_all(children)
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
     yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
     together = answers[0]["small_layer_together"]
@@ -178,19 +178,21 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     }
 
 
-def _gpu_argv(request: dict[str, Any]) -> list[str]:
+def gpu_argv(request: dict[str, Any]) -> list[str]:
+    """Return the command that measures one GPU."""
     return [sys.executable, "-P", str(Path(__file__).with_name("gpu_rates.py")), json.dumps(request)]
 
 
 def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
-    return _finish(_start(argv, environment))
+    return _finish(start(argv, environment))
 
 
-def _start(argv: Sequence[str], environment: dict[str, str], *inherited: int) -> subprocess.Popen[str]:
+def start(argv: Sequence[str], environment: dict[str, str], *inherited: int) -> subprocess.Popen[str]:
+    """Start a measurement."""
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, pass_fds=inherited)
 
 
-def _finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     """Return the last line of each child. If one fails, the others may wait for it and are killed.
 
     Raises:

@@ -1,9 +1,9 @@
 """Measure one GPU, or several together, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
 Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this process runs), ``seconds`` per
-measurement, ``scale`` (1 for real sizes). With ``rank``, ``ranks``, ``counts`` and ``port`` it measures several ranks together: an
-all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON object. Without a GPU (device "cpu") the same code
-runs on small sizes, as a test.
+measurement, ``scale`` (1 for real sizes), ``copies`` (measure nothing else). With ``rank``, ``ranks``, ``counts`` and ``store`` it measures
+several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON object. Without a GPU
+(device "cpu") the same code runs on small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main(request: dict[str, Any]) -> None:
     """Measure and print the answer."""
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
-    answer = _measure_between_gpus(request) if "ranks" in request else _measure_one_gpu(request)
+    measure = _measure_between_gpus if "ranks" in request else _measure_copies if request.get("copies") else _measure_one_gpu
+    answer = measure(request)
     print(json.dumps(answer), flush=True)
     os._exit(0)  # There is nothing to save, and the shutdown of CUDA takes a second.
 
@@ -59,6 +60,21 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
     ]
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in layers)
     products = _seconds(lambda: [left @ right for left, right in layers], device, limit_s)
+    small = _small_layers(device)
+    return _measure_copies(request) | {
+        "matrix_flops": flops / products,
+        "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
+    }
+
+
+def _measure_copies(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure copies within the GPU's memory, and between it and host memory of the node where this process runs."""
+    import torch
+
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit_s, scale = request["seconds"], request["scale"]
     size = max(4096, int(COPY_BYTES * scale) // 4 * 4)
     near, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = device.type == "cuda"
@@ -81,9 +97,7 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
     together = _seconds(both, device, limit_s)
     pageable = torch.zeros(size, dtype=torch.uint8)
     masters, weights = pageable.view(torch.float32), near.view(torch.bfloat16)[: size // 4]
-    small = _small_layers(device)
     return {
-        "matrix_flops": flops / products,
         "hbm_bytes_per_s": 2 * size / within,
         "down_bytes_per_s": size / d2h,
         "up_bytes_per_s": size / h2d,
@@ -91,7 +105,6 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
         "pageable_h2d_bytes_per_s": size / _seconds(lambda: near.copy_(pageable), device, limit_s),
         "cast_h2d_bytes_per_s": size / 2 / _seconds(lambda: weights.copy_(masters), device, limit_s),
         "both_ways_bytes_per_s": [size / together, size / together],
-        "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
     }
 
 

@@ -1,0 +1,183 @@
+"""A report as Markdown with figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from so_tui.spec.files import write_atomic
+from so_tui.units import memory_size, plural, significant
+from so_tui.validation.figures import Bar, Line, bars, lines
+from so_tui.validation.report import CopiesFound, MachineFound, Outcome, RatesFound, Report, TrainingFound
+
+_TERMS = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "gpu_reserved_bytes", "host_bytes")
+_NAMES = dict(zip(_TERMS, ("step", "forward", "backward", "optimizer exposed", "GPU memory reserved", "host memory"), strict=True))
+_BASELINE = ("gpu", "zerooffload")
+"""Speeds are given as multiples of these, if they were measured."""
+
+
+def write(folder: Path, report: Report) -> Path:
+    """Write ``report.md`` with its figures, and return its path. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in figures(report).items():
+        write_atomic(folder / name, content.encode())
+    path = folder / "report.md"
+    write_atomic(path, markdown(report).encode())
+    return path
+
+
+def trained(report: Report) -> list[tuple[Outcome, TrainingFound]]:
+    """Return the training parts that were measured."""
+    return [(outcome, outcome.result) for outcome in report.outcomes if isinstance(outcome.result, TrainingFound)]
+
+
+def figures(report: Report) -> dict[str, str]:
+    """Return the figures by the names of their files; none for what was not measured."""
+    found, drawn = trained(report), {}
+    if found:
+        rows = [Bar(outcome.title, (result.useful_tokens_per_s,)) for outcome, result in found]
+        drawn["tokens.svg"] = bars("useful tokens per second", ("measured",), rows, "tokens/s")
+        both = [Bar(outcome.title, (result.measured.step_s, result.predicted.step_s or None)) for outcome, result in found]
+        drawn["steps.svg"] = bars("seconds per step", ("measured", "planned"), both, "s")
+        drawn["losses.svg"] = lines("losses", [Line(outcome.title, result.losses) for outcome, result in found], "loss")
+    for outcome in report.outcomes:
+        if isinstance(outcome.result, CopiesFound):
+            copies = [
+                Bar(f"GPU {one.gpu}, node {one.node}{', all at once' * one.all_at_once}", (one.pinned_d2h / 1e9, one.pageable_d2h / 1e9))
+                for one in outcome.result.copies
+            ]
+            drawn["copies.svg"] = bars("copies from GPU to host", ("pinned", "pageable"), copies, "GB/s")
+    return drawn
+
+
+def markdown(report: Report) -> str:
+    """Return the report's text."""
+    sections = [_head(report), *map(_part, report.outcomes), _speeds(report), _agreement(report), _plans(report), _outcomes(report)]
+    return "\n".join(line for section in sections for line in section).rstrip() + "\n"
+
+
+def _head(report: Report) -> Iterator[str]:
+    where = f" of {report.host}" if report.host else ""
+    yield f"# Validation{where}"
+    yield ""
+    yield f"so-tui {report.so_tui}, begun {report.begun}, at most {plural(report.gpus, 'GPU')} a run. Trained: {report.shape}, random weights."
+    yield ""
+
+
+def _part(outcome: Outcome) -> Iterator[str]:
+    match outcome.result:
+        case MachineFound() as found:
+            yield from ["## Machine", "", f"{found.cpu}, {found.cores} usable hardware threads, {found.architecture}.", ""]
+            yield from (f"- node {node.id}: {node.cores} threads, {memory_size(node.memory_bytes)}" for node in found.nodes)
+            yield from (f"- GPU {gpu.index}: {gpu.name}, node {gpu.numa_node}" for gpu in found.gpus)
+            yield from (f"- {one.severity}: {one.title} (`{one.code}`)" for one in found.findings)
+            yield ""
+        case RatesFound() as found:
+            rates = found.rates
+            yield from ["## Rates", "", "Plans of this machine use these from now on.", ""]
+            yield from (f"- CPU Adam on {plural(cores, 'thread')}: {rate / 1e9:.1f} GB/s" for cores, rate in rates.adam)
+            yield from (f"- memory of node {node}: {rate / 1e9:.1f} GB/s" for node, rate in rates.node_bytes_per_s)
+            if rates.matrix_flops:
+                yield f"- matrix products: {rates.matrix_flops / 1e12:.0f} TFLOPS"
+            if rates.cast_h2d_bytes_per_s:
+                yield f"- weights cast on the host and copied: {rates.cast_h2d_bytes_per_s / 1e9:.1f} GB/s of bf16"
+            yield ""
+        case CopiesFound() as found:
+            headings = ("GPU", "node", "pinned d2h", "pinned h2d", "pageable d2h", "pageable h2d", "both ways, each")
+            yield from ["## Copies, GB/s", "", "![copies](copies.svg)", ""]
+            rows = [
+                (
+                    f"{one.gpu}{', all at once' * one.all_at_once}",
+                    str(one.node),
+                    *(f"{rate / 1e9:.1f}" for rate in (one.pinned_d2h, one.pinned_h2d, one.pageable_d2h, one.pageable_h2d, one.both_ways)),
+                )
+                for one in found.copies
+            ]
+            yield from _table(headings, rows)
+
+
+def _speeds(report: Report) -> Iterator[str]:
+    found = trained(report)
+    if not found:
+        return
+    rates = {outcome.key: result.useful_tokens_per_s for outcome, result in found}
+    bases = [key for key in _BASELINE if key in rates]
+    titles = {outcome.key: outcome.title for outcome, _ in found}
+    yield from ["## Training", "", "![tokens per second](tokens.svg)", ""]
+    headings = ("", "GPUs", "s/step", "tokens/s", "TFLOPS a GPU", "TFLOPS by DeepSpeed's example", *(f"× {titles[key]}" for key in bases))
+    rows = [
+        (
+            outcome.title,
+            str(result.ranks),
+            significant(result.measured.step_s),
+            f"{result.useful_tokens_per_s:.0f}",
+            significant(result.model_tflops_per_gpu),
+            significant(result.example_tflops),
+            *(f"{rates[outcome.key] / rates[key]:.2f}" for key in bases),
+        )
+        for outcome, result in found
+    ]
+    yield from _table(headings, rows)
+
+
+def loss_distances(found: Sequence[tuple[Outcome, TrainingFound]]) -> list[tuple[str, str, float]]:
+    """Return (title, title of the run it is compared with, largest relative distance of their losses at a step).
+
+    Each run is compared with the first one that clips as it does, and trained the same data with the same settings otherwise.
+    """
+    firsts: dict[float, tuple[Outcome, TrainingFound]] = {}
+    distances = []
+    for outcome, result in found:
+        first, other = firsts.setdefault(result.clipping, (outcome, result))
+        if first is not outcome:
+            pairs = zip(result.losses, other.losses, strict=False)
+            distances.append((outcome.title, first.title, max((abs(mine / theirs - 1) for mine, theirs in pairs if theirs), default=0.0)))
+    return distances
+
+
+def _agreement(report: Report) -> Iterator[str]:
+    distances = loss_distances(trained(report))
+    if not distances:
+        return
+    yield from ["## Losses", "", "![losses](losses.svg)", ""]
+    yield from _table(
+        ("", "compared with", "largest difference at a step"), [(mine, other, f"{100 * by:.3f} %") for mine, other, by in distances]
+    )
+
+
+def _plans(report: Report) -> Iterator[str]:
+    found = trained(report)
+    if not found:
+        return
+    yield from [
+        "## Plan beside measurement",
+        "",
+        "![seconds per step](steps.svg)",
+        "",
+        "Measured / planned, term by term; seconds, or GB.",
+        "",
+    ]
+    rows = []
+    for outcome, result in found:
+        cells = []
+        for term in _TERMS:
+            unit = 1e9 if term.endswith("_bytes") else 1.0
+            measured, planned = (getattr(figures, term) / unit for figures in (result.measured, result.predicted))
+            cells.append(f"{significant(measured)} / {significant(planned)}" if planned else f"{significant(measured)} / —")
+        rows.append((outcome.title, *cells))
+    yield from _table(("", *_NAMES.values()), rows)
+
+
+def _outcomes(report: Report) -> Iterator[str]:
+    rest = [outcome for outcome in report.outcomes if outcome.state != "measured"]
+    if not rest:
+        return
+    yield from ["## Not measured", ""]
+    yield from (f"- {outcome.title}: {outcome.state}{': ' if outcome.reason else ''}{outcome.reason}" for outcome in rest)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(headings) + " |"
+    yield "|" + "---|" * len(headings)
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+    yield ""

@@ -1,0 +1,226 @@
+"""The report of a validation: typed, written after each measurement, and read back to continue."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import socket
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.machine.types import Machine, Software
+from so_tui.plan.calibration import Figures, Rates
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.files import write_atomic
+from so_tui.structs import prepare
+from so_tui.trust.decoding import read_json
+
+SCHEMA = 1
+FILE = "report.json"
+HIDDEN = "[hidden]"
+"""Stands in a shared report for names of the host, the user and folders."""
+_PATH = re.compile(r"(?<![\w.])~?/[\w.@%+-]+(?:/[\w.@%+-]+)*/?")
+
+State = Literal["pending", "measured", "failed", "left-out"]
+Placed = Literal["bound", "unbound", "wrong-node"]
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    id: int
+    cores: int
+    memory_bytes: int
+
+
+class ReportedGpu(Struct, frozen=True, kw_only=True):
+    index: int
+    name: str
+    memory_bytes: int | None
+    numa_node: int | None
+    c2c: bool | None
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """A finding of ``so-tui doctor``."""
+
+    code: str
+    severity: str
+    title: str
+
+
+class MachineFound(Struct, frozen=True, kw_only=True, tag="machine"):
+    """What ``inspect`` and ``doctor`` say."""
+
+    cpu: str
+    architecture: str
+    page_size_bytes: int | None
+    cores: int
+    """That this process may use; hardware threads count."""
+    nodes: tuple[Node, ...]
+    gpus: tuple[ReportedGpu, ...]
+    software: Software
+    findings: tuple[Found, ...]
+
+
+class RatesFound(Struct, frozen=True, kw_only=True, tag="rates"):
+    """What ``calibrate`` measured. Plans of this machine use it from then on."""
+
+    rates: Rates
+
+
+class CopyRates(Struct, frozen=True, kw_only=True):
+    """Copies between one GPU and memory of one NUMA node, bytes per second."""
+
+    node: int
+    gpu: int
+    all_at_once: bool
+    """Whether all GPUs copied at the same time."""
+    pinned_d2h: float
+    pinned_h2d: float
+    pageable_d2h: float
+    pageable_h2d: float
+    both_ways: float
+    """Of each direction while both run."""
+
+
+class CopiesFound(Struct, frozen=True, kw_only=True, tag="copies"):
+    copies: tuple[CopyRates, ...]
+
+
+class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
+    """A short run of one setting, and what was predicted for it without any probe."""
+
+    settings: dict[str, str]
+    """Keys that differ from the shape's preset."""
+    ranks: int
+    placed: Placed
+    clipping: float
+    steps: int
+    """Those that the figures are of, after the warm-up."""
+    measured: Figures
+    predicted: Figures
+    useful_tokens_per_s: float
+    model_tflops_per_gpu: float
+    example_tflops: float
+    """By the formula of DeepSpeed's example script, summed over GPUs."""
+    losses: tuple[float, ...]
+    """Of all steps, warm-up included."""
+
+
+Result = MachineFound | RatesFound | CopiesFound | TrainingFound
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """One measurement of a report."""
+
+    key: str
+    title: str
+    estimate_s: float
+    state: State = "pending"
+    seconds: float | None = None
+    """How long it took."""
+    reason: str = ""
+    """Why it failed, or was left out."""
+    result: Result | None = None
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    schema: int = SCHEMA
+    so_tui: str
+    """Version."""
+    begun: str
+    """ISO 8601, UTC."""
+    host: str
+    """Empty in a shared report."""
+    gpus: int
+    """Most GPUs that a run had."""
+    shape: str
+    """Preset and number of layers of the model that was trained; its weights are random."""
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def complete(self) -> bool:
+        return all(outcome.state in ("measured", "failed") for outcome in self.outcomes)
+
+    def with_outcome(self, outcome: Outcome) -> Report:
+        """Return the report with an outcome in place of the one of the same key."""
+        return replace(self, outcomes=tuple(outcome if old.key == outcome.key else old for old in self.outcomes))
+
+
+prepare(Report)
+
+
+def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound:
+    """Return the part of a machine that a report has: nothing that names it."""
+    allowed = set(machine.allowed_cpus)
+    return MachineFound(
+        cpu=machine.cpu_name,
+        architecture=machine.architecture,
+        page_size_bytes=machine.page_size_bytes,
+        cores=len(machine.allowed_cpus),
+        nodes=tuple(
+            Node(id=node.id, cores=len(allowed.intersection(node.cpus)), memory_bytes=node.memory_total_bytes) for node in machine.cpu_nodes
+        ),
+        gpus=tuple(
+            ReportedGpu(index=gpu.index, name=gpu.name, memory_bytes=gpu.memory_total_bytes, numa_node=gpu.numa_node, c2c=gpu.c2c)
+            for gpu in machine.gpus
+        ),
+        software=machine.software,
+        findings=findings,
+    )
+
+
+def read(folder: Path) -> Report | None:
+    """Return the report of a folder; None where there is none.
+
+    Raises:
+        InputError: It cannot be read (code ``not-a-report``).
+    """
+    path = folder / FILE
+    try:
+        return read_json(path, Report)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        message, remedy = f"is no report of this version of so-tui: {error}", "Choose another folder with --out."
+        raise InputError([Problem(code="not-a-report", field="--out", value=str(path), message=message, remedy=remedy)]) from error
+
+
+def write(folder: Path, report: Report) -> None:
+    """Replace the report of a folder. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / FILE, encoded(report))
+
+
+def encoded(report: Report) -> bytes:
+    """Return a report as JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+
+
+def shared(report: Report) -> Report:
+    """Return a report that names neither the host, nor the user, nor any path."""
+    names = {socket.gethostname(), report.host, getpass.getuser(), Path.home().name} - {"", "root"}
+    return replace(
+        report,
+        host="",
+        outcomes=tuple(
+            replace(outcome, reason=_hidden(outcome.reason, names), result=_shared(outcome.result, names)) for outcome in report.outcomes
+        ),
+    )
+
+
+def _shared(result: Result | None, names: set[str]) -> Result | None:
+    if not isinstance(result, MachineFound):
+        return result
+    return replace(result, findings=tuple(replace(found, title=_hidden(found.title, names)) for found in result.findings))
+
+
+def _hidden(text: str, names: set[str]) -> str:
+    """Return a text without paths, and without any of the names as a word, in capitals or not."""
+    text = _PATH.sub(HIDDEN, text)
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
+    return text

@@ -1,0 +1,89 @@
+"""Runs measurements one after the other, as many as fit into the time, and writes the report after each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from so_tui.spec.errors import SoTuiError
+from so_tui.validation.report import Outcome, Report, Result
+
+
+class Tell(Protocol):
+    """Receives what is being measured, and the share of all measurements' estimated time that is over."""
+
+    def __call__(self, text: str, share: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One part of a report."""
+
+    key: str
+    title: str
+    estimate_s: float
+    """About how long it takes."""
+    measure: Callable[[Callable[[str], None]], Result]
+    """Measures, telling what it does in words. Raises SoTuiError if it cannot."""
+
+    @property
+    def pending(self) -> Outcome:
+        return Outcome(key=self.key, title=self.title, estimate_s=self.estimate_s)
+
+
+def planned(report: Report, measurements: Sequence[Measurement]) -> Report:
+    """Return the report with an outcome for each of the measurements; those of an earlier one are retained."""
+    known = {outcome.key: outcome for outcome in report.outcomes}
+    return replace(report, outcomes=tuple(known.get(measurement.key, measurement.pending) for measurement in measurements))
+
+
+def run(report: Report, measurements: Sequence[Measurement], seconds: float, write: Callable[[Report], None], tell: Tell) -> Report:
+    """Measure what the report lacks.
+
+    Measurements are in the order of their importance. One that does not fit into what is left of the time is left out, and a shorter one
+    after it is tried. What failed is tried again by the next run.
+
+    Args:
+        report: What was measured before.
+        measurements: What to measure.
+        seconds: How long all of it may take.
+        write: Saves the report; called after each measurement, and before the first.
+        tell: Shows progress.
+
+    Returns:
+        The report as it was written last.
+
+    Raises:
+        KeyboardInterrupt: The user stopped; what was measured until then is written.
+    """
+    report = planned(report, measurements)
+    write(report)
+    deadline = time.monotonic() + seconds
+    whole_s = sum(measurement.estimate_s for measurement in measurements) or 1.0
+    over_s = 0.0
+    for measurement, outcome in zip(measurements, report.outcomes, strict=True):
+        if outcome.state != "measured":
+            share = over_s / whole_s
+            tell(measurement.title, share)
+            report = report.with_outcome(_outcome(measurement, deadline, lambda text, share=share: tell(text, share)))  # type: ignore[misc]
+            write(report)
+        over_s += measurement.estimate_s
+    tell("done", 1.0)
+    return report
+
+
+def _outcome(measurement: Measurement, deadline: float, tell: Callable[[str], None]) -> Outcome:
+    left_s = deadline - time.monotonic()
+    if measurement.estimate_s > left_s:
+        reason = f"takes about {measurement.estimate_s:.0f} s, and {max(0.0, left_s):.0f} s were left"
+        return replace(measurement.pending, state="left-out", reason=reason)
+    begun = time.monotonic()
+    try:
+        result = measurement.measure(tell)
+    except SoTuiError as error:
+        return replace(measurement.pending, state="failed", reason=str(error), seconds=time.monotonic() - begun)
+    return replace(measurement.pending, state="measured", result=result, seconds=time.monotonic() - begun)

@@ -1,0 +1,195 @@
+"""Training parts of a validation: short runs of one shape in different settings, beside what is predicted for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.folders import probes_dir
+from so_tui.launch.helpers import call_tool
+from so_tui.launch.preparation import launch_of, usable_machine
+from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end
+from so_tui.machine.types import Machine
+from so_tui.model.architecture import architecture
+from so_tui.plan import make_plan
+from so_tui.plan.published import with_layers
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
+from so_tui.runs import delete_run
+from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
+from so_tui.spec import RunSpec, find_preset, with_values
+from so_tui.spec.as_published import EXAMPLE_SEQUENCES, as_published
+from so_tui.validation.report import Placed, TrainingFound
+from so_tui.validation.runner import Measurement
+
+_GPU_SHAPE, _CPU_SHAPE = "qwen3-4b-random", "tiny"
+_LAYERS = (36, 28, 20, 14, 10, 6, 4)
+"""Of the 4B shape, whose whole training should fit one GPU without offload."""
+_START_S, _STEPS = 60.0, WARMUP_STEPS + 4
+"""What starting, loading and ending take, and the steps of a run."""
+_CPU_RUN_S = 35.0
+
+_PLAIN = {"offload.mode": "superoffload", "offload.engine": "so-tui", "train.gradient_clipping": "0", "offload.ratio": "0.9"}
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """One run: a title, settings beside those of the shape, on how many ranks, bound how."""
+
+    key: str
+    title: str
+    settings: dict[str, str] = {}
+    ranks: int = 1
+    placed: Placed = "bound"
+    published: bool = False
+    """With the settings of DeepSpeed's SuperOffload examples."""
+
+
+def shape_for(machine: Machine) -> RunSpec:
+    """Return what is trained: the largest of the shapes that fits one GPU without offload; without GPUs, ``tiny``."""
+    if not machine.gpus:
+        return with_values(find_preset(_CPU_SHAPE).spec, {"gpus": "1", "train.gradient_accumulation": "1"})
+    changes = {"gpus": "1", "train.micro_batch": str(EXAMPLE_SEQUENCES), "train.gradient_accumulation": "1"}
+    spec = with_values(find_preset(_GPU_SHAPE).spec, changes | {"model.activation_checkpointing": "full", "model.kernels": "plain"})
+    shapes = [with_layers(spec, layers) for layers in _LAYERS]
+    return next(
+        (shape for shape in shapes if make_plan(with_values(shape, {"offload.mode": "gpu"}), machine).verdict == "fits"), shapes[-1]
+    )
+
+
+def shape_name(spec: RunSpec) -> str:
+    """Return the shape in words."""
+    return f"{spec.name}, {architecture(spec.model.config).layers} layers"
+
+
+def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
+    """Yield the training parts for a machine, the most important first.
+
+    Args:
+        machine: Where.
+        gpus: The most GPUs that a run may have.
+    """
+    clipped = _PLAIN | {"train.gradient_clipping": "1"}
+    zerooffload = {"offload.mode": "zerooffload", "offload.ratio": "1.0", "train.gradient_clipping": "0"}
+    if not machine.gpus:
+        yield Part(key="ours", title="SuperOffload with our engine, without clipping", settings=_PLAIN)
+        yield Part(key="zerooffload", title="ZeRO-Offload", settings=zerooffload)
+        yield Part(key="ours-clipped", title="our engine with clipping", settings=clipped)
+        return
+    yield Part(key="gpu", title="no offload", settings={"offload.mode": "gpu", "train.gradient_clipping": "0"})
+    yield Part(key="ours", title="SuperOffload with our engine, ratio 0.9, without clipping", settings=_PLAIN)
+    yield Part(key="published", title="DeepSpeed's SuperOffload as published, its default for clipping", published=True)
+    explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
+    yield Part(key="published-unclipped", title="DeepSpeed's SuperOffload as published, clipping 0", settings=explicit, published=True)
+    yield Part(key="zerooffload", title="ZeRO-Offload", settings=zerooffload)
+    yield Part(key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound")
+    if len([node for node in machine.cpu_nodes if node.cpus]) > 1:
+        yield Part(key="wrong-node", title="our engine, bound to the wrong NUMA node", settings=_PLAIN, placed="wrong-node")
+    yield Part(key="ours-clipped", title="our engine with clipping", settings=clipped)
+    for ranks in (2, 4):
+        if ranks <= gpus:
+            yield Part(key=f"ours-{ranks}", title=f"our engine on {ranks} GPUs, the same global batch", settings=_PLAIN, ranks=ranks)
+            alike = {"offload.mode": "gpu", "train.gradient_clipping": "0"}
+            yield Part(key=f"gpu-{ranks}", title=f"no offload on {ranks} GPUs, the same global batch", settings=alike, ranks=ranks)
+            yield Part(
+                key=f"published-{ranks}", title=f"DeepSpeed's SuperOffload as published on {ranks} GPUs", ranks=ranks, published=True
+            )
+    for ratio in ("0.5", "0.7", "1.0"):
+        yield Part(key=f"ours-{ratio}", title=f"our engine, ratio {ratio}", settings=_PLAIN | {"offload.ratio": ratio})
+    for states in ("bf16-moments", "int8-moments"):
+        yield Part(key=f"ours-{states}", title=f"our engine, {states}", settings=_PLAIN | {"offload.states": states})
+
+
+def spec_of(shape: RunSpec, part: Part) -> RunSpec:
+    """Return the spec of a part: as many sequences a step as the shape has, whatever the number of ranks."""
+    sequences = shape.train.micro_batch * shape.gradient_accumulation_steps
+    ranks = {"gpus": str(part.ranks), "train.micro_batch": str(max(1, sequences // part.ranks))}
+    spec = with_values(shape, ranks)
+    if part.published:
+        spec = as_published(spec)
+        # Data and learning rate stay, so that losses can be compared.
+        train = replace(spec.train, learning_rate=shape.train.learning_rate)
+        spec = replace(spec, data=replace(spec.data, sequence_length=shape.data.sequence_length), train=train)
+    return with_values(spec, part.settings) if part.settings else spec
+
+
+def placed(plan: Plan, machine: Machine, how: Placed) -> Plan:
+    """Return a plan whose ranks are bound as planned, not at all, or each to the cores and memory of another NUMA node."""
+    if how == "bound":
+        return plan
+    return replace(plan, binding=tuple(_moved(rank, machine, how) for rank in plan.binding))
+
+
+def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
+    allowed = tuple(sorted(machine.allowed_cpus))
+    policy = MemoryPolicy(mode="default")
+    cpus = main = adam = allowed
+    if how == "wrong-node":
+        nodes = [node for node in machine.cpu_nodes if set(node.cpus) & set(allowed)]
+        others = [node for node in nodes if node.id != rank.numa_node]
+        node = max(others, key=lambda other: other.distances[rank.numa_node or 0] if other.distances else 0)
+        cpus = tuple(cpu for cpu in node.cpus if cpu in set(allowed))[: len(rank.cpus)]
+        split = max(1, len(cpus) - len(rank.adam_cpus)) if rank.adam_cpus else len(cpus)
+        main, adam = cpus[:split], cpus[split:] or cpus
+        policy = MemoryPolicy(mode="bind", nodes=(node.id,))
+    # Without DeepSpeed's flag: it could not express this, and the trainer's own binding decides.
+    launcher = DeepSpeedBinding(cpus=cpus, numactl=(), omp_num_threads=len(cpus), matches=True)
+    adam = adam if rank.adam_cpus else ()
+    return replace(rank, cpus=cpus, main_cpus=main, adam_cpus=adam, memory_policy=policy, deepspeed=launcher, deepspeed_unlisted=None)
+
+
+def measurements(machine: Machine, shape: RunSpec, parts: Sequence[Part]) -> list[Measurement]:
+    """Return the measurements of these parts."""
+    return [
+        Measurement(part.key, part.title, _estimate_s(machine, shape, part), partial(_measure, part=part, shape=shape, machine=machine))
+        for part in parts
+    ]
+
+
+def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
+    if not machine.gpus:
+        return _CPU_RUN_S
+    step_s = make_plan(spec_of(shape, part), machine).step_s
+    return _START_S + _STEPS * (step_s or 10.0)
+
+
+def _measure(tell: Callable[[str], None], *, part: Part, shape: RunSpec, machine: Machine) -> TrainingFound:
+    """Train a few steps of a part and return its figures beside the prediction. The run is deleted; one that failed keeps its folder."""
+    usable = usable_machine(machine, os.environ)
+    if spec_of(shape, part).offload.mode == "zerooffload" or part.published:
+        tell(f"{part.title}: DeepSpeed's CPU Adam is compiled unless it is cached")
+        call_tool("build_ops", {})
+    spec = probe_spec(spec_of(shape, part), "random")
+    plan = placed(make_plan(spec, usable), usable, part.placed)
+    steps: list[StepRecord] = []
+
+    def report(record: MetricRecord) -> None:
+        if isinstance(record, StepRecord):
+            steps.append(record)
+            tell(f"{part.title}: step {record.step}, {record.step_s:.3f} s, loss {record.loss:.4f}")
+        elif isinstance(record, PhaseRecord):
+            tell(f"{part.title}: {record.phase}")
+
+    run = run_to_end(launch_of(plan, usable), probes_dir(), report)
+    found = measured_of(run, plan)
+    _, predicted = predicted_of(plan.spec, usable, found.workload)
+    with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
+        delete_run(run)
+    counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
+    seconds = sum(step.step_s for step in counted)
+    return TrainingFound(
+        settings=part.settings | ({"as-published": "true"} if part.published else {}),
+        ranks=plan.gpus,
+        placed=part.placed,
+        clipping=plan.spec.train.gradient_clipping,
+        steps=len(counted),
+        measured=found.figures,
+        predicted=predicted,
+        useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
+        model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted) / seconds,
+        example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
+        losses=tuple(step.loss for step in steps),
+    )

@@ -1,0 +1,120 @@
+"""Reports are read as text and figures, and the shared form names nobody."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.launch.calibrating import request_of
+from so_tui.launch.helpers import stream_tool
+from so_tui.machine import inspect_machine
+from so_tui.plan.calibration import Figures
+from so_tui.validation import machine_parts, render
+from so_tui.validation import report as reports
+from so_tui.validation.report import CopiesFound, CopyRates, Found, Outcome, TrainingFound, machine_found
+from so_tui.validation.validate import validate
+from tests.support.schemas import valid
+from tests.validation.test_runner import EMPTY
+
+FIGURES = Figures(
+    step_s=2.0, forward_s=0.5, backward_s=1.0, exposed_optimizer_s=0.4, gpu_reserved_bytes=10**10, gpu_device_bytes=0, host_bytes=10**11
+)
+
+
+def trained(key: str, losses: tuple[float, ...], clipping: float = 0.0) -> Outcome:
+    result = TrainingFound(
+        settings={},
+        ranks=1,
+        placed="bound",
+        clipping=clipping,
+        steps=4,
+        measured=FIGURES,
+        predicted=replace(FIGURES, step_s=1.9),
+        useful_tokens_per_s=8000.0,
+        model_tflops_per_gpu=200.0,
+        example_tflops=300.0,
+        losses=losses,
+    )
+    return Outcome(key=key, title=f"<{key}> & more", estimate_s=1, state="measured", result=result)
+
+
+COPIES = CopyRates(node=0, gpu=0, all_at_once=False, pinned_d2h=3e11, pinned_h2d=3e11, pageable_d2h=1e11, pageable_h2d=1e11, both_ways=2e11)
+REPORT = replace(
+    EMPTY,
+    outcomes=(
+        Outcome(key="copies", title="copies", estimate_s=1, state="measured", result=CopiesFound(copies=(COPIES,))),
+        trained("gpu", (8.0, 7.0, 6.0)),
+        trained("ours", (8.0, 7.07, 6.0)),
+        trained("clipped", (8.0, 7.5, 7.0), clipping=1.0),
+        Outcome(key="left", title="another", estimate_s=99, state="left-out", reason="takes about 99 s"),
+    ),
+)
+
+
+def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping() -> None:
+    ((mine, other, by),) = render.loss_distances(render.trained(REPORT))
+    assert (mine, other) == ("<ours> & more", "<gpu> & more")
+    assert by == pytest.approx(0.01)
+
+
+def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
+    text = render.write(tmp_path, REPORT).read_text()
+    for name in ("tokens.svg", "steps.svg", "losses.svg", "copies.svg"):
+        assert f"({name})" in text
+        drawn = " ".join(ElementTree.parse(tmp_path / name).getroot().itertext())
+        assert "<gpu> & more" in drawn or name == "copies.svg"
+    assert "2.00 / 1.90" in text
+    assert "another: left-out: takes about 99 s" in text
+    assert render.figures(EMPTY) == {}
+
+
+def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
+    home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
+    named = Found(code="a", severity="note", title=f"{host.upper()}: {home}/.cache is full, says {user}@{host}")
+    machine = machine_found(inspect_machine(), (named,))
+    failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=f"`so-tui logs {home}/.local/state/x` shows; alps says no")
+    report = replace(EMPTY, outcomes=(Outcome(key="m", title="m", estimate_s=1, state="measured", result=machine), failed))
+    shared = reports.shared(report)
+    text = reports.encoded(shared).decode() + render.markdown(shared)
+    names = [home, "alps", *([user] if user != "root" else [])]
+    assert not [name for name in names if name in text]
+    assert f"{reports.HIDDEN} is full, says" in text
+    assert reports.HIDDEN in text
+
+
+@pytest.mark.slow
+def test_copies_are_measured_between_every_gpu_and_node() -> None:
+    """The GPU's part runs the same code on small sizes, on the CPU."""
+    nodes = request_of(inspect_machine())["nodes"][:1]
+    gpus = [{"index": 0, "node": nodes[0]["id"]}, {"index": 1, "node": None}]
+    *told, last = stream_tool("copies", {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"})
+    assert [(found["gpu"], found["all_at_once"]) for found in last["copies"]] == [(0, False), (1, False), (0, True), (1, True)]
+    assert all(found[rate] > 1e6 for found in last["copies"] for rate in ("pinned_d2h", "pageable_h2d", "both_ways"))
+    assert len(told) == 3
+
+
+@pytest.mark.slow
+def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
+    machine = replace(inspect_machine(), gpus=())
+    told: list[str] = []
+    report = validate(machine, tmp_path, seconds=170.0, gpus=0, share=True, tell=lambda text, share: told.append(text))
+    states = {outcome.key: (outcome.state, outcome.reason) for outcome in report.outcomes}
+    assert states.keys() == {"machine", "rates", "ours", "zerooffload", "ours-clipped"}
+    assert {key: state for key, (state, _) in states.items()}["ours"] == "measured", states
+    assert not [key for key, (state, _) in states.items() if state == "failed"], states
+    found = {outcome.key: result for outcome, result in render.trained(report)}
+    assert found["ours"].losses[-1] < found["ours"].losses[0]
+    assert valid("validate", (tmp_path / reports.FILE).read_text())["host"] == machine.hostname
+    assert "TFLOPS by DeepSpeed's example" in (tmp_path / "report.md").read_text()
+    assert machine.hostname not in (tmp_path / "shared" / "report.md").read_text()
+    for _, _, by in render.loss_distances(render.trained(report)):
+        assert by < 0.02
+
+
+def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
+    assert [one.key for one in machine_parts.measurements(replace(inspect_machine(), gpus=()), tmp_path)] == ["machine", "rates"]

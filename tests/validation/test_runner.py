@@ -1,0 +1,101 @@
+"""Measurements are run in order, within the time, and the report is written after each and continued later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from so_tui.machine.types import Software
+from so_tui.spec import InputError, SoTuiError
+from so_tui.validation import report as reports
+from so_tui.validation.report import MachineFound, Report
+from so_tui.validation.runner import Measurement, run
+
+FOUND = MachineFound(
+    cpu="Neoverse-V2", architecture="aarch64", page_size_bytes=65536, cores=72, nodes=(), gpus=(), software=Software(), findings=()
+)
+EMPTY = Report(so_tui="1", begun="2026-11-25T00:00:00+00:00", host="alps", gpus=1, shape="tiny, 6 layers", outcomes=())
+
+
+def part(key: str, estimate_s: float, done: list[str], fails: Callable[[], BaseException | None] = lambda: None) -> Measurement:
+    def measure(_tell: Callable[[str], None]) -> MachineFound:
+        done.append(key)
+        if (error := fails()) is not None:
+            raise error
+        return FOUND
+
+    return Measurement(key, f"part {key}", estimate_s, measure)
+
+
+def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
+    done: list[str] = []
+    written: list[list[str]] = []
+    told: list[tuple[str, float]] = []
+
+    def write(found: Report) -> None:
+        reports.write(tmp_path, found)
+        written.append([outcome.state for outcome in found.outcomes])
+
+    parts = [part("a", 1.0, done), part("b", 1000.0, done), part("c", 1.0, done)]
+    found = run(EMPTY, parts, 60.0, write, lambda text, share: told.append((text, share)))
+    assert done == ["a", "c"]
+    assert written[0] == ["pending"] * 3
+    assert written[1] == ["measured", "pending", "pending"]
+    assert written[-1] == ["measured", "left-out", "measured"]
+    assert "1000 s" in found.outcomes[1].reason
+    assert reports.read(tmp_path) == found
+    assert not found.complete
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_the_next_run_measures_what_failed_or_was_left_out_and_nothing_else() -> None:
+    done: list[str] = []
+    first = run(
+        EMPTY,
+        [part("a", 1, done), part("b", 1, done, lambda: SoTuiError("no")), part("c", 99, done)],
+        50.0,
+        lambda _: None,
+        lambda *_: None,
+    )
+    assert [outcome.state for outcome in first.outcomes] == ["measured", "failed", "left-out"]
+    assert first.outcomes[1].reason == "no"
+    done.clear()
+    parts = [part("a", 1, done), part("b", 1, done), part("c", 99, done), part("d", 1, done)]
+    second = run(first, parts, 200.0, lambda _: None, lambda *_: None)
+    assert done == ["b", "c", "d"]
+    assert second.complete
+
+
+def test_a_stopped_run_keeps_what_it_measured(tmp_path: Path) -> None:
+    done: list[str] = []
+    parts = [part("a", 1, done), part("b", 1, done, lambda: KeyboardInterrupt())]
+    with pytest.raises(KeyboardInterrupt):
+        run(EMPTY, parts, 60.0, lambda found: reports.write(tmp_path, found), lambda *_: None)
+    kept = reports.read(tmp_path)
+    assert kept is not None
+    assert [outcome.state for outcome in kept.outcomes] == ["measured", "pending"]
+
+
+def test_time_that_measurements_take_counts() -> None:
+    done: list[str] = []
+
+    def slowly(_tell: Callable[[str], None]) -> MachineFound:
+        time.sleep(0.3)
+        return FOUND
+
+    slow = Measurement("slow", "slow", 0.1, slowly)
+    found = run(EMPTY, [slow, part("b", 0.2, done)], 0.4, lambda _: None, lambda *_: None)
+    assert [outcome.state for outcome in found.outcomes] == ["measured", "left-out"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 1}', "[]", "\x00"])
+def test_a_folder_with_something_else_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / reports.FILE).write_text(content)
+    with pytest.raises(InputError) as error:
+        reports.read(tmp_path)
+    assert error.value.problems[0].code == "not-a-report"

@@ -1,0 +1,73 @@
+"""What is trained on which machine, and how ranks are bound there."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.launch.ds_config import ds_config
+from so_tui.launch.preparation import launch_of
+from so_tui.machine.described import named_machine
+from so_tui.plan import make_plan
+from so_tui.validation.training import Part, measurements, parts_of, placed, shape_for, spec_of
+from tests.support.machines import x86
+
+QUAD = named_machine("gh200-quad-120")
+SHAPE = shape_for(QUAD)
+
+
+def part(key: str, machine: object = QUAD, gpus: int = 4) -> Part:
+    return next(one for one in parts_of(QUAD, gpus) if one.key == key)
+
+
+def test_the_shape_fits_one_gpu_without_offload() -> None:
+    assert make_plan(spec_of(SHAPE, part("gpu")), QUAD).verdict == "fits"
+    smaller = shape_for(x86("NVIDIA H100 80GB HBM3", gpu_mib=40_000))
+    assert smaller.model.parameter_count < SHAPE.model.parameter_count
+    assert shape_for(x86()).name == "tiny"
+
+
+def test_every_part_plans_and_has_the_same_global_batch() -> None:
+    parts = list(parts_of(QUAD, 4))
+    assert len({one.key for one in parts}) == len(parts)
+    for one in parts:
+        plan = make_plan(spec_of(SHAPE, one), QUAD)
+        assert plan.possible, (one.key, plan.reason_texts)
+        assert plan.tokens_per_step == SHAPE.train.micro_batch * SHAPE.data.sequence_length
+        assert plan.spec.train.learning_rate == SHAPE.train.learning_rate
+    assert all(measurement.estimate_s > 60 for measurement in measurements(QUAD, SHAPE, parts))
+
+
+def test_fewer_gpus_have_fewer_parts() -> None:
+    one_node = named_machine("gh200-480")
+    keys = {one.key for one in parts_of(one_node, 1)}
+    assert {"gpu", "ours", "published", "zerooffload", "unbound"} <= keys
+    assert not {"wrong-node", "ours-2"} & keys
+    assert "ours-2" in {one.key for one in parts_of(QUAD, 2)}
+    assert "ours-4" not in {one.key for one in parts_of(QUAD, 2)}
+
+
+def test_as_published_means_deepspeeds_block_with_and_without_a_clipping_key() -> None:
+    left_out, explicit = (ds_config(make_plan(spec_of(SHAPE, part(key)), QUAD)) for key in ("published", "published-unclipped"))
+    assert "gradient_clipping" not in left_out
+    assert explicit["gradient_clipping"] == 0.0
+    assert {key: value for key, value in explicit.items() if key != "gradient_clipping"} == left_out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_can_be_bound_to_the_wrong_node_or_not_at_all(ranks: int) -> None:
+    spec = spec_of(SHAPE, replace(part("ours"), ranks=ranks))
+    plan = make_plan(spec, QUAD)
+    assert placed(plan, QUAD, "bound") is plan
+    wrong, unbound = placed(plan, QUAD, "wrong-node"), placed(plan, QUAD, "unbound")
+    for right, moved, free in zip(plan.binding, wrong.binding, unbound.binding, strict=True):
+        assert moved.memory_policy.mode == "bind"
+        (node,) = moved.memory_policy.nodes
+        assert node != right.numa_node
+        assert set(moved.cpus) <= set(QUAD.node(node).cpus)
+        assert (len(moved.main_cpus), len(moved.adam_cpus)) == (len(right.main_cpus), len(right.adam_cpus))
+        assert set(free.cpus) == set(QUAD.allowed_cpus)
+        assert free.memory_policy.mode == "default"
+        assert moved.gpu == free.gpu == right.gpu
+    for other in (wrong, unbound):
+        assert "--bind_cores_to_rank" not in launch_of(other, QUAD, inherited={}).argv
