@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from so_tui.units import significant
 
-_WIDTH, _LABEL, _ROW, _TOP = 720, 300, 18, 34
+_WIDTH, _LABEL, _ROW, _TOP = 900, 420, 18, 34
 _PLOT_HEIGHT = 260
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
@@ -64,7 +64,7 @@ def lines(title: str, curves: Sequence[Line], unit: str) -> str:
         colour = _COLOURS[index % len(_COLOURS)]
         points = " ".join(at(step, value) for step, value in enumerate(curve.values) if value == value)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        x, y = 20 + 350 * (index % 2), _TOP + 16 * (index // 2)
+        x, y = 20 + 440 * (index % 2), _TOP + 16 * (index // 2)
         parts.append(f'<rect x="{x}" y="{y - 8}" width="10" height="8" fill="{colour}"/>' + _text(x + 14, y, curve.label))
     return _svg(title, top + _PLOT_HEIGHT + 30, parts)
 

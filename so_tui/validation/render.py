@@ -60,7 +60,8 @@ def _head(report: Report) -> Iterator[str]:
     where = f" of {report.host}" if report.host else ""
     yield f"# Validation{where}"
     yield ""
-    yield f"so-tui {report.so_tui}, begun {report.begun}, at most {plural(report.gpus, 'GPU')} a run. Trained: {report.shape}, random weights."
+    most = f"at most {plural(report.gpus, 'GPU')} a run"
+    yield f"so-tui {report.so_tui}, begun {report.begun}, {most}. Trained: {report.shape}, random weights."
     yield ""
 
 
