@@ -32,6 +32,11 @@ def user_folder() -> Path:
     return _home("XDG_CONFIG_HOME", ".config", os.environ) / "presets"
 
 
+def settings_file() -> Path:
+    """Return the file of the user's settings."""
+    return _home("XDG_CONFIG_HOME", ".config", os.environ) / "settings.toml"
+
+
 def default_runs_dir() -> Path:
     """Return ``$SO_TUI_RUNS_DIR``, or ``runs`` in the XDG state folder."""
     override = os.environ.get("SO_TUI_RUNS_DIR", "")

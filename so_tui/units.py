@@ -1,17 +1,20 @@
-"""Format quantities for people: always with a unit, never wider than necessary. Pure functions.
+"""Format quantities for people: always with a unit, never wider than necessary.
 
-Memory is shown in binary units (``memory_size``), because GPU and host memory are sold and reported in GiB. Files, downloads and free disk
-space are shown in decimal units (``disk_size``), as disk vendors and file managers do.
+Memory is shown in binary units (``memory_size``), because GPU and host memory are sold and reported in GiB, unless the screen's user wants
+decimal ones. Files, downloads and free disk space are shown in decimal units (``disk_size``), as disk vendors and file managers do.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 GIB = 1 << 30
 MIB = 1 << 20
 KIB = 1 << 10
-_MEMORY_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_BINARY = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_memory_units = _BINARY
 _DISK_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _TIME_UNITS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
@@ -51,15 +54,22 @@ def count(value: float, decimals: int = 2) -> str:
     return f"{value:.0f}"
 
 
+def show_memory_in(system: Literal["binary", "decimal"]) -> None:
+    """Choose the units of memory for this process: the screen does, by its user's settings."""
+    global _memory_units
+    _memory_units = _BINARY if system == "binary" else _DECIMAL
+
+
 def memory_size(size_bytes: int, decimals: int = 1) -> str:
-    """Return a size of memory in binary units: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100 have decimals."""
-    if size_bytes >= 99.5 * GIB:
-        return f"{size_bytes / GIB:.0f} GiB"
-    if size_bytes >= 0.95 * GIB:
-        return f"{size_bytes / GIB:.{decimals}f} GiB"
-    if size_bytes >= 0.5 * MIB:
-        return f"{size_bytes / MIB:.0f} MiB"
-    return f"{size_bytes / KIB:.0f} KiB" if size_bytes >= KIB else f"{size_bytes} B"
+    """Return a size of memory: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100 have decimals."""
+    (giga, gigas), (mega, megas), (kilo, kilos) = _memory_units
+    if size_bytes >= 99.5 * giga:
+        return f"{size_bytes / giga:.0f} {gigas}"
+    if size_bytes >= 0.95 * giga:
+        return f"{size_bytes / giga:.{decimals}f} {gigas}"
+    if size_bytes >= 0.5 * mega:
+        return f"{size_bytes / mega:.0f} {megas}"
+    return f"{size_bytes / kilo:.0f} {kilos}" if size_bytes >= kilo else f"{size_bytes} B"
 
 
 def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> str:
@@ -67,7 +77,7 @@ def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> st
     if total_bytes is None:
         return memory_size(used_bytes)
     larger = max(used_bytes, total_bytes)
-    for size, unit in _MEMORY_UNITS:
+    for size, unit in _memory_units:
         if larger >= size:
             digits = 0 if larger >= 1000 * size else decimals
             return f"{used_bytes / size:.{digits}f} of {total_bytes / size:.{digits}f} {unit}"

@@ -14,6 +14,7 @@ _ENVIRONMENT = {
     "XDG_CONFIG_HOME, XDG_STATE_HOME, XDG_CACHE_HOME": "in place of ~/.config, ~/.local/state and ~/.cache",
 }
 _FILES = {
+    "~/.config/so-tui/settings.toml": "your settings",
     "~/.config/so-tui/presets/": "your own presets",
     "~/.config/so-tui/sites/": "your own site profiles",
     "~/.local/state/so-tui/runs/": "the runs",

@@ -97,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_preset_commands(commands)
     _add_run(commands)
     _add_run_commands(commands)
+    _add_settings(commands)
     _add_completion(commands)
     return parser
 
@@ -225,6 +226,13 @@ def _add_run_commands(commands: _Commands) -> None:
     supervise.add_argument("run", metavar="RUN")
     supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
     supervise.add_argument("--in-job", action="store_true", help="plan for this node of a scheduler's job first")
+
+
+def _add_settings(commands: _Commands) -> None:
+    text = "show your settings and where they are kept; with KEY=VALUE, change one"
+    settings = commands.add("settings", "settings:settings", text, commands.options.json)
+    value = "KEY shows one setting, KEY=VALUE changes it, and KEY= returns to its default"
+    settings.add_argument("setting", nargs="?", metavar="KEY[=VALUE]", help=value)
 
 
 def _add_completion(commands: _Commands) -> None:

@@ -17,12 +17,14 @@ from so_tui.commands.presets import AddedPreset, Presets
 from so_tui.commands.published import PublishedFigures
 from so_tui.commands.run import StartedRun
 from so_tui.commands.runs import Runs
+from so_tui.commands.settings import ShownSettings
 from so_tui.launch.data_preview import DataPreview
 from so_tui.launch.render import ShownLaunch
 from so_tui.machine.types import Machine
 from so_tui.plan.calibration import Probe
 from so_tui.plan.facts import Fact
 from so_tui.plan.types import Plan
+from so_tui.settings.types import Settings
 from so_tui.spec import RunSpec
 from so_tui.validation.report import Report
 
@@ -42,6 +44,8 @@ _TYPES = {
     "data": DataPreview,
     "run-detach": StartedRun,
     "runs": Runs,
+    "settings": ShownSettings,
+    "settings-file": Settings,
 }
 _TEXT: Schema = {"type": "string"}
 _NULL: Schema = {"type": "null"}

@@ -22,18 +22,19 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
-from so_tui.ui.glyphs import GlyphName, PlainCharacters, chosen_glyphs, environment_at_start
-from so_tui.ui.printable import PrintableApp
+from so_tui.ui.glyphs import GlyphName, PlainCharacters
 from so_tui.ui.screens import MODES, PAGES
+from so_tui.ui.settings_app import SettingsApp
 from so_tui.ui.terminal import terminal_lost
 from so_tui.ui.text import Content, plural
-from so_tui.ui.theme import DARK, THEMES, fallback_variables
+from so_tui.ui.theme import fallback_variables
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
+    from so_tui.settings.file import Loaded
     from so_tui.spec import Catalog
     from so_tui.ui.runlist import RunLister, RunRow
     from so_tui.ui.screens.dialogs import Question
@@ -52,7 +53,7 @@ def import_packages() -> None:
         importlib.import_module(package)
 
 
-class SoTuiApp(PrintableApp[None]):
+class SoTuiApp(SettingsApp[None]):
     """``catalog`` and ``machine`` are loaded after the first paint where they are not given."""
 
     TITLE = "so-tui"
@@ -89,11 +90,13 @@ class SoTuiApp(PrintableApp[None]):
         *,
         machine_file: str = "",
         start: StartRun | None = None,
+        settings: Loaded | None = None,
     ) -> None:
         """Create the application.
 
         Args:
             machine_file: File that describes ``machine``, where that is another one.
+            settings: The user's settings; the defaults if absent.
             start: Replaces ``so_tui.launch.start`` in tests whose subject is not the launch.
         """
         self._given = (catalog, machine, machine_file)
@@ -108,12 +111,9 @@ class SoTuiApp(PrintableApp[None]):
             import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another screen first.
         setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
-        super().__init__()
+        super().__init__(settings)
         self.set_reactive(SoTuiApp.machine_file, machine_file)
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = DARK.name
-        self.set_reactive(SoTuiApp.glyphs, chosen_glyphs(environment_at_start()))
+        self.set_reactive(SoTuiApp.glyphs, self.glyphs_at_start())
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
@@ -131,6 +131,7 @@ class SoTuiApp(PrintableApp[None]):
 
     def _after_first_paint(self) -> None:
         import_packages()
+        self.report_settings()
         self.load()
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs)

@@ -35,6 +35,7 @@ _PLAIN = str.maketrans(
         "▼": "v",
         "▲": "^",
         "▸": ">",
+        "◂": "<",
         "▾": "v",
         "▓": "%",
         "▒": ":",
@@ -57,12 +58,16 @@ _PLAIN = str.maketrans(
 )
 
 
-def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None) -> GlyphName:
-    """Return the set that ``SO_TUI_GLYPHS`` names, or else one that locale and terminal can show: the Linux console has no braille."""
+def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None, preferred: str = "auto") -> GlyphName:
+    """Return the set that ``SO_TUI_GLYPHS`` names, else the preferred one, else one that locale and terminal can show.
+
+    The Linux console has no braille.
+    """
     names: tuple[GlyphName, ...] = get_args(GlyphName)
-    for name in names:
-        if environ.get(VARIABLE) == name:
-            return name
+    for wanted in (environ.get(VARIABLE), preferred):
+        for name in names:
+            if wanted == name:
+                return name
     encoding = locale.getpreferredencoding(False) if encoding is None else encoding
     if _locale_name(environ) in _ASCII_LOCALES or encoding.lower().replace("-", "") != "utf8":
         return "ascii"

@@ -1,4 +1,4 @@
-"""The two themes, and what each colour stands for.
+"""The themes dark and light, what each colour stands for, and the list of all themes of so-tui.
 
 All colours sit on the xterm 256-colour cube, so a terminal or multiplexer that rounds to 256 colours shows the same picture.
 Verdicts are told apart by lightness and by blue against red, which colour-blind eyes keep; a sign or a word always stands beside them.
@@ -7,6 +7,8 @@ Verdicts are told apart by lightness and by blue against red, which colour-blind
 from __future__ import annotations
 
 from textual.theme import Theme
+
+from so_tui.ui.accessible_themes import COLOUR_BLIND, CONTRAST
 
 DARK = Theme(
     name="so-tui-dark",
@@ -82,7 +84,7 @@ LIGHT = Theme(
     },
 )
 
-THEMES = (DARK, LIGHT)
+THEMES = (DARK, LIGHT, CONTRAST, COLOUR_BLIND)
 
 # What a theme of Textual's own lacks, in terms of what every theme has.
 _FALLBACKS = {

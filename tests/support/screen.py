@@ -17,6 +17,8 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
+from so_tui.settings.file import Loaded
+from so_tui.settings.types import Settings
 from so_tui.ui.app import SoTuiApp, StartRun
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
@@ -128,10 +130,12 @@ async def opened(
     this_machine: bool = False,
     open_run: RunDirectory | None = None,
     start: StartRun | None = None,
+    settings: Loaded | Settings | None = None,
 ) -> AsyncIterator[Driver]:
     """Open the application on ``machine`` (four GH200 unless given, the present host with ``this_machine``)."""
     chosen = None if this_machine else machine or quad_machine()
-    app = SoTuiApp(machine=chosen, runs_dir=runs_dir, open_run=open_run, start=start)
+    loaded = Loaded(settings) if isinstance(settings, Settings) else settings
+    app = SoTuiApp(machine=chosen, runs_dir=runs_dir, open_run=open_run, start=start, settings=loaded)
     async with app.run_test(size=size) as pilot:
         driver = Driver(app, pilot)
         await driver.until(lambda: app.machine is not None and app.catalog is not None)

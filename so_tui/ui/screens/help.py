@@ -38,6 +38,8 @@ def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[s
         ("esc", "Leave a text field", "Single keys are commands again"),
         ("arrows", "Move", "In tables, lists and logs; the mouse does the same"),
     ]
+    if screen.app.check_action("vim", ()):
+        moving.append(("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key"))
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
 
 

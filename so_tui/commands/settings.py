@@ -1,0 +1,112 @@
+"""``settings``: show and change the user's own settings."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import tomllib
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.commands.common import print_json, print_rich
+from so_tui.folders import settings_file
+from so_tui.settings.file import KEYS, SECRET, Setting, all_settings, change_settings, choices, load_settings, value_of
+from so_tui.settings.types import Settings
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.wording import nearest, shown
+from so_tui.trust.printable import printable_line
+from so_tui.trust.secrets import HIDDEN
+
+_NEW = "new"
+"""In place of a secret: have one made."""
+_TOKEN_BYTES = 32
+
+
+class ShownSettings(Struct, frozen=True):
+    """What ``settings --json`` prints."""
+
+    file: str
+    settings: Settings
+    """In force; the token is hidden."""
+    problems: tuple[Problem, ...]
+    """What is wrong in the file, for which the defaults hold."""
+
+
+def settings(arguments: argparse.Namespace) -> int:
+    """Print the settings, or change one. Return 2 if the file has something that is wrong.
+
+    Raises:
+        InputError: There is no such setting, or it cannot be changed so.
+    """
+    key, equals, text = (arguments.setting or "").partition("=")
+    if key and key not in KEYS:
+        remedy = f"{nearest(key, KEYS)}`so-tui settings` lists them all."
+        message = "there is no such setting"
+        raise InputError([Problem(code="unknown-setting", field="settings", value=shown(key), message=message, remedy=remedy)])
+    if equals:
+        change_settings({key: _value(key, text) if text else None})
+    loaded = load_settings()
+    for problem in loaded.problems:
+        print(f"so-tui: {problem}", file=sys.stderr)
+    if arguments.json:
+        print_json(ShownSettings(str(settings_file()), _hidden(loaded.settings), loaded.problems))
+    elif key:
+        print(_text(key, value_of(loaded.settings, key)))
+    else:
+        _print_all(loaded.settings)
+    return InputError.exit_code if loaded.problems else 0
+
+
+def _print_all(found: Settings) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("setting", "value", "what it is"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
+    for setting in all_settings():
+        value = value_of(found, setting.key)
+        table.add_row(setting.key, Text(_text(setting.key, value), style="" if value == setting.default else "bold"), Text(_about(setting)))
+    print_rich(table, f"\n{printable_line(str(settings_file()))}")
+
+
+def _about(setting: Setting) -> str:
+    words = choices(setting.kind)
+    return f"{setting.description} ({', '.join(words)})" if words else setting.description
+
+
+def _text(key: str, value: Any) -> str:
+    """Return a value as it is typed; ``-`` for none."""
+    if key in SECRET and value:
+        return HIDDEN
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, tuple):
+        value = list(value)
+    return printable_line(value if isinstance(value, str) and value else msgspec.json.encode(value).decode())
+
+
+def _value(key: str, text: str) -> Any:
+    """Return a typed value: as TOML where it is some, and otherwise as text. Raises InputError for a secret."""
+    if key in SECRET:
+        if text != _NEW:
+            message, remedy = "would be seen in the list of processes", f"`{key}={_NEW}` makes one; or write it into the file."
+            raise InputError([Problem(code="secret-in-arguments", field=key, value="", message=message, remedy=remedy)])
+        return secrets.token_urlsafe(_TOKEN_BYTES)
+    kind = next(setting.kind for setting in all_settings() if setting.key == key)
+    if choices(kind) or key == "screen.theme":
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
+        return text
+
+
+def _hidden(found: Settings) -> Settings:
+    """Return the settings without the token."""
+    if not found.prometheus.token:
+        return found
+    return msgspec.structs.replace(found, prometheus=msgspec.structs.replace(found.prometheus, token=HIDDEN))

@@ -1,0 +1,1 @@
+"""The user's own settings: what ``settings.toml`` holds, reading it, and changing it."""

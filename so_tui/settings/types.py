@@ -1,0 +1,93 @@
+"""What ``settings.toml`` can say. The descriptions here are those of the schema, of ``so-tui settings`` and of the screen."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from so_tui.structs import prepare
+
+AlertName = Literal["ended", "failed", "not-finite", "stall", "loss", "disk"]
+ALERTS: tuple[AlertName, ...] = ("ended", "failed", "not-finite", "stall", "loss", "disk")
+Key = Annotated[str, Meta(min_length=1, max_length=80)]
+Argument = Annotated[str, Meta(max_length=4096)]
+
+
+class ScreenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the screen looks."""
+
+    theme: Annotated[
+        str, Meta(max_length=80, description="colours: so-tui-dark, -light, -contrast, -colour-blind, or a theme of Textual")
+    ] = "so-tui-dark"
+    glyphs: Annotated[
+        Literal["auto", "braille", "block", "ascii"], Meta(description="characters of charts; auto takes what locale and terminal can show")
+    ] = "auto"
+    units: Annotated[Literal["binary", "decimal"], Meta(description="memory in GiB or in GB")] = "binary"
+    layout: Annotated[Literal["auto", "compact"], Meta(description="auto goes by the terminal's size; compact is that of a small one")] = (
+        "auto"
+    )
+
+
+class KeySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys of the screen."""
+
+    style: Annotated[Literal["standard", "vim"], Meta(description="vim adds j k g G ^d ^u ^f ^b for moving")] = "standard"
+    bindings: Annotated[
+        dict[Annotated[str, Meta(max_length=80)], Key],
+        Meta(max_length=200, description='other keys for commands: stop = "ctrl+x"; several are separated by commas'),
+    ] = {}
+
+
+class RunListSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The list of runs."""
+
+    sort: Annotated[
+        Literal["started", "name", "model", "state", "loss", "tokens/s", "mfu", "memory"], Meta(description="what runs are sorted by")
+    ] = "started"
+    group: Annotated[Literal["none", "model", "state", "tag", "host"], Meta(description="what runs are grouped by")] = "none"
+
+
+class AlertSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is announced, and how."""
+
+    on: Annotated[tuple[AlertName, ...], Meta(max_length=20, description="what is announced")] = ALERTS
+    bell: Annotated[bool, Meta(description="ring the terminal's bell")] = True
+    notify: Annotated[
+        Literal["auto", "osc9", "osc777", "off"], Meta(description="desktop notification by the terminal; auto takes what it understands")
+    ] = "auto"
+    title: Annotated[bool, Meta(description="name live runs and the last alert in the terminal's title")] = True
+    stall_s: Annotated[float, Meta(ge=10, le=604_800, description="seconds without a step that count as a stall")] = 900.0
+    loss_above: Annotated[float | None, Meta(description="announce a loss above this")] = None
+    disk_free_gb: Annotated[
+        float, Meta(ge=0, le=1e9, description="announce less free disk space than this, in GB, for the run or its checkpoints")
+    ] = 10.0
+    command: Annotated[
+        tuple[Argument, ...], Meta(max_length=64, description="command that the supervisor runs for each alert, as a list of arguments")
+    ] = ()
+    command_timeout_s: Annotated[float, Meta(ge=1, le=300, description="seconds after which that command is ended")] = 20.0
+
+
+class PrometheusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures of live runs for Prometheus, on the host that trains."""
+
+    enabled: Annotated[bool, Meta(description="let supervisors of new attempts answer on 127.0.0.1")] = False
+    port: Annotated[int, Meta(ge=1024, le=65_500, description="first port; with several runs on a host, the next free one of sixteen")] = (
+        9464
+    )
+    token: Annotated[
+        str, Meta(max_length=200, description="secret of at least 16 characters that a request must carry as a bearer token")
+    ] = ""
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``settings.toml`` in the user's XDG config folder."""
+
+    screen: ScreenSettings = ScreenSettings()
+    keys: KeySettings = KeySettings()
+    runs: RunListSettings = RunListSettings()
+    alerts: AlertSettings = AlertSettings()
+    prometheus: PrometheusSettings = PrometheusSettings()
+
+
+prepare(Settings)

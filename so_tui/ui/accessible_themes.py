@@ -1,0 +1,84 @@
+"""Two themes for eyes that the others do not suit: one of high contrast, and one whose colours all kinds of colour vision tell apart.
+
+Tests compute both: contrasts by WCAG 2.2 (at least 7 to 1), and distances between the colours of parts, simulated for protanopia,
+deuteranopia and tritanopia. All colours sit on the xterm 256-colour cube.
+"""
+
+from __future__ import annotations
+
+from textual.theme import Theme
+
+CONTRAST = Theme(
+    name="so-tui-contrast",
+    dark=True,
+    primary="#5fd7ff",
+    secondary="#d7afff",
+    accent="#ffff00",
+    success="#5fff87",
+    warning="#ffff00",
+    error="#ffafaf",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#1c1c1c",
+    boost="#1c1c1c",
+    variables={
+        "faint": "#d0d0d0",
+        "rule": "#a8a8a8",
+        "adam": "#5fd7ff",
+        "main-core": "#ffaf00",
+        "other-core": "#bcbcbc",
+        "forward": "#d7afff",
+        "backward": "#af87ff",
+        "exposed": "#5fd7ff",
+        "data-part": "#ffff00",
+        "other-part": "#bcbcbc",
+        "raw-line": "#a8a8a8",
+        "block-cursor-foreground": "#000000",
+        "block-cursor-background": "#ffff00",
+        "block-cursor-text-style": "bold",
+        "block-cursor-blurred-background": "#585858",
+        "footer-background": "#000000",
+        "footer-key-foreground": "#ffff00",
+        "footer-description-foreground": "#ffffff",
+        "input-selection-background": "#005fff 80%",
+    },
+)
+
+# After the palette of Okabe and Ito: sky blue, orange, bluish green, yellow, vermilion, reddish purple.
+COLOUR_BLIND = Theme(
+    name="so-tui-colour-blind",
+    dark=True,
+    primary="#5fafff",
+    secondary="#d787af",
+    accent="#5fafff",
+    success="#00af87",
+    warning="#ffff5f",
+    error="#ff5f00",
+    foreground="#dadada",
+    background="#121212",
+    surface="#1c1c1c",
+    panel="#262626",
+    boost="#262626",
+    variables={
+        "faint": "#9e9e9e",
+        "rule": "#4e4e4e",
+        "adam": "#5fafff",
+        "main-core": "#ff8700",
+        "other-core": "#8a8a8a",
+        "forward": "#d787af",
+        "backward": "#af5f87",
+        "exposed": "#5fafff",
+        "data-part": "#ffff5f",
+        "other-part": "#8a8a8a",
+        "raw-line": "#585858",
+        "block-cursor-foreground": "#121212",
+        "block-cursor-background": "#5fafff",
+        "block-cursor-text-style": "none",
+        "block-cursor-blurred-background": "#303030",
+        "footer-background": "#1c1c1c",
+        "footer-key-foreground": "#5fafff",
+        "footer-description-foreground": "#bcbcbc",
+        "input-selection-background": "#5f87af 60%",
+    },
+)
