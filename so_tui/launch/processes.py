@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from so_tui.launch.alert_command import MARKER as ALERT_MARKER
 from so_tui.machine.memory import pss_bytes
 from so_tui.runs.liveness import alive
 from so_tui.runs.process_stat import Stat, read_stat
 from so_tui.runs.records import Process
 
+_ALERT_ENTRY = f"{ALERT_MARKER}=".encode()
 Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -162,7 +164,10 @@ class ProcessTree:
         stat = read_stat(pid)
         if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living or not _is_own(pid):
             return
-        if stat.parent == self._supervisor_pid or stat.parent in self._living or self._markers <= _environ(pid):
+        environ = _environ(pid)
+        if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
+            return  # the user's alert command, which is not the run's although the supervisor is its parent
+        if stat.parent == self._supervisor_pid or stat.parent in self._living or self._markers <= environ:
             self._describe(pid, stat)
             self._stats[pid] = stat
 

@@ -37,6 +37,7 @@ def first_state(
         heartbeat=before.heartbeat + 1,
         forced=forced,
         supervisor=supervisor,
+        alerts=before.alerts,
     )
 
 

@@ -18,6 +18,8 @@ from types import FrameType
 import msgspec
 
 from so_tui.launch import locks, run_state
+from so_tui.launch.alert_watch import remembered
+from so_tui.launch.announcer import Announcer
 from so_tui.launch.evidence import failures_in, not_started, with_advice
 from so_tui.launch.job import Job
 from so_tui.launch.marker import markers
@@ -32,7 +34,7 @@ from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader, trim_log
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import RunState
+from so_tui.runs.records import MetricRecord, RunState
 from so_tui.runs.run_lock import RunLock
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL, read_state, write_last_state, write_state
@@ -83,6 +85,9 @@ class Supervisor:
         self._trim_due = 0.0
         self._directory_seen_at = time.monotonic()
         self._trouble: dict[str, int | None] = {}
+        self._records: list[MetricRecord] = []
+        checkpoints = self._job.launch.spec.checkpoint.folder
+        self._announcer = Announcer(run, attempt, self._host, checkpoints)
 
     def watch(self) -> int:
         """Run the attempt from its start to its end. Return the run's exit code."""
@@ -115,7 +120,9 @@ class Supervisor:
                 if time.monotonic() >= due and not self._superseded:
                     due = time.monotonic() + TICK_S
                     with self._despite_errors_of("samples"):
-                        samples.append(sampler.sample())
+                        sample = sampler.sample()
+                        self._announcer.publish(self._state, self._reader.latest, sample)
+                        samples.append(sample)
         finally:
             sampler.close()
             with self._despite_errors_of("samples"):
@@ -146,13 +153,26 @@ class Supervisor:
         self._state = run_state.observed(self._state, self._reader, self._attempt)
         if self._stop is not None:
             self._state = msgspec.structs.replace(self._state, detail=self._state.detail or "asked to stop")
+        self._check_alerts()
         self._state = msgspec.structs.replace(self._state, heartbeat=self._state.heartbeat + 1, processes=self._tree.alive)
         self._write_state()
 
+    def _check_alerts(self) -> None:
+        records, self._records = self._records, []
+        with self._despite_errors_of("alerts"):
+            new = self._announcer.tick(self._state, records, full=self._disk_full())
+            self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))
+
+    def _disk_full(self) -> bool:
+        return any(trouble in FULL for trouble in self._trouble.values())
+
     def _read(self) -> None:
         # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and the heartbeat must not wait.
-        while self._reader.poll(limit_records=10_000, limit_s=0.2).behind:
-            continue
+        behind = True
+        while behind:
+            progress = self._reader.poll(limit_records=10_000, limit_s=0.2)
+            self._records += progress.records
+            behind = progress.behind
         self._take_lines(self._log.poll())
         if self._shutdown.ended_at is None and run_state.end_record(self._reader, self._attempt) is not None:
             self._shutdown.ended_at = time.monotonic()
@@ -247,7 +267,7 @@ class Supervisor:
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
             gone_unseen=self._gone_unseen,
             oom_kills=oom_kills() - self._oom_kills_before,
-            disk_full=any(trouble in FULL for trouble in self._trouble.values()),
+            disk_full=self._disk_full(),
             log=tuple(self._last_lines),
         )
 
@@ -258,9 +278,13 @@ class Supervisor:
         ended = time.time() if self._heartbeat_at is None else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
         self._state = run_state.final_state(state, outcome, outcome_text(outcome, facts), ended)
         if not deleted(self._run) and not self._superseded:
+            with self._despite_errors_of("alerts"):
+                new = self._announcer.end(self._state)
+                self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))
             with self._despite_errors_of("state"):
                 write_last_state(self._run, self._state)
         self._job.release()
+        self._announcer.finish()
         return outcome.run_exit_code
 
     def _first_state(self, found: RunState) -> RunState:

@@ -235,6 +235,19 @@ class Process(Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
 
+class Alert(Struct, frozen=True, kw_only=True):
+    """Something that the run's user wants to be told."""
+
+    kind: str
+    """``settings.types.AlertName``; newer versions may have more."""
+    attempt: int
+    time: float
+    step: int
+    value: float | None = None
+    """What was measured: the loss, the free bytes, the seconds without a step."""
+    bound: float | None = None
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Content of ``state.json``, which only the supervisor writes, atomically."""
 
@@ -270,6 +283,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     """Whether the run was started with --force although it does not fit the plan."""
     supervisor: Process | None = None
     processes: tuple[Process, ...] = ()
+    alerts: tuple[Alert, ...] = ()
+    """The last alerts, of all attempts, oldest first."""
 
     @property
     def took_s(self) -> float | None:

@@ -66,8 +66,9 @@ def read_state(run: RunDirectory) -> RunState:
 
 def _plausible(state: RunState) -> bool:
     """Return whether times can be shown as dates, and counts are in a range to compute with."""
-    times = (state.started, state.ended, state.attempt_started, state.saved_at)
-    counts = (state.attempt, state.step, state.total_steps, state.saved_step, state.heartbeat)
+    alerts = state.alerts
+    times = (state.started, state.ended, state.attempt_started, state.saved_at, *(alert.time for alert in alerts))
+    counts = (state.attempt, state.step, state.total_steps, state.saved_step, state.heartbeat, *(alert.step for alert in alerts))
     return all(time is None or is_time(time) for time in times) and all(count is None or is_count(count) for count in counts)
 
 

@@ -22,9 +22,9 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
+from so_tui.ui.announcing import AnnouncingApp
 from so_tui.ui.glyphs import GlyphName, PlainCharacters
 from so_tui.ui.screens import MODES, PAGES
-from so_tui.ui.settings_app import SettingsApp
 from so_tui.ui.terminal import terminal_lost
 from so_tui.ui.text import Content, plural
 from so_tui.ui.theme import fallback_variables
@@ -53,7 +53,7 @@ def import_packages() -> None:
         importlib.import_module(package)
 
 
-class SoTuiApp(SettingsApp[None]):
+class SoTuiApp(AnnouncingApp[None]):
     """``catalog`` and ``machine`` are loaded after the first paint where they are not given."""
 
     TITLE = "so-tui"
@@ -342,6 +342,7 @@ class SoTuiApp(SettingsApp[None]):
             lines.append(f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again.")
         if self.starting:
             lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
+        self.restore_title()
         self.exit(message="\n".join(lines) or None)
 
     def action_help(self) -> None:

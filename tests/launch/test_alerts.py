@@ -1,0 +1,233 @@
+"""Alerts: what is noticed, the user's command, and that it comes from the user's own settings and never harms the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from so_tui.folders import settings_file
+from so_tui.launch.alert_command import AlertCommand
+from so_tui.launch.alert_text import alert_text, known
+from so_tui.launch.alert_watch import KEPT, AlertWatch, remembered
+from so_tui.launch.announcer import Announcer, OwnSettings, free_bytes
+from so_tui.launch.processes import ProcessTree
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import Alert, RunState
+from so_tui.settings.file import change_settings
+from so_tui.settings.types import AlertSettings
+from so_tui.spec import InputError, find_preset, load_catalog
+from tests.support.fake_runs import Runs, ended, wait_for
+from tests.support.records import step_record
+
+TRAINING = RunState(name="r", state="training", attempt=1, step=5)
+
+
+def kinds(alerts: tuple[Alert, ...]) -> list[str]:
+    return [alert.kind for alert in alerts]
+
+
+def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
+    watch = AlertWatch(1, 0.0)
+    settings = AlertSettings(loss_above=3.0, stall_s=60)
+    nan, high, good = (step_record(5, loss=loss) for loss in (float("nan"), 4.0, 2.0))
+    assert kinds(watch.observe(TRAINING, [nan, nan], 1, settings)) == ["not-finite"]
+    assert kinds(watch.observe(TRAINING, [high, high], 2, settings)) == ["loss"]
+    assert kinds(watch.observe(TRAINING, [good, high, nan], 3, settings)) == ["loss", "not-finite"]
+    assert kinds(watch.observe(TRAINING, [], 62, settings)) == []
+    (stall,) = watch.observe(TRAINING, [], 64, settings)
+    assert (stall.kind, stall.value) == ("stall", 61)
+    assert watch.observe(TRAINING, [], 500, settings) == ()
+    assert watch.observe(TRAINING, [good], 501, settings) == ()
+    assert kinds(watch.observe(TRAINING, [], 600, settings)) == ["stall"]
+    assert kinds(watch.observe(TRAINING, [step_record(6, loss=2.0, gradient_norm=float("inf"))], 601, settings)) == ["not-finite"]
+
+
+def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing() -> None:
+    watch = AlertWatch(2, 0.0)
+    settings = AlertSettings(stall_s=60)
+    slow = msgspec.structs.replace(step_record(1), attempt=2, step_s=100.0)
+    assert watch.observe(TRAINING, [slow], 0, settings) == ()
+    assert watch.observe(TRAINING, [], 900, settings) == ()
+    assert kinds(watch.observe(TRAINING, [], 1001, settings)) == ["stall"]
+    saving = msgspec.structs.replace(TRAINING, state="saving")
+    assert watch.observe(saving, [slow], 1002, settings) == ()
+    assert watch.observe(saving, [], 9000, settings) == ()
+    assert watch.observe(TRAINING, [], 9059, settings) == ()
+    assert watch.observe(TRAINING, [step_record(1, loss=float("nan"))], 9060, settings) == ()  # of attempt 1
+
+
+def test_a_full_disk_and_the_end_are_noticed_and_what_is_not_wanted_is_not() -> None:
+    watch = AlertWatch(1, 0.0)
+    settings = AlertSettings(disk_free_gb=10)
+    assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == ["disk"]
+    assert watch.disks(TRAINING, {"/a": 10.5 * 10**9}, settings, full=False) == ()  # type: ignore[dict-item]
+    assert watch.disks(TRAINING, {"/a": 12 * 10**9}, settings, full=False) == ()
+    assert kinds(watch.disks(TRAINING, {}, settings, full=True)) == ["disk"]
+    for state, kind in (("finished", "ended"), ("stopped", "ended"), ("failed", "failed"), ("lost", "failed")):
+        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]  # type: ignore[arg-type]
+    none = AlertSettings(on=())
+    assert watch.end(RunState(name="r", state="failed"), none) == ()
+    assert watch.observe(TRAINING, [step_record(5, loss=float("nan"))], 1, none) == ()
+    many = tuple(Alert(kind="loss", attempt=1, time=0, step=step) for step in range(3 * KEPT))
+    assert remembered((), many)[-1].step == 3 * KEPT - 1
+    assert len(remembered(many, many)) == KEPT
+
+
+def test_space_is_that_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
+    found = free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
+    assert found[str(tmp_path)] > 0
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("kind", ["ended", "failed", "not-finite", "stall", "loss", "disk"])
+def test_sentences_hold_nothing_that_acts_on_a_terminal(kind: str) -> None:
+    hostile = "a\x1b]0;owned\x07\n;x" + "\u202e" * 5 + "y" * 400
+    alert = Alert(kind=kind, attempt=1, time=0, step=2**53, value=1e300, bound=-1e300)
+    text = alert_text(alert, hostile, RunState(name="x", state="failed", reason="\x1b]52;c;x\x07"))
+    assert text.startswith("so-tui: ")
+    assert text.isprintable()
+    assert ";" not in text
+    assert len(text) < 200
+
+
+def test_an_unknown_kind_has_no_sentence() -> None:
+    assert known(Alert(kind="\x1b[2J", attempt=1, time=0, step=1)) is None
+    assert alert_text(Alert(kind="newer", attempt=1, time=0, step=1), "r", TRAINING) == ""
+
+
+def ran(command: list[str], text: str = "so-tui: it", timeout_s: float = 20.0, **about: str) -> None:
+    runner = AlertCommand()
+    runner.request(command, {"SO_TUI_ALERT_KIND": "loss", **about}, text, timeout_s)
+    runner.finish()
+
+
+def test_the_command_gets_the_alert_and_no_name_becomes_part_of_a_script(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = "import os, sys; open(sys.argv[1], 'w').write(repr((sys.argv[2:], os.environ['SO_TUI_ALERT_RUN'])))"
+    ran([sys.executable, "-c", script, str(out), "{text}", "x{text}"], text="so-tui: $(touch x)", SO_TUI_ALERT_RUN="a b")
+    assert out.read_text() == repr((["so-tui: $(touch x)", "x{text}"], "a b"))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["/nowhere/at-all"], "was not started"),
+        (["/bin/sh", "-c", "echo no network >&2; exit 3"], "ended with exit code 3: no network"),
+        (["/bin/sh", "-c", "sleep 98765 & sleep 98765"], "took too long"),
+        (["/bin/sh", "-c", "yes"], "took too long"),
+        (["/bin/sh", "-c", "kill -9 $$"], "exit code -9"),
+        (["/bin/sh", "-c", "printf '\\033]0;x\\007'; exit 1"], "\\x1b]0;x\\x07"),
+    ],
+    ids=["missing", "fails", "hangs", "floods", "killed", "hostile"],
+)
+def test_a_command_that_fails_is_logged_and_leaves_nothing(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    ran(command, timeout_s=1.0)
+    assert time.monotonic() - started < 8
+    log = capsys.readouterr().err
+    assert said in log
+    assert len(log) < 2500
+    assert subprocess.run(["pgrep", "-f", "^sleep 98765"], capture_output=True, text=True, check=False).stdout == ""
+
+
+def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_the_run() -> None:
+    runner = AlertCommand()
+    started = time.monotonic()
+    # Its orphan becomes a child of a supervisor, too.
+    runner.request(["/bin/sh", "-c", "(sleep 30 &) ; sleep 30"], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 1.0)
+    runner.tick()
+    assert time.monotonic() - started < 1
+    time.sleep(0.2)
+    tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+    tree.scan(thorough=True)
+    commands = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in tree.alive]
+    assert not any(b"sleep" in command for command in commands)
+    runner.finish()
+
+
+def test_nothing_of_a_run_spec_or_preset_sets_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever somebody writes alerts and tokens into what others get: only the user's own file has them."""
+    planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nenabled = true\ntoken = '0123456789abcdef'\n"
+    preset = tmp_path / "p.toml"
+    preset.write_text(f"extends = 'tiny'\n{planted}")
+    with pytest.raises(InputError) as caught:
+        find_preset(str(preset), load_catalog())
+    assert {problem.field for problem in caught.value.problems} >= {"alerts", "prometheus"}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("settings.toml", "so-tui/settings.toml", ".config/so-tui/settings.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(planted)
+    state = {"name": "r", "state": "training", "alerts": [{"kind": "loss", "attempt": 1, "time": 1, "step": 1, "command": ["x"]}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    monkeypatch.chdir(folder)
+    settings = OwnSettings().current()
+    assert settings.alerts.command == ()
+    assert not settings.prometheus.enabled
+    assert not any("command" in field for field in Alert.__struct_fields__)
+
+
+def test_settings_that_change_while_a_run_goes_on_take_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.launch.announcer._SETTINGS_S", 0.0)
+    own = OwnSettings()
+    assert own.current().alerts.command == ()
+    change_settings({"alerts.command": ["/bin/true"]})
+    assert own.current().alerts.command == ("/bin/true",)
+    settings_file().chmod(0o644)
+    assert own.current().alerts.command == ()
+    settings_file().unlink()
+    assert own.current().alerts == AlertSettings()
+
+
+def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = 'printf "%s|%s|%s" "$SO_TUI_ALERT_KIND" "$SO_TUI_ALERT_STEP" "$SO_TUI_ALERT_TEXT" > ' + str(out)
+    change_settings({"alerts.command": ["/bin/sh", "-c", script]})
+    announcer = Announcer(RunDirectory(tmp_path), 1, "host", "")
+    assert kinds(announcer.end(RunState(name="x", state="failed", step=7))) == ["failed"]
+    announcer.finish()
+    assert out.read_text() == f"failed|7|so-tui: {tmp_path.name} has failed at step 7"
+
+
+@pytest.mark.slow
+def test_a_real_supervisor_runs_the_command_without_a_screen_and_answers_prometheus(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "told"
+    script = 'echo "$SO_TUI_ALERT_KIND $SO_TUI_ALERT_STATE" >> ' + f"{out}; exec sleep 60"  # it outlives the run, until its time is over
+    change_settings(
+        {
+            "alerts.command": ["/bin/sh", "-c", script],
+            "alerts.command_timeout_s": 2,
+            "alerts.loss_above": 1.5,
+            "prometheus.enabled": True,
+            "prometheus.port": 19_464,
+            "prometheus.token": "0123456789abcdef",
+        }
+    )
+    monkeypatch.setenv("FAKE_TRAINER", "steps=60")
+    run = runs.start()
+    wait_for(run, lambda state: state.step >= 20)
+    log = next(run.attempt_dir(1).glob("supervisor.*.log"))
+    address = next(word for word in log.read_text().split() if word.startswith("http://127.0.0.1:"))
+    request: Any = urllib.request.Request(address, headers={"Authorization": "Bearer 0123456789abcdef"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        figures = answer.read().decode()
+    assert 'state="training"' in figures
+    last = wait_for(run, ended)
+    assert (last.state, last.exit_code) == ("finished", 0)
+    assert [alert.kind for alert in last.alerts] == ["loss", "ended"]
+    deadline = time.monotonic() + 20
+    while out.read_text().split("\n")[1:2] != ["ended finished"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert out.read_text() == "loss training\nended finished\n"
+    assert "took too long" in log.read_text()

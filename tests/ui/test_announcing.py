@@ -1,0 +1,85 @@
+"""What the screen tells of runs: once, in fixed words, and only of the user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.runs import read_state, write_state
+from so_tui.runs.records import Alert
+from so_tui.settings.types import AlertSettings, Settings
+from so_tui.ui.announcing import AnnouncingApp, notification
+from tests.support.make_run import write_run
+from tests.support.screen import opened
+
+CONTROLS = re.compile(r"\x1b\[22;2t|\x1b\[23;2t|\x07|\x1b\]2;[^\x00-\x1f\x7f]*\x1b\\|\x1b\]9;[^\x00-\x1f\x7f;]*\x1b\\")
+"""All that an announcement may send."""
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    written: list[str] = []
+    monkeypatch.setattr(AnnouncingApp, "write_to_terminal", lambda self, sequence: written.append(sequence))
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
+    for name in ("TMUX", "VTE_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return written
+
+
+async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: list[str]) -> None:
+    run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="evil\x1b]52;c;eA==\x07;x")
+    old = Alert(kind="loss", attempt=1, time=1.0, step=2, value=9.0, bound=3.0)
+    write_state(run, replace(read_state(run), alerts=(old,)))
+    async with opened(runs_dir) as ui:
+        await ui.until(lambda: any("\x1b]2;so-tui: evil" in text for text in sent))
+        assert not ui.notes()
+        made_up = Alert(kind="\x1b[2J", attempt=1, time=3.0, step=3)
+        new = Alert(kind="not-finite", attempt=1, time=2.0, step=3)
+        write_state(run, replace(read_state(run), reason="\x1b]0;x\x07", alerts=(old, made_up, new)))
+        await ui.until(lambda: "\a" in "".join(sent))
+        await ui.until(lambda: any("not finite" in note for note in ui.notes()))
+        write_state(run, replace(read_state(run), heartbeat=99))
+        await ui.pilot.pause(0.4)
+        assert len(ui.notes()) == 1
+        await ui.press("q")
+    everything = "".join(sent)
+    assert everything.count("\x1b]9;") == 1
+    assert CONTROLS.sub("", everything) == ""
+    assert everything.endswith("\x1b[23;2t")
+
+
+async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
+    runs_dir: Path, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = write_run(runs_dir, steps=3, seconds_of_samples=1, name="mine")
+    theirs = write_run(runs_dir, steps=3, seconds_of_samples=1, name="theirs")
+    theirs.path.chmod(0o777)
+    quiet = Settings(alerts=AlertSettings(bell=False, notify="off", title=False, on=("failed",)))
+    async with opened(runs_dir, settings=quiet) as ui:
+        await ui.until(lambda: len(ui.app.runs) == 2)
+        for run in (mine, theirs):
+            alerts = tuple(Alert(kind=kind, attempt=1, time=2.0, step=3) for kind in ("loss", "failed"))
+            write_state(run, replace(read_state(run), state="failed", alerts=alerts))
+        await ui.until(lambda: ui.notes())
+        await ui.pilot.pause(0.3)
+        assert ui.notes() == ["mine has failed at step 3"]
+    assert "".join(sent) == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "environ", "expected"),
+    [
+        ("auto", {"TERM": "xterm-kitty"}, "\x1b]9;so-tui: x\x1b\\"),
+        ("auto", {"TERM": "foot"}, "\x1b]777;notify;so-tui;so-tui: x\x1b\\"),
+        ("osc777", {"TERM": "xterm"}, "\x1b]777;notify;so-tui;so-tui: x\x1b\\"),
+        ("auto", {"TERM": "tmux-256color", "TMUX": "1"}, "\x1bPtmux;\x1b\x1b]9;so-tui: x\x1b\x1b\\\x1b\\"),
+        ("auto", {"TERM": "linux"}, ""),
+        ("off", {"TERM": "xterm"}, ""),
+    ],
+)
+def test_each_terminal_gets_what_it_understands(how: str, environ: dict[str, str], expected: str) -> None:
+    assert notification("so-tui: x", how, environ) == expected
