@@ -21,7 +21,7 @@ from so_tui.plan.memory import memory_terms
 from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
-from so_tui.plan.speculation import second_states
+from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
 from so_tui.plan.types import StepTime, Verdict
@@ -121,17 +121,11 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     placement = _placement(spec, target)
     terms = _terms(placement, target)
     demand = demand_of(terms, target.resources.nodes)
-    second = second_states(placement, partial(_host_room, demand, target.resources))
-    gains_nothing, step = False, None
-    if second:
-        speculative = replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
-        if spec.offload.speculation == "auto":
-            step, held_back = _step(speculative, target), _step(placement, target)
-            gains_nothing = _gains_nothing(step, held_back)
-            step = held_back if gains_nothing else step
-    if second and not gains_nothing:
-        placement = speculative
-        terms = (*terms, second.term)
+    room = partial(_host_room, demand, target.resources)
+    chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
+    if chosen.second:
+        placement = _speculating(placement, chosen.second)
+        terms = (*terms, chosen.second.term)
         demand = demand_of(terms, target.resources.nodes)
     copied = copies(placement, partial(_host_room, demand, target.resources))
     if copied and copied.bytes:
@@ -150,17 +144,13 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         verdict=verdict,
         shortages=shortages,
         copies=copied,
-        speculation_gains_nothing=gains_nothing,
-        known_step=step,
+        speculation_gains_nothing=chosen.gains_nothing,
+        known_step=chosen.step,
     )
 
 
-def _gains_nothing(speculative: StepTime | None, held_back: StepTime | None) -> bool:
-    """Return whether a step is no faster where sub-groups are stepped before the norm is known.
-
-    With gradient accumulation only the worker sees whole gradients. Where it is slow, speculation makes the norm itself late.
-    """
-    return speculative is not None and held_back is not None and speculative.total_s >= held_back.total_s
+def _speculating(placement: Placement, second: SecondStates | None) -> Placement:
+    return replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes) if second else placement
 
 
 def _host_room(demand: Demand, resources: Resources) -> int:

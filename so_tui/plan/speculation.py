@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -14,7 +15,13 @@ from so_tui.model.layout import WEIGHT_BYTES, PlannedSubGroup
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.terms import Formula, MemoryTerm, TermKind
+from so_tui.plan.types import StepTime
 from so_tui.spec.types import RunSpec
+
+_LONG_WAIT = 0.1
+"""Share of a step that waits for the optimizer, from which fewer second states are tried."""
+_SHARES = (0.75, 0.5, 0.25)
+"""Of the memory that there is for them."""
 
 
 class SecondStates(Struct, frozen=True):
@@ -66,6 +73,42 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     if not found:
         return None
     return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found), budget, each)
+
+
+class Choice(Struct, frozen=True):
+    """What the plan gives to second states."""
+
+    second: SecondStates | None
+    step: StepTime | None
+    """With it, where the choice needed to know."""
+    gains_nothing: bool = False
+    """Whether there was memory for second states, but they would make the step no faster."""
+
+
+def choose(placement: Placement, room: Callable[[], int], step_of: Callable[[SecondStates | None], StepTime | None]) -> Choice:
+    """Return the second states with which a step is the fastest, where the spec leaves that to the plan.
+
+    Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is stepped in place, at a higher rate.
+
+    Args:
+        placement: The states.
+        room: As for ``second_states``.
+        step_of: Returns the predicted step with these second states; None where speeds are not known.
+    """
+    second = second_states(placement, room)
+    if second is None or placement.spec.offload.speculation != "auto":
+        return Choice(second, None)
+    held_back, step = step_of(None), step_of(second)
+    if held_back is None or step is None:
+        return Choice(second, None)
+    tried: list[tuple[SecondStates, StepTime]] = [(second, step)]
+    if step.exposed_optimizer_s > _LONG_WAIT * step.total_s:
+        for share in _SHARES:
+            fewer = second_states(placement, partial(int, share * second.budget_bytes))
+            if fewer and (found := step_of(fewer)):
+                tried.append((fewer, found))
+    best, step = min(tried, key=lambda found: found[1].total_s)
+    return Choice(None, held_back, gains_nothing=True) if step.total_s >= held_back.total_s else Choice(best, step)
 
 
 def _in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
