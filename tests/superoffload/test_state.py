@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import superoffload
 from so_tui.model.sharding import partition_numel
+from superoffload import api, checkpoint, resharding
+from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.errors import Mismatch
 from superoffload.resharding import cut_blocks, overlaps
 from tests.support import engine as support
@@ -58,6 +63,36 @@ def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
             assert {name: step for name, (step, _) in found.items()} == dict.fromkeys(expected, 5)
             assert found == expected
             assert support.train(made, data[5:]) == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["superoffload", "gpu"])
+def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: Path) -> None:
+    """As DeepSpeed's own SuperOffload saves it, which needs a GPU: of sub-groups on the CPU neither moments nor steps."""
+    folder = tmp_path / "saved"
+    with support.engine(support.spec("superoffload", 0.5)) as saved:
+        support.train(saved, support.batches(3))
+        superoffload.synchronize(saved)
+        states = [
+            dataclasses.replace(state, moments=None, step=0) if state.device == "cpu" else state
+            for state in adapter.sub_group_states(saved)
+        ]
+        file = checkpoint.StatesFile(folder, api._manifest(saved, states))
+        for index, state in enumerate(states):
+            file.write(index, checkpoint.tensors_of(state))
+        file.finish()
+        weights = dict(resharding.saved_master_weights(folder))
+    superoffload.verify_state(folder)
+    with support.engine(support.spec(mode, 0.7)) as loaded:
+        support.train(loaded, support.batches(2, seed=9))
+        assert superoffload.load_state(loaded, folder).restarted == sum(weight.numel() for weight in weights.values())
+        superoffload.save_state(loaded, tmp_path / "again")
+        again = dict(resharding.saved_master_weights(tmp_path / "again"))
+        assert again.keys() == weights.keys()
+        assert all(torch.equal(again[name], weights[name]) for name in weights)
+        states = adapter.sub_group_states(loaded)
+        assert {state.step for state in states} == {0}
+        assert not any(moment.any() for state in states if state.moments for moment in state.moments())
+        assert all(math.isfinite(loss) for loss in support.train(loaded, support.batches(2)))
 
 
 def test_a_state_of_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

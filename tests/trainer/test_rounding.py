@@ -30,3 +30,7 @@ def test_without_offload_moments_are_fp32_whatever_the_spec_says() -> None:
     compact = {"offload__states": "int8-moments"}
     assert codes(compact | {"offload__mode": "gpu"}, compact, BOTH) == ["states-format-changed"]
     assert codes(compact | {"offload__mode": "gpu"}, {}, NONE) == []
+
+
+def test_moments_that_begin_anew_are_all_there_is_to_say() -> None:
+    assert codes({"offload__engine": "deepspeed"}, {}, Rounded(blocks=0, numel=0, restarted=5)) == ["moments-restarted"]

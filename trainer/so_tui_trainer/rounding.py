@@ -1,4 +1,4 @@
-"""Warnings of a resume that rounds Adam's moments: the run goes on, though not bit for bit."""
+"""Warnings of a resume that rounds Adam's moments or begins them anew: the run goes on, though not bit for bit."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
         rounded: What ``checkpoint.load`` returned.
     """
     before, after = states_format(saved.spec), states_format(now)
+    if rounded.restarted:
+        message = (
+            "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those of the checkpoint, the moments are zero"
+        )
+        yield Warned("moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.')
+        return
     if before != after:
         message = f"the checkpoint's moments are {before} and this run's are {after}: what the new format cannot hold is rounded"
         yield Warned("states-format-changed", message, f'Resume with offload.states = "{before}" to continue bit for bit.')

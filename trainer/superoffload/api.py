@@ -189,11 +189,15 @@ def load_state(engine: Any, folder: Path) -> Rounded:
     Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name. Compact moments
     are saved as fp32, and are not rounded again where they are loaded in the same format, with two exceptions.
 
+    A state that lacks moments, which DeepSpeed's own SuperOffload saves, is loaded as DeepSpeed does: all moments and the count of steps
+    begin anew. So they do where that engine loads a state, in a new process only: its worker keeps the moments that it has.
+
     Returns:
-        The exceptions, on this rank: 8-bit blocks that shards of other ranks had cut, and parameters whose moments were on a GPU.
+        The exceptions, on this rank: 8-bit blocks that shards of other ranks had cut, parameters whose moments were on a GPU, and those
+        whose moments begin anew.
 
     Raises:
-        StateMismatchError: If it belongs to another model or lacks the moments. Nothing was changed.
+        StateMismatchError: If it belongs to another model. Nothing was changed.
         OffloadError: If a file is missing or cut short, or compact moments cannot hold the saved ones (``impossible-moments``).
     """
     synchronize(engine)
@@ -203,7 +207,7 @@ def load_state(engine: Any, folder: Path) -> Rounded:
     adapter.publish_weights(engine)
     settings: Settings = engine.superoffload_settings
     if settings.states == "fp32" or not settings.replaces_deepspeeds_optimizer:
-        return Rounded(0, 0)
+        return rounded._replace(blocks=0, numel=0)
     return rounded if settings.states == "int8-moments" else rounded._replace(blocks=0)
 
 

@@ -35,12 +35,18 @@ class Overlap(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """What is rounded when a rank loads a state into compact moments, though a run with the same format saved it."""
+    """What a rank does not load as it was saved.
+
+    Compact moments are rounded in two cases, though a run with the same format saved them. All moments begin anew where some were not
+    saved, or cannot be set: DeepSpeed's own SuperOffload keeps them in a process out of reach.
+    """
 
     blocks: int
     """Blocks of 8-bit moments that saved shards had cut: ``cut_blocks`` of all parameters."""
     numel: int
     """Parameters whose moments were on a GPU, in fp32."""
+    restarted: int = 0
+    """Parameters of this rank, padding included, whose moments begin anew; all or none."""
 
 
 def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> Rounded:
@@ -52,7 +58,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
         states: This rank's states, in the order of ``expected.sub_groups``.
 
     Returns:
-        What is rounded if the moments are compact.
+        What is not as it was saved; the rounding, if the moments are compact.
 
     Raises:
         StateMismatchError: If the state belongs to another model. Nothing was changed.
@@ -62,12 +68,16 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     if found := tuple(mismatches(saved, expected)):
         raise StateMismatchError(folder, found)
     locations = _locations(saved[0])
+    restarts, restarted = not _have_moments(saved[0], expected), 0
     with ExitStack() as stack:
         files = [stack.enter_context(open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
             tensors = tuple(tensors_of(state))
             targets = [tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
             for kind, target in enumerate(targets):
+                if restarts and kind != _MASTER_WEIGHTS:
+                    target.zero_()
+                    continue
                 offset = 0
                 for name, numel in zip(group.names, group.numels, strict=True):
                     shard = target[offset : offset + partition_numel(numel, expected.ranks)]
@@ -75,9 +85,11 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
                     offset += len(shard)
             if targets[_MASTER_WEIGHTS] is not tensors[_MASTER_WEIGHTS]:
                 tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
-            state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
-            state.set_step(saved[0].sub_groups[0].step)
-    return rounded(saved, expected)
+            if state.moments is not None:
+                state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
+            state.set_step(0 if restarts else saved[0].sub_groups[0].step)
+            restarted += group.numel if restarts else 0
+    return Rounded(0, 0, restarted) if restarts else rounded(saved, expected)
 
 
 def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,17 +152,16 @@ def mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismat
         found, here = getattr(saved[0], name), getattr(expected, name)
         if found != here:
             yield Mismatch(code, f"{name}: saved with {found}, this run has {here}")
-    if not all(group.moments for manifest in (saved[0], expected) for group in manifest.sub_groups):
-        yield Mismatch(
-            "no-moments",
-            "DeepSpeed's own SuperOffload engine keeps Adam's moments out of reach, so a run with it cannot be resumed exactly; train with "
-            'offload.engine = "so-tui"',
-        )
-    if len(steps := {group.step for manifest in saved for group in manifest.sub_groups}) > 1:
+    steps = {group.step for manifest in saved for group in manifest.sub_groups}
+    if len(steps) > 1 and _have_moments(*saved, expected):  # DeepSpeed's own SuperOffload counts those on the GPU only
         yield Mismatch("different-steps", f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}")
     if any(_parameters(manifest) != _parameters(saved[0]) or manifest.ranks != len(saved) for manifest in saved):
         yield Mismatch("different-ranks", "its ranks saved different parameters")
     yield from _parameter_mismatches(_parameters(saved[0]), _parameters(expected))
+
+
+def _have_moments(*manifests: Manifest) -> bool:
+    return all(group.moments for manifest in manifests for group in manifest.sub_groups)
 
 
 def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterator[Mismatch]:
