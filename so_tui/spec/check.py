@@ -222,7 +222,7 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             field="offload.config",
             value=shown(offload["config"]),
             message="is a config of DeepSpeed's own SuperOffload",
-            remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name the preset PRESET:as-published.',
+            remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name PRESET:as-published.',
         )
     if offload.get("parameters") == "cpu":
         yield Problem(

@@ -13,6 +13,8 @@ _WIDTH, _LABEL, _ROW, _TOP = 900, 420, 18, 34
 _PLOT_HEIGHT = 260
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
+_DASHES = ("", "6 3", "2 3")
+"""Of lines beyond the number of colours."""
 _STYLE = "<style>text{font:12px sans-serif;fill:#222}.axis{stroke:#888;fill:none}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
 
 
@@ -61,12 +63,17 @@ def lines(title: str, curves: Sequence[Line], unit: str) -> str:
     parts += [_text(left - 6, top + 5, significant(high), "end"), _text(left - 6, top + _PLOT_HEIGHT, significant(low), "end")]
     parts.append(_text(left + width, top + _PLOT_HEIGHT + 16, f"{unit}, steps 1 to {longest}", "end"))
     for index, curve in enumerate(curves):
-        colour = _COLOURS[index % len(_COLOURS)]
+        drawn = _stroke(index)
         points = " ".join(at(step, value) for step, value in enumerate(curve.values) if value == value)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<polyline points="{points}" fill="none" {drawn}/>')
         x, y = 20 + 440 * (index % 2), _TOP + 16 * (index // 2)
-        parts.append(f'<rect x="{x}" y="{y - 8}" width="10" height="8" fill="{colour}"/>' + _text(x + 14, y, curve.label))
+        parts.append(f'<path d="M{x} {y - 4}h22" {drawn}/>' + _text(x + 28, y, curve.label))
     return _svg(title, top + _PLOT_HEIGHT + 30, parts)
+
+
+def _stroke(index: int) -> str:
+    dash = _DASHES[index // len(_COLOURS) % len(_DASHES)]
+    return f'stroke="{_COLOURS[index % len(_COLOURS)]}" stroke-width="1.5"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
 
 def _legend(series: Sequence[str]) -> list[str]:
