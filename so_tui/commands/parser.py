@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ first steps: so-tui inspect        what this machine has
              so-tui plan           what it can train
              so-tui run tiny       one minute of real training, anywhere
 """
+SORTS = ("started", "name", "model", "state", "loss", "tokens/s", "mfu", "memory")
 INTERNAL = ("supervise",)
 """Commands that other commands call, and users do not."""
 _COMPLETION_EPILOG = """\
@@ -169,8 +171,12 @@ def _add_preset_commands(commands: _Commands) -> None:
     json, _, _, changes, *_ = commands.options
     text = "list the presets; with a name, print that one; `add MODEL` makes a new one"
     presets = commands.add("presets", "presets:presets", text, json, changes)
-    presets.add_argument("preset", nargs="?", metavar=f"{_PRESET}|add", help="`add` makes a preset from MODEL; ./add is a file")
-    presets.add_argument("model", nargs="?", metavar="MODEL", help="for `add`: hub id or local folder; no weights are downloaded")
+    presets.add_argument(
+        "preset", nargs="?", metavar=f"{_PRESET}|add", help="`add` makes a preset from MODEL, `delete` deletes your own; ./add is a file"
+    )
+    presets.add_argument(
+        "model", nargs="?", metavar="MODEL", help="for `add`: hub id or local folder, no weights are downloaded; for `delete`: the preset"
+    )
     presets.add_argument("--name", metavar="NAME", help="for `add`: the preset's name (default: made from the model's)")
     presets.add_argument("--revision", default="main", metavar="REVISION", help="for `add`: branch, tag or commit on the hub")
     presets.add_argument("--trust-remote-code", action="store_true", help="for `add`: run the Python code that comes with the model")
@@ -196,7 +202,7 @@ def _add_run(commands: _Commands) -> None:
 
 
 def _add_run_commands(commands: _Commands) -> None:
-    json, _, runs_dir, changes, slurm, _ = commands.options
+    _, _, runs_dir, changes, slurm, _ = commands.options
 
     def add(name: str, handler: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         command = commands.add(name, handler, text, runs_dir, *parents)
@@ -205,7 +211,7 @@ def _add_run_commands(commands: _Commands) -> None:
 
     watch = add("watch", "run:watch", "show a run, live or past, from any host that sees its folder")
     watch.add_argument("--plain", action="store_true", help=_PLAIN)
-    commands.add("runs", "runs:runs", "list the runs, newest first", json, runs_dir)
+    _add_records_commands(commands, add)
     stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
     grace = "kill it after this time (default %(default)g, and as long again after a checkpoint that was being written)"
     stop.add_argument("--grace", type=number_from(0, 86_400), default=DEFAULT_GRACE_S, metavar="SECONDS", help=grace)
@@ -226,6 +232,23 @@ def _add_run_commands(commands: _Commands) -> None:
     supervise.add_argument("run", metavar="RUN")
     supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
     supervise.add_argument("--in-job", action="store_true", help="plan for this node of a scheduler's job first")
+
+
+def _add_records_commands(commands: _Commands, add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands that look at runs side by side, and take them elsewhere."""
+    json, _, runs_dir, *_ = commands.options
+    runs = commands.add("runs", "runs:runs", "list the runs, newest first", json, runs_dir)
+    runs.add_argument("--sort", choices=SORTS, metavar="KEY", help=f"sort by {', '.join(SORTS)} (default: `runs.sort` of your settings)")
+    runs.add_argument("--tag", metavar="TAG", help="only runs with this tag")
+    text = "compare runs: the settings that differ, and what came of them"
+    compare = commands.add("compare", "compare:compare", text, json, runs_dir)
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="names, paths or `latest`")
+    note = add("note", "notes:note", "show a run's note and tags, or change them", json)
+    note.add_argument("--text", metavar="TEXT", help="replace the note; empty removes it")
+    note.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be repeated")
+    note.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag; may be repeated")
+    metrics = add("export-metrics", "metrics:export", "write a run's steps as CSV, or as Parquet if pyarrow is installed")
+    metrics.add_argument("--to", metavar="FILE", help="file to write, .csv or .parquet (default: RUN.csv in the current folder)")
 
 
 def _add_settings(commands: _Commands) -> None:

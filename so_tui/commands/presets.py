@@ -7,7 +7,7 @@ import argparse
 from msgspec import Struct
 
 from so_tui.commands.common import chosen_changes, chosen_spec, note, print_json, print_rich
-from so_tui.spec import InputError, Problem, check_user_name, load_catalog, spec_tree
+from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.preset_file import Origin
 from so_tui.spec.wording import shown
@@ -51,6 +51,8 @@ def presets(arguments: argparse.Namespace) -> int:
 
     if arguments.preset == "add":
         return _add(arguments)
+    if arguments.preset == "delete":
+        return _delete(arguments)
     _refuse_unused(arguments)
     if arguments.preset:
         tree = spec_tree(chosen_spec(arguments))
@@ -77,6 +79,15 @@ def presets(arguments: argparse.Namespace) -> int:
             table.add_row(printable_line(name), spec.label, str(spec.ranks), str(spec.data.sequence_length), preset.origin)
         print_rich(table, *(f"problem: {problem}" for problem in catalog.problems))
     return 2 if catalog.problems else 0
+
+
+def _delete(arguments: argparse.Namespace) -> int:
+    """Delete one of the user's own presets."""
+    if not arguments.model:
+        remedy = "Name one of your own: so-tui presets delete NAME."
+        raise InputError([Problem(code="missing", field="PRESET", value="", message="is missing", remedy=remedy)])
+    print(printable_line(f"deleted {delete_preset(arguments.model)}"))
+    return 0
 
 
 def _refuse_unused(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from so_tui.commands.common import note, print_json, print_rich
-from so_tui.runs import RunDirectory, find_run, list_runs
+from so_tui.runs import RunDirectory, find_run, list_runs, read_spec
+from so_tui.runs.comparison import goes_by_results, result_order
 from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.liveness import sighting
+from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState, State
+from so_tui.runs.results import RunResults, read_all, results_of
 from so_tui.spec import InputError
 from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
@@ -37,6 +41,7 @@ class ListedRun(Struct, frozen=True, kw_only=True):
     """Unix seconds."""
     attempts: int
     reason: str
+    notes: RunNotes = RunNotes()
 
 
 class Runs(Struct, frozen=True):
@@ -52,16 +57,22 @@ _ROOM_FOR_REASONS = 110
 
 
 def runs(arguments: argparse.Namespace) -> int:
-    """Print every known run, newest first."""
+    """Print every known run, in the order that is asked for."""
     from so_tui.launch import OwnProcesses, ensure_supervised
+    from so_tui.settings.file import load_settings
 
     listed = []
     own_processes = OwnProcesses()
     for run in list_runs(arguments.runs_dir):
         ensure_supervised(run, own_processes)
-        listed.append((run, _state(run)))
+        if arguments.tag is None or arguments.tag in read_notes(run).tags:
+            listed.append((run, _state(run)))
+    listed = _sorted(listed, arguments.sort or load_settings().settings.runs.sort)
     if arguments.json:
         print_json(Runs(tuple(_listed(run, state) for run, state in listed)))
+        return 0
+    if not listed and arguments.tag is not None:
+        print(printable_line(f"no run has the tag {arguments.tag}"))
         return 0
     if not listed:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
@@ -71,6 +82,32 @@ def runs(arguments: argparse.Namespace) -> int:
     below = [] if beside else [f"\n{brief_message(f'{run.name}: {_why(state)}')}" for run, state in listed if _why(state)]
     print_rich(_table(listed, width, beside), *below)
     return 0
+
+
+def _sorted(listed: list[tuple[RunDirectory, RunState]], sort: str) -> list[tuple[RunDirectory, RunState]]:
+    """Return runs, which come newest first, in another order. Only orders by results read the runs' metrics."""
+    if goes_by_results(sort):
+        return sorted(listed, key=lambda item: result_order(sort, _results(item[0])))
+    keys: dict[str, Callable[[tuple[RunDirectory, RunState]], str]] = {
+        "name": lambda item: item[0].name,
+        "state": lambda item: item[1].state,
+        "model": lambda item: _model(item[0]),
+    }
+    return sorted(listed, key=keys[sort]) if sort in keys else listed
+
+
+def _results(run: RunDirectory) -> RunResults | None:
+    try:
+        return results_of(read_all(run))
+    except OSError:
+        return None  # deleted meanwhile, or unreadable
+
+
+def _model(run: RunDirectory) -> str:
+    try:
+        return read_spec(run).label
+    except InputError:
+        return ""
 
 
 def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool) -> Table:
@@ -129,6 +166,7 @@ def _listed(run: RunDirectory, state: RunState) -> ListedRun:
         started=state.started,
         attempts=state.attempt,
         reason=state.reason,
+        notes=read_notes(run),
     )
 
 

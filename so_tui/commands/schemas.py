@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.commands.calibrate import Measured
+from so_tui.commands.compare import ComparedRuns
 from so_tui.commands.machine import Findings, KnownMachines
 from so_tui.commands.presets import AddedPreset, Presets
 from so_tui.commands.published import PublishedFigures
@@ -24,6 +25,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.calibration import Probe
 from so_tui.plan.facts import Fact
 from so_tui.plan.types import Plan
+from so_tui.runs.notes import RunNotes
 from so_tui.settings.types import Settings
 from so_tui.spec import RunSpec
 from so_tui.validation.report import Report
@@ -44,6 +46,8 @@ _TYPES = {
     "data": DataPreview,
     "run-detach": StartedRun,
     "runs": Runs,
+    "compare": ComparedRuns,
+    "note": RunNotes,
     "settings": ShownSettings,
     "settings-file": Settings,
 }

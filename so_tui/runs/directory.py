@@ -1,6 +1,6 @@
 """Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
-RUN/ run.json  spec.json  state.json
+RUN/ run.json  spec.json  state.json  notes.json
      attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
      metrics/  samples.<host>/  control/  checkpoints/
 """
@@ -42,6 +42,11 @@ class RunDirectory:
     @property
     def state_path(self) -> Path:
         return self.path / "state.json"
+
+    @property
+    def notes_path(self) -> Path:
+        """The owner's note and tags."""
+        return self.path / "notes.json"
 
     @property
     def supervisor_lock_path(self) -> Path:

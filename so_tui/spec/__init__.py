@@ -1,6 +1,15 @@
 """What a user asks for: specs and presets, their checks and their files. Cheap to import and independent of the machine."""
 
-from so_tui.spec.catalog import Catalog, check_user_name, create_preset, find_preset, load_catalog, resolve_source, save_preset
+from so_tui.spec.catalog import (
+    Catalog,
+    check_user_name,
+    create_preset,
+    delete_preset,
+    find_preset,
+    load_catalog,
+    resolve_source,
+    save_preset,
+)
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
 from so_tui.spec.fields import FieldInfo, field_index, fields
@@ -45,6 +54,7 @@ __all__ = [
     "complete_tree",
     "create_preset",
     "decays",
+    "delete_preset",
     "differences",
     "field_index",
     "fields",

@@ -9,7 +9,8 @@ Problem codes:
     not-a-file, too-large, too-deep: It is a pipe or a device, larger than 1 MiB, or nested too deeply.
     circular-extends, long-extends: A preset extends itself through others, or too many others.
     invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or a file has it.
-    not-writable: The preset cannot be written.
+    not-writable, not-deletable: The preset cannot be written or deleted.
+    preset-in-use: Another preset of the user extends it.
 """
 
 from __future__ import annotations
@@ -173,6 +174,36 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
     path = (folder or user_folder()) / f"{name}.toml"
     if older is None and path.exists():  # a preset that cannot be read must not be overwritten
         raise InputError([_name_taken(name, str(path), "Correct that file or choose another name.")])
+
+
+def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
+    """Delete a preset of the user and return the path that it had.
+
+    Raises:
+        InputError: It is built in, unknown, extended by another, or its file cannot be removed.
+    """
+    presets = load_catalog(user_dir).presets
+    preset = presets.get(name)
+    if preset is None:
+        own = tuple(known for known, other in presets.items() if other.origin == "user")
+        raise InputError([_unknown_preset("preset", name, own)])
+    if preset.origin != "user":
+        message, remedy = "is a built-in preset", "Only presets of your own can be deleted."
+        raise InputError([Problem(code="builtin-name", field="preset", value=shown(name), message=message, remedy=remedy)])
+    below = [
+        other
+        for other, known in presets.items()
+        if known.origin == "user" and read_source(Path(known.path), "user").tree.get("extends") == name
+    ]
+    if below:
+        message, remedy = f"is extended by {some(below)}", "Delete those first, or save them as complete presets."
+        raise InputError([Problem(code="preset-in-use", field="preset", value=shown(name), message=message, remedy=remedy)])
+    try:
+        Path(preset.path).unlink()
+    except OSError as error:
+        message, remedy = f"cannot be deleted: {error.strerror}", "Check the rights of its folder."
+        raise InputError([Problem(code="not-deletable", field="preset", value=preset.path, message=message, remedy=remedy)]) from None
+    return Path(preset.path)
 
 
 def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:

@@ -1,0 +1,109 @@
+"""Write the steps of a run as a table that other programs read: CSV, or Parquet where pyarrow is installed.
+
+Problem codes:
+    unknown-format: The file's name ends in neither .csv nor .parquet.
+    pyarrow-missing: Parquet needs pyarrow, which is not installed.
+    file-exists: There is a file of this name.
+    not-writable: The file cannot be written.
+    no-steps: The run has no steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import StepRecord
+from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.wording import shown
+
+COLUMNS = tuple(field for field in StepRecord.__struct_fields__ if field != "v")
+_ROWS = 10_000
+FORMATS = (".csv", ".parquet")
+Progress = Callable[[int], None]
+
+
+def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambda _: None) -> int:
+    """Write every step that is not superseded, one row a step, and return their number. The file appears when it is complete.
+
+    Args:
+        reader: A reader that knows the run.
+        path: A new file, whose name ends in ``.csv`` or ``.parquet``.
+        progress: Called with the number of rows so far.
+
+    Raises:
+        InputError: With the codes of this module.
+        OSError: The run cannot be read.
+    """
+    if path.suffix not in FORMATS:
+        raise _problem("unknown-format", path, "is neither CSV nor Parquet", "Give a name that ends in .csv or .parquet.")
+    if path.exists():
+        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.")
+    if reader.latest is None:
+        raise _problem("no-steps", path, "would be empty: the run has no steps yet", "Wait for its first step.")
+    write = _write_csv if path.suffix == ".csv" else _parquet_writer(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        count = write(temporary, _batches(reader), progress)
+        os.link(temporary, path)  # unlike a rename, fails if another process took the name in the meantime
+    except FileExistsError:
+        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.") from None
+    except OSError as error:
+        raise _problem("not-writable", path, f"cannot be written: {error.strerror or error}", "Choose another folder.") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return count
+
+
+def _batches(reader: MetricsReader) -> Iterator[list[tuple[Any, ...]]]:
+    steps = reader.steps(0, float("inf"))
+    while batch := list(islice(steps, _ROWS)):
+        yield [tuple(getattr(step, column) for column in COLUMNS) for step in batch]
+
+
+def _write_csv(path: Path, batches: Iterator[list[tuple[Any, ...]]], progress: Progress) -> int:
+    count = 0
+    with path.open("x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for batch in batches:
+            writer.writerows(batch)  # numbers alone, so that no cell is a formula
+            count += len(batch)
+            progress(count)
+    return count
+
+
+def _parquet_writer(path: Path) -> Callable[[Path, Iterator[list[tuple[Any, ...]]], Progress], int]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise _problem("pyarrow-missing", path, "needs pyarrow", "Install it (`pip install pyarrow`), or write .csv.") from None
+    types = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
+    integers = (int, int | None)
+    schema = pyarrow.schema([(name, pyarrow.int64() if types[name] in integers else pyarrow.float64()) for name in COLUMNS])
+
+    def write(temporary: Path, batches: Iterator[list[tuple[Any, ...]]], progress: Progress) -> int:
+        count = 0
+        with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
+            for batch in batches:
+                columns = dict(zip(COLUMNS, zip(*batch, strict=True), strict=True))
+                writer.write_table(pyarrow.table(columns, schema=schema))
+                count += len(batch)
+                progress(count)
+        return count
+
+    return write
+
+
+def _problem(code: str, path: Path, message: str, remedy: str) -> InputError:
+    return InputError([Problem(code=code, field="--to", value=shown(str(path)), message=message, remedy=remedy)])

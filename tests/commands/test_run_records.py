@@ -1,0 +1,153 @@
+"""Runs side by side, notes and tags, and metrics for other programs, by commands."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.cli import main
+from so_tui.commands.parser import SORTS
+from so_tui.folders import user_folder
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.metrics_export import COLUMNS
+from so_tui.runs.notes import LONGEST_NOTE, read_notes
+from so_tui.runs.records import ResumedRecord
+from so_tui.settings.types import RunListSettings
+from so_tui.spec import find_preset, load_catalog, save_preset
+from tests.support.make_run import write_run
+from tests.support.records import step_record
+from tests.support.schemas import valid
+
+
+@pytest.fixture
+def two(runs_dir: Path) -> tuple[RunDirectory, RunDirectory]:
+    one = write_run(runs_dir, steps=30, total=30, seconds_of_samples=1, state="finished", name="one")
+    other = write_run(runs_dir, steps=60, total=60, seconds_of_samples=1, state="failed", preset="tiny", gpus=2, name="other")
+    return one, other
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def test_runs_are_compared_by_what_differs_and_what_came_of_them(
+    two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "one", "other", "one", "--json"]) == 0
+    first, second = valid("compare", capsys.readouterr().out)["runs"]
+    assert (first["settings"]["data.sequence_length"], second["settings"]["data.sequence_length"]) == ("4096", "256")
+    assert all(first["settings"][key] != second["settings"][key] for key in first["settings"])
+    assert first["results"]["loss"] > 0
+    assert first["results"]["tokens_per_s"] > 0
+    assert main(["compare", "one", "other"]) == 0
+    text = capsys.readouterr().out
+    for word in ("one", "other", "tokens/s", "data.sequence_length", "finished at step 30"):
+        assert word in text, word
+    assert main(["compare", "one", "nothing"]) == 2
+
+
+def test_notes_and_tags_are_kept_with_the_run_and_filter_the_list(
+    two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, _ = two
+    assert main(["note", "one", "--text", "warm-up\x1b[2J too short", "--tag", "paper", "--tag", "v2"]) == 0
+    assert capsys.readouterr().out == "warm-up\\x1b[2J too short\n#paper #v2\n"
+    assert main(["note", "one", "--untag", "v2", "--json"]) == 0
+    assert valid("note", capsys.readouterr().out)["tags"] == ["paper"]
+    assert main(["runs", "--tag", "paper", "--json"]) == 0
+    assert [run["name"] for run in valid("runs", capsys.readouterr().out)["runs"]] == ["one"]
+    for wrong in (["--tag", "two words"], ["--tag", "-x\x1b"], ["--text", "x" * (LONGEST_NOTE + 1)]):
+        assert main(["note", "one", f"{wrong[0]}={wrong[1]}"]) == 2
+    assert main(["note", "one", "--text="]) == 0
+    assert read_notes(one).note == ""
+    one.notes_path.write_text('{"tags": ["\\u001b[2J", "ok"], "note": "' + "y" * 9000 + '"}')
+    assert read_notes(one).tags == ("ok",)
+    assert len(read_notes(one).note) == LONGEST_NOTE
+    one.notes_path.write_bytes(b"\xff")
+    assert read_notes(one).tags == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a run to another user")
+def test_another_users_run_gets_no_notes(two: tuple[RunDirectory, RunDirectory]) -> None:
+    os.chown(two[0].path, 65534, 65534)
+    assert main(["note", "one", "--tag", "mine"]) == 3
+    assert not two[0].notes_path.exists()
+
+
+def test_runs_are_sorted_as_asked_or_as_set(two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
+    def names(*options: str) -> list[str]:
+        main(["runs", "--json", *options])
+        return [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]]
+
+    assert names() == ["other", "one"]
+    assert names("--sort", "name") == ["one", "other"]
+    assert names("--sort", "state") == ["other", "one"]
+    assert main(["settings", "runs.sort=name"]) == 0
+    capsys.readouterr()
+    assert names() == ["one", "other"]
+    by_loss = names("--sort", "loss")
+    main(["compare", *by_loss, "--json"])
+    losses = [run["results"]["loss"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert losses == sorted(losses)
+    assert get_args(get_type_hints(RunListSettings)["sort"]) == SORTS
+
+
+def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(runs_dir: Path, tmp_path: Path) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=1, state="finished", name="resumed")
+    for path in run.metrics_dir.iterdir():
+        path.unlink()
+    for attempt, steps in ((1, range(1, 31)), (2, range(21, 41))):
+        writer = MetricsWriter(run, attempt, segment_bytes=5_000)
+        if attempt == 2:
+            writer.append(ResumedRecord(attempt=2, time=1.0, step=20))
+        for step in steps:
+            writer.append(replace(step_record(step, loss=float("nan") if step == 7 else float(step)), attempt=attempt))
+        writer.close()
+    target = tmp_path / "out.csv"
+    assert main(["export-metrics", "resumed", "--to", str(target)]) == 0
+    with target.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [(int(row["step"]), int(row["attempt"])) for row in rows] == [(step, 1 if step <= 20 else 2) for step in range(1, 41)]
+    assert rows[6]["loss"] == "nan"
+    assert rows[7]["loss"] == "8.0"
+    assert main(["export-metrics", "resumed", "--to", str(target)]) == 2, "nothing is overwritten"
+    assert main(["export-metrics", "resumed", "--to", str(tmp_path / "out.xlsx")]) == 2
+    assert main(["export-metrics", "resumed", "--to", str(tmp_path / "no" / "out.csv")]) == 2
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out.csv"]
+
+
+def test_parquet_has_the_same_values_or_says_what_is_missing(
+    two: tuple[RunDirectory, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert main(["export-metrics", "other", "--to", str(tmp_path / "a.parquet")]) == 0
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert tuple(table.column_names) == COLUMNS
+    assert table["step"].to_pylist() == list(range(1, 61))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["export-metrics", "other", "--to", str(tmp_path / "b.parquet")]) == 2
+    assert "pip install pyarrow" in capsys.readouterr().err
+
+
+def test_only_presets_of_ones_own_are_deleted_and_none_that_others_extend() -> None:
+    spec = find_preset("tiny").spec
+    save_preset(spec, "mine", base="tiny")
+    save_preset(spec, "more", base="mine")
+    assert main(["presets", "delete", "tiny"]) == 2
+    assert main(["presets", "delete", "mine"]) == 2
+    assert main(["presets", "delete", "nothing"]) == 2
+    assert main(["presets", "delete"]) == 2
+    assert main(["presets", "delete", "more"]) == 0
+    assert main(["presets", "delete", "mine"]) == 0
+    assert "mine" not in load_catalog().presets
+    assert list(user_folder().iterdir()) == []
