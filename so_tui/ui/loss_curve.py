@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from so_tui.runs import RunDirectory
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
+from so_tui.runs.results import RunResults, results_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Line, Series
 from so_tui.ui.step_series import MEANS, FollowedSteps, mean_name, mean_steps
@@ -22,6 +23,7 @@ ROWS = 1000
 READ_S = 1.0
 """How long one look at a run may take: others wait."""
 SPARK_COLUMNS = 12
+_NO_RESULTS = RunResults()
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -36,6 +38,7 @@ class LossCurve:
     tokens_per_s: float | None
     unread_share: float = 0.0
     """Share of the run that is still to be read."""
+    results: RunResults = _NO_RESULTS
 
     @property
     def name(self) -> str:
@@ -83,7 +86,14 @@ class CurveReader:
         if not row.live and not reader.unread_share:
             line = thinned(line, ROWS)
             del self._followed[row.run]  # it does not change any more
-        return LossCurve(line, span, spark(line.series, line.length, SPARK_COLUMNS), latest.useful_tokens_per_s_total, reader.unread_share)
+        return LossCurve(
+            line,
+            span,
+            spark(line.series, line.length, SPARK_COLUMNS),
+            latest.useful_tokens_per_s_total,
+            reader.unread_share,
+            results_of(reader),
+        )
 
 
 def thinned(line: Line, most: int) -> Line:

@@ -1,12 +1,16 @@
-"""Details of a run, and the settings of two runs side by side. Pure functions."""
+"""Details of a run, and runs side by side. Pure functions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from rich.cells import chop_cells, set_cell_size
 
+from so_tui.runs import RunDirectory
+from so_tui.runs.comparison import RESULTS, differing, result_text
+from so_tui.runs.results import RunResults
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.text import Content, brief_message, plural, shorten, shorten_path
@@ -14,7 +18,7 @@ from so_tui.ui.widgets.run_lines import state_content
 from so_tui.units import thousands
 
 NARROWEST = 12
-"""Cells of a column of two runs' settings."""
+"""Cells of a column of a run's settings."""
 MOST_FOLDS = 3
 
 
@@ -32,44 +36,60 @@ def facts(row: RunRow, width: int) -> Content:
         lines.append(Content.assemble(("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"))
     saved = f"checkpoint of step {thousands(state.saved_step)}" if state.saved_step is not None else "no checkpoint"
     lines.append(Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}"))
+    if row.notes.note or row.notes.tags:
+        tags = " ".join(f"#{tag}" for tag in row.notes.tags)
+        lines.append(Content.assemble(("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")))
     lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, width * 2 // 5 - 12))))
     return Content("\n").join(lines)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings of two runs, by path, as they are typed."""
+    """Runs side by side: their settings by path, as they are typed, and what came of them."""
 
-    names: tuple[str, str]
-    left: dict[str, str]
-    right: dict[str, str]
+    names: tuple[str, ...]
+    settings: tuple[dict[str, str], ...]
+    results: tuple[RunResults, ...] = ()
 
     @property
     def differing(self) -> list[str]:
-        return sorted(path for path in self.left.keys() | self.right.keys() if self.left.get(path) != self.right.get(path))
+        return differing(self.settings)
 
     @property
     def title(self) -> str:
         count = len(self.differing)
-        return f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+        return f"{plural(len(self.names), 'run')}: {plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
 
     def table(self, width: int) -> str:
-        """Return the settings side by side in ``width`` cells, those that differ first, with long values wrapped."""
-        differing, same = self.differing, sorted(path for path, text in self.left.items() if self.right.get(path) == text)
-        label = min(max(map(len, (*differing, *same))), max(NARROWEST, width - 2 * NARROWEST - 4))
-        column = max(NARROWEST, (width - label - 4) // 2)
+        """Return results and settings side by side in ``width`` cells, those that differ first, with long values wrapped.
 
-        def rows(path: str, one: str, two: str, most: int) -> list[str]:
-            cells = zip_longest([shorten_path(path, label)], folded(one, column, most), folded(two, column, most), fillvalue="")
-            return [f"{set_cell_size(name, label)}  {set_cell_size(left, column)}  {right}".rstrip() for name, left, right in cells]
-
-        lines = rows("", *self.names, 1)
-        for path in differing:
-            lines += rows(path, self.left.get(path, ""), self.right.get(path, ""), MOST_FOLDS)
-        lines += ["", "the same in both:"]
+        Runs for which there is no room are below, in tables of their own.
+        """
+        unlike, same = self.differing, sorted(path for path in self.settings[0] if path not in self.differing)
+        shown = RESULTS if self.results else {}
+        label = min(max(map(len, (*unlike, *same, *shown.values()))), max(NARROWEST, width - 2 * NARROWEST - 4))
+        beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
+        column = max(NARROWEST, (width - label) // beside - 2)
+        lines: list[str] = []
+        for start in range(0, len(self.names), beside):
+            part = range(start, min(len(self.names), start + beside))
+            lines += [*_rows("", [self.names[at] for at in part], label, column, 1)]
+            for key, name in shown.items():
+                texts = [result_text(self.results[at], key) for at in part]
+                lines += _rows(name, texts, label, column, 1) if any(texts) else []
+            for path in unlike:
+                lines += _rows(path, [self.settings[at].get(path, "") for at in part], label, column, MOST_FOLDS)
+            lines.append("")
+        lines.append("the same in all:")
         for path in same:
-            lines += rows(path, self.left[path], self.right[path], 1)
+            lines += _rows(path, [self.settings[0][path]], label, max(NARROWEST, width - label - 2), 1)
         return "\n".join(lines)
+
+
+def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
+    """Yield the lines of a row: its name, and a column for each text."""
+    for cells in zip_longest([shorten_path(name, label)], *(folded(text, column, most) for text in texts), fillvalue=""):
+        yield "  ".join((set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))).rstrip()
 
 
 def folded(text: str, width: int, most: int) -> list[str]:
@@ -77,8 +97,9 @@ def folded(text: str, width: int, most: int) -> list[str]:
     return chop_cells(shorten(text, width * most), width)
 
 
-def comparison(left: RunRow, right: RunRow) -> Comparison | None:
-    """Return the settings of two runs; None where one's cannot be read."""
-    if left.spec is None or right.spec is None:
+def comparison(rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]) -> Comparison | None:
+    """Return runs side by side; None where the settings of one cannot be read."""
+    settings = [values_of(row.spec) for row in rows if row.spec is not None]
+    if len(settings) < len(rows):
         return None
-    return Comparison((left.run.name, right.run.name), values_of(left.spec), values_of(right.spec))
+    return Comparison(tuple(row.run.name for row in rows), tuple(settings), tuple(results.get(row.run, RunResults()) for row in rows))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec
 from so_tui.runs.liveness import unconfirmed
+from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, RunSpec
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from so_tui.launch import OwnProcesses
 
 SUPERVISION_S = 10.0
+_NO_NOTES = RunNotes()
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class RunRow:
     state: RunState
     checking: bool = False
     """Whether the run still lives is not known yet."""
+    notes: RunNotes = _NO_NOTES
 
     @property
     def live(self) -> bool:
@@ -46,7 +49,7 @@ class RunLister:
         self._runs_dir = runs_dir
         self._supervision_checked: dict[Path, float] = {}
         self._watch = HeartbeatWatch()
-        self._ended: dict[Path, tuple[int, RunRow]] = {}
+        self._ended: dict[Path, tuple[tuple[int, int], RunRow]] = {}
 
     def rows(self) -> tuple[RunRow, ...]:
         """Return all runs, newest first."""
@@ -61,7 +64,7 @@ class RunLister:
                 rows.append(known[1])
                 continue
             state = self._state(run)
-            row = RunRow(run, _spec(run), state, unconfirmed(run, state, self._watch))
+            row = RunRow(run, _spec(run), state, unconfirmed(run, state, self._watch), read_notes(run))
             if row.live:
                 self._keep_supervised(run, own_processes)
             if not row.live:
@@ -87,10 +90,15 @@ class RunLister:
             return RunState(name=run.name, state="lost", reason=error.problems[0].message, suggestion=error.problems[0].remedy)
 
 
-def _changed_ns(run: RunDirectory) -> int:
+def _changed_ns(run: RunDirectory) -> tuple[int, int]:
+    """Return when the state and the notes of a run were written."""
+    return _written_ns(run.state_path), _written_ns(run.notes_path)
+
+
+def _written_ns(path: Path) -> int:
     try:
-        return run.state_path.stat().st_mtime_ns
-    except OSError:  # deleted meanwhile: state_with_truth reports what is left
+        return path.stat().st_mtime_ns
+    except OSError:  # there are no notes, or the run was deleted meanwhile: state_with_truth reports what is left
         return 0
 
 

@@ -198,11 +198,11 @@ def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
 @pytest.mark.parametrize("width", [50, 71, 140])
 def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
     folder = "/data/rows/of/many/kinds/"
-    compared = Comparison(("a", "b"), {"data.source": f"{folder}one", "gpus": "2"}, {"data.source": f"{folder}two", "gpus": "2"})
+    compared = Comparison(("a", "b"), ({"data.source": f"{folder}one", "gpus": "2"}, {"data.source": f"{folder}two", "gpus": "2"}))
     lines = compared.table(width).splitlines()
     assert max(map(len, lines)) <= width
     assert ["one" in line or "two" in line for line in lines].count(True) == 1
-    assert compared.title == "1 setting that differs"
+    assert compared.title == "2 runs: 1 setting that differs"
 
 
 def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None:

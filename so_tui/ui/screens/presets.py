@@ -16,6 +16,7 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.screens.save_preset import ask_to_delete, is_own
 from so_tui.ui.text import Content, count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.find_field import FindField
@@ -69,6 +70,7 @@ class PresetsScreen(Page):
         ),
         Binding("d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"),
         Binding("a", "add", "Add model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
+        Binding("D,delete", "delete", "Delete", key_display="D", show=False, id="delete", tooltip="Delete a preset of your own (asks)"),
         OTHER_MACHINE,
         Binding("t", "train_tiny", "Train tiny", show=False, id="train-tiny", tooltip="Train the embedded tiny model on this machine now"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
@@ -318,6 +320,12 @@ class PresetsScreen(Page):
                 self.app.reload_presets()
 
         self.app.push_screen(AddModel(), added)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "delete" or is_own(self.app, self._preset_at(self.table.cursor_row))
+
+    def action_delete(self) -> None:
+        ask_to_delete(self.app, self._preset_at(self.table.cursor_row))
 
     # The filter.
 

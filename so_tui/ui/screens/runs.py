@@ -23,8 +23,9 @@ from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
 from so_tui.ui.run_columns import cells_of, model_of, with_room
 from so_tui.ui.run_details import comparison, facts
+from so_tui.ui.run_order import GROUPS, SORTS, following, group_of, ordered
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.screens import run_actions
+from so_tui.ui.screens import run_actions, run_records
 from so_tui.ui.series import Axis
 from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.chart import Chart
@@ -39,6 +40,11 @@ ROLES = ("main", "second", "third", "fourth")
 """Chart roles of overlaid runs: nobody can tell more than four lines apart."""
 BESIDE = 4
 """Cells left and right of the table: its margins, and a scrollbar."""
+
+
+def _searched(row: RunRow) -> str:
+    """Return the text in which the filter searches."""
+    return f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} {row.notes.note}".lower()
 
 
 class CurvesRead(Message):
@@ -57,21 +63,25 @@ class RunsScreen(Page):
     PAGE = "runs"
     CSS_PATH = "runs.tcss"
     AUTO_FOCUS = "#table"
-    HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares the settings of two."
+    HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares them."
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares two"),
+        Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares them"),
         Binding(
             "equals_sign",
             "differences",
             "Compare",
             key_display="=",
             id="differences",
-            tooltip="The settings of two marked runs, or of this one",
+            tooltip="Settings that differ, and results, of all marked runs; without marks, the settings of this one",
         ),
+        Binding("S", "sort", "Sort", show=False, id="sort", tooltip="By start, name, model, state, loss, tokens/s, MFU, memory; kept"),
+        Binding("V", "group", "Group", show=False, id="group", tooltip="By model, state, tag or host; kept"),
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
         Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
         Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
+        Binding("w", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
+        Binding("E", "export", "Export", id="export", tooltip="Every step (CSV, Parquet), the chart (SVG), or the model"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
         Binding("y", "copy", "Copy path", show=False, id="copy"),
     ]
@@ -85,11 +95,12 @@ class RunsScreen(Page):
         self._marked: list[RunDirectory] = []
         self._curves: dict[RunDirectory, LossCurve] = {}
         self._curve_reader = CurveReader()
+        self._progress = ""
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
         yield Static(Content.from_markup(EMPTY), id="empty")
-        yield FindField("show runs whose name, model or state contains …", id="filter")
+        yield FindField("show runs whose name, model, state, note or tags contain …", id="filter")
         yield RunTable(id="table", cursor_type="row")
         yield Rule(id="preview-rule")
         with Horizontal(id="preview"):
@@ -156,7 +167,8 @@ class RunsScreen(Page):
         """Redraw the table and keep the cursor on its run."""
         wanted = self.filter.needle
         chosen = self.chosen_run
-        self._rows = [row for row in self.app.runs if wanted in f"{row.run.name} {model_of(row)} {row.state.state}".lower()]
+        order = self.app.settings.runs
+        self._rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in _searched(row)]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
         self.query_one("#empty").display = not self.app.runs
         for name in ("#table", "#preview", "#preview-rule"):
@@ -168,7 +180,11 @@ class RunsScreen(Page):
         columns = with_room(cells, self.size.width - BESIDE, table.cell_padding)
         for name in columns:
             table.add_column(name.strip())
+        before = ""
         for row, own in zip(self._rows, cells, strict=True):
+            if order.group != "none" and (name := group_of(row, order.group)) != before:
+                before = name
+                own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
             table.add_row(*(own[name] for name in columns), key=str(row.run.path))
         positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
         table.move_cursor(row=positions[0] if positions else 0)
@@ -188,7 +204,7 @@ class RunsScreen(Page):
             return
         shown = self._marked or [row.run]
         title = f"{plural(len(self._marked), 'marked run')}, losses overlaid" if self._marked else row.run.name
-        self.query_one("#preview-rule", Rule).update(Content.styled(title, "$faint"))
+        self.query_one("#preview-rule", Rule).update(Content.styled(self._progress or title, "$faint"))
         drawn = [(run, self._curves[run]) for run in shown if run in self._curves][: len(ROLES)]
         lines = [replace(curve.line, role=ROLES[index]) for index, (_, curve) in enumerate(drawn)]
         names = [shorten(run.name, 20) if self._marked else curve.name for run, curve in drawn]
@@ -227,23 +243,47 @@ class RunsScreen(Page):
         self._fill()
 
     def action_differences(self) -> None:
-        if len(self._marked) == 2:
-            rows = [row for run in self._marked for row in self.app.runs if row.run == run]
-            self._compare(rows[0], rows[1])
+        if len(self._marked) >= 2:
+            self._compare([row for run in self._marked for row in self.app.runs if row.run == run])
         elif self._marked:
-            self.notify("Mark two runs to compare their settings")
+            self.notify("Mark more runs to compare them")
         elif (run := self.chosen_run) is not None:
             run_actions.show_settings(self.app, run)
 
-    def _compare(self, left: RunRow, right: RunRow) -> None:
+    def _compare(self, rows: list[RunRow]) -> None:
         from so_tui.ui.screens.dialogs import Notice
 
-        compared = comparison(left, right)
+        compared = comparison(rows, {run: curve.results for run, curve in self._curves.items()})
         if compared is None:
-            unreadable = " and ".join(row.run.name for row in (left, right) if row.spec is None)
+            unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
             self.notify(f"The settings of {unreadable} cannot be read", severity="error", markup=False)
         else:
             self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
+
+    def action_note(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_records.ask_for_note(self.app, run)
+
+    def action_export(self) -> None:
+        if (run := self.chosen_run) is not None:
+            drawn = [(other, self._curves[other]) for other in self._marked or [run] if other in self._curves]
+            run_records.ask_to_export(self, run, [curve.line for _, curve in drawn], [other.name for other, _ in drawn])
+
+    @on(run_records.Exporting)
+    def _exporting(self, message: run_records.Exporting) -> None:
+        self._progress = message.text
+        self._preview()
+
+    def action_sort(self) -> None:
+        self._keep_order("sort", following(SORTS, self.app.settings.runs.sort), "Sorted by")
+
+    def action_group(self) -> None:
+        self._keep_order("group", following(GROUPS, self.app.settings.runs.group), "Grouped by")
+
+    def _keep_order(self, key: str, value: str, text: str) -> None:
+        self.app.keep({f"runs.{key}": value})
+        self.notify(f"{text} {value}", timeout=2)
+        self._fill()
 
     def action_delete(self) -> None:
         run = self.chosen_run

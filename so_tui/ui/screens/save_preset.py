@@ -1,18 +1,19 @@
-"""Save settings as a preset of the user: ask for a name, and before replacing another preset."""
+"""Save settings as a preset of the user, or delete one: ask for a name, and before another is replaced or lost."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from so_tui.spec import InputError, RunSpec, check_user_name, save_preset
 from so_tui.ui.messages import Failed
 
 if TYPE_CHECKING:
+    from so_tui.spec import RunSpec
     from so_tui.ui.app import SoTuiApp
 
 
 def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
     """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``."""
+    from so_tui.spec import check_user_name
     from so_tui.ui.screens.dialogs import AskText
 
     def named(name: str | None) -> None:
@@ -41,6 +42,8 @@ def _save_unless_taken(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> No
 
 
 def _save(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
+    from so_tui.spec import InputError, save_preset
+
     try:
         path = save_preset(spec, name, base=base)
     except InputError as error:
@@ -48,3 +51,29 @@ def _save(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
         return
     app.notify(f"Saved as {name} in {path}", markup=False)
     app.reload_presets(then_edit=name)
+
+
+def is_own(app: SoTuiApp, name: str) -> bool:
+    """Return whether a preset is the user's own."""
+    preset = app.catalog.presets.get(name) if app.catalog is not None else None
+    return preset is not None and preset.origin == "user"
+
+
+def ask_to_delete(app: SoTuiApp, name: str) -> None:
+    """Ask whether to delete a preset of the user, and delete it."""
+    from so_tui.spec import InputError, delete_preset
+    from so_tui.ui.screens.dialogs import Question
+
+    def answered(yes: bool | None) -> None:
+        if not yes:
+            return
+        try:
+            delete_preset(name)
+        except InputError as error:
+            app.post_message(Failed("The preset was not deleted", tuple(map(str, error.problems))))
+        else:
+            app.reload_presets()
+
+    if app.catalog is not None and is_own(app, name):
+        lines = [app.catalog.presets[name].path, "Runs that were started with it stay."]
+        app.push_screen(Question(f"Delete your preset {name}?", lines, yes="Delete", no="No, keep it"), answered)

@@ -1,0 +1,135 @@
+"""A run's note and tags, and taking its metrics, its chart or its model elsewhere, from the list of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual.message import Message
+
+from so_tui.runs import RunDirectory
+from so_tui.runs.notes import RunNotes, read_notes, write_notes
+from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec.files import path_fault
+from so_tui.trust.printable import brief_message
+from so_tui.ui.chart_svg import chart_svg
+from so_tui.ui.messages import Failed
+from so_tui.ui.series import Line
+from so_tui.ui.text import plural
+from so_tui.units import thousands
+
+if TYPE_CHECKING:
+    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.screens.runs import RunsScreen
+
+METRICS, PICTURE = (".csv", ".parquet"), ".svg"
+
+
+class Exporting(Message):
+    """How far an export is; empty when it has ended."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__()
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, Exporting)
+
+
+def note_text(notes: RunNotes) -> str:
+    """Return a note with its tags as one line for typing."""
+    return " ".join((*notes.note.split(), *(f"#{tag}" for tag in notes.tags)))
+
+
+def parsed_note(text: str) -> RunNotes:
+    """Return what was typed: words that begin with ``#`` are tags."""
+    words = text.split()
+    tags = dict.fromkeys(word.removeprefix("#") for word in words if word.startswith("#"))
+    return RunNotes(note=" ".join(word for word in words if not word.startswith("#")), tags=tuple(tags))
+
+
+def ask_for_note(app: SoTuiApp, run: RunDirectory) -> None:
+    """Ask for a note and tags, and keep them with the run."""
+    from so_tui.ui.screens.dialogs import AskText
+
+    def read(text: str) -> RunNotes:
+        notes = parsed_note(text)
+        try:
+            write_notes(run, notes)
+        except InputError:
+            raise
+        except SoTuiError as error:  # another user's run
+            raise InputError([Problem(code="not-kept", field="note", value="", message=str(error), remedy="It is only read.")]) from None
+        return notes
+
+    hint = "Words that begin with # are tags: too short #paper"
+    dialog = AskText(f"Note on {run.name}", hint, note_text(read_notes(run)), yes="Keep", read=read, may_be_empty=True)
+    app.push_screen(dialog, lambda _: app.list_runs())
+
+
+def ask_to_export(screen: RunsScreen, run: RunDirectory, lines: Sequence[Line], names: Sequence[str]) -> None:
+    """Ask where to, and export: what it is follows from the name."""
+    from so_tui.ui.screens.dialogs import AskText
+
+    def read(text: str) -> Path:
+        if fault := path_fault(text):
+            raise InputError([Problem(code="invalid-path", field="file", value=text, message=fault, remedy="Give another name.")])
+        path = Path(text).expanduser().absolute()
+        if path.suffix in (*METRICS, PICTURE) and path.exists():
+            raise InputError(
+                [Problem(code="file-exists", field="file", value=text, message="exists already", remedy="Choose another name.")]
+            )
+        return path
+
+    def named(path: Path | None) -> None:
+        if path is not None:
+            work = partial(_export, screen, run, path, tuple(lines), tuple(names))
+            screen.run_worker(work, thread=True, group="export", name="export", exit_on_error=False)
+
+    hint = "NAME.csv or NAME.parquet: every step. NAME.svg: the chart as shown. A folder: the model, for from_pretrained"
+    screen.app.push_screen(AskText(f"Export {run.name} to", hint, f"{run.name}.csv", yes="Export", read=read), named)
+
+
+def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]) -> None:
+    """Export in a thread."""
+    app = screen.app
+    try:
+        screen.post_message(Exporting(f"exporting to {path.name} …"))
+        if path.suffix in METRICS:
+            said = _export_metrics(screen, run, path)
+        elif path.suffix == PICTURE:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(chart_svg("loss", lines, names))
+            said = plural(len(lines), "line")
+        else:
+            said = _export_model(screen, run, path)
+    except SoTuiError as error:
+        app.post_message(Failed(f"{run.name} was not exported", tuple(str(error).splitlines())))
+    except OSError as error:
+        app.post_message(Failed(f"{run.name} could not be exported", (f"{path}: {error.strerror}",)))
+    else:
+        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False)
+    screen.post_message(Exporting(""))
+
+
+def _export_metrics(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
+    from so_tui.runs.metrics_export import export_metrics
+    from so_tui.runs.results import read_all
+
+    def show(rows: int) -> None:
+        screen.post_message(Exporting(f"{path.name}: {thousands(rows)} steps"))
+
+    count = export_metrics(read_all(run), path, show)
+    return plural(count, "step")
+
+
+def _export_model(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
+    from so_tui.launch import stream_tool, writable
+
+    writable(path, "folder")
+    for event in stream_tool("export", {"run": str(run.path), "to": str(path)}):
+        if text := event.get("message"):
+            screen.post_message(Exporting(f"{path.name}: {brief_message(str(text))}"))
+    return "the model"

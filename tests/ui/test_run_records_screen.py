@@ -1,0 +1,105 @@
+"""The list of runs: its order and groups, comparison of several, notes, and what is exported from it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.text import Text
+from textual.widgets import DataTable, Input, Static
+
+from so_tui.runs.notes import RunNotes, read_notes, write_notes
+from so_tui.settings.file import load_settings
+from so_tui.spec import find_preset, load_catalog, save_preset
+from so_tui.ui.chart_svg import chart_svg
+from so_tui.ui.screens.run_records import note_text, parsed_note
+from tests.support.make_run import write_run
+from tests.support.screen import Driver, opened
+
+pytestmark = pytest.mark.usefixtures("_short_form")
+
+
+def names(ui: Driver) -> list[str]:
+    table: DataTable[Text] = ui.find("#table", DataTable)
+    return [Path(str(key.value)).name for key in table.rows]
+
+
+async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) -> None:
+    runs = [write_run(runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name) for n, name in enumerate("cab", 1)]
+    write_notes(runs[0], RunNotes(tags=("paper",)))
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: names(ui) == ["b", "a", "c"])
+        await ui.press("S")
+        await ui.until(lambda: names(ui) == ["a", "b", "c"])
+        await ui.press("V", "V", "V")
+        await ui.until(lambda: load_settings().settings.runs.group == "tag")
+        assert load_settings().settings.runs.sort == "name"
+        await ui.press("up", "w")
+        await ui.until(lambda: isinstance(ui.app.focused, Input))
+        await ui.type_text("too short #paper", replace=True)
+        await ui.press("enter")
+        await ui.until(lambda: names(ui) == ["a", "c", "b"])
+        assert read_notes(runs[1]) == RunNotes(note="too short", tags=("paper",))
+        assert "paper a" in ui.text()
+        await ui.until(lambda: "too short" in ui.shown("#facts"))
+        await ui.press("space", "down", "space", "down", "space", "equals_sign")
+        await ui.until(lambda: any("3 runs: " in str(title.content) for title in ui.screen.query(".dialog-title").results(Static)))
+        await ui.until(lambda: "tokens/s" in ui.text())
+
+
+async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(runs_dir: Path, tmp_path: Path) -> None:
+    write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="one")
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: names(ui) == ["one"] and ui.screen._curves)  # type: ignore[attr-defined]
+        for file in ("steps.csv", "loss.svg"):
+            await ui.press("E")
+            await ui.until(lambda: isinstance(ui.app.focused, Input))
+            await ui.type_text(str(tmp_path / file), replace=True)
+            await ui.press("enter")
+            wrote = f"Wrote {tmp_path / file}"
+            await ui.until(lambda: any(wrote in note for note in ui.notes()))  # noqa: B023 - called before the next one
+        await ui.press("E")
+        await ui.until(lambda: isinstance(ui.app.focused, Input))
+        await ui.type_text(str(tmp_path / "loss.svg"), replace=True)
+        await ui.press("enter")
+        await ui.until(lambda: "exists already" in ui.text())
+    with (tmp_path / "steps.csv").open(newline="") as rows:
+        assert len(list(csv.DictReader(rows))) == 30
+    picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
+    assert [line.tag for line in picture.iter() if line.tag.endswith("polyline")]
+
+
+def test_a_picture_holds_no_markup_of_a_name_and_survives_no_data() -> None:
+    text = chart_svg("<script>\x1b&", [], [])
+    assert ElementTree.fromstring(text).findall(".//{http://www.w3.org/2000/svg}script") == []
+    assert "\x1b" not in text
+
+
+def test_what_is_typed_as_a_note_is_what_is_shown_again() -> None:
+    notes = RunNotes(note="two words", tags=("a", "b.c"))
+    assert parsed_note(note_text(notes)) == notes
+    assert parsed_note("x #a y #a") == RunNotes(note="x y", tags=("a",))
+    assert parsed_note("") == RunNotes()
+
+
+async def test_a_preset_of_ones_own_is_deleted_after_a_question(runs_dir: Path) -> None:
+    save_preset(find_preset("tiny").spec, "aa-mine", base="tiny")
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        keys = [str(key.value) for key in table.rows]
+        table.move_cursor(row=keys.index("aa-mine"))
+        await ui.press("D")
+        await ui.until(
+            lambda: (
+                "Delete your preset aa-mine?" in "".join(str(title.content) for title in ui.screen.query(".dialog-title").results(Static))
+            )
+        )
+        await ui.press("enter")
+        assert "aa-mine" in load_catalog().presets, "no is the default"
+        await ui.press("D", "y")
+        await ui.until(lambda: "aa-mine" not in load_catalog().presets)
+        await ui.until(lambda: "aa-mine" not in [str(key.value) for key in table.rows])
