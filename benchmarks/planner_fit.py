@@ -64,7 +64,8 @@ memory rests on them too. 0: not measured; ``since_changed`` names the figures t
 those that the constants do not meet."""
 CHECKED = RESULTS.with_name("planner-check-h200.json")
 """Rows of the set ``check``, on which no constant rests: what leads to a change moves to the others. ``since_planned_otherwise`` names the
-figures that today's constants predict nearer to what was measured."""
+figures that today's constants predict nearer to what was measured, ``since_refitted`` those that they predict a little otherwise (steps by
+at most 3 %) since attention has rates of its own."""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
 

@@ -19,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -95,6 +96,7 @@ def one_rank(*, cpu: bool) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    single["SO_TUI_RENDEZVOUS"] = f"file://{tempfile.mkdtemp()}/store"
     return single | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
 
 

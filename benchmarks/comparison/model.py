@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.comparison.parts import Shape
 from so_tui.spec import find_preset
+from so_tui.spec.attention import Needs
 from so_tui_trainer.model import attention
 
 
@@ -19,7 +20,8 @@ def device_of(shape: Shape) -> torch.device:
 
 def packed_attention(shape: Shape) -> str:
     """Return the attention implementation that so-tui chooses by default, by transformers' name."""
-    return attention.choose(find_preset(shape.preset).spec.model, supports_sdpa=True, has_sinks=False, device=device_of(shape))
+    model = find_preset(shape.preset).spec.model
+    return attention.choose(model, Needs(head_size=model.config["head_dim"]), device_of(shape))
 
 
 def random_model(shape: Shape, implementation: str) -> Any:

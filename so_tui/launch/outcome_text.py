@@ -27,9 +27,13 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
         "host-memory-limit",
         "needs-cuda",
         # Codes of the trainer's problems whose remedy is another value of a key that may change during a run.
+        "attention-head-size",
         "attention-needs-gpu",
+        "attention-not-deterministic",
+        "attention-other-gpu",
         "attention-package-missing",
         "attention-without-sinks",
+        "attention-without-softcap",
         "data-columns-mismatch",
         "data-columns-unknown",
         "data-nothing-trained",

@@ -133,6 +133,7 @@ def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
     yield "transformers", software.transformers
     yield "datasets", software.datasets
     yield "flash-attn", software.flash_attn
+    yield "flash-attn 4", software.flash_attn_4
     yield "numactl", software.numactl and software.numactl + trial
     yield "NVIDIA driver", software.nvidia_driver
     yield "CUDA toolkit", software.cuda_toolkit

@@ -36,6 +36,8 @@ def read_software(files: SystemFiles, nodes: tuple[NumaNode, ...], allowed: tupl
         transformers=package_version("transformers"),
         datasets=package_version("datasets"),
         flash_attn=package_version("flash-attn"),
+        flash_attn_3=package_version("flash_attn_3"),
+        flash_attn_4=package_version("flash-attn-4"),
         numactl=_numactl_version(),
         numactl_works=numactl_trial(*trial_binding(nodes, allowed)),
         mempolicy_works=_mempolicy_works(),

@@ -75,6 +75,9 @@ class Software(Struct, frozen=True, kw_only=True):
     transformers: str | None = None
     datasets: str | None = None
     flash_attn: str | None = None
+    """flash-attn 2."""
+    flash_attn_3: str | None = None
+    flash_attn_4: str | None = None
     numactl: str | None = None
     numactl_works: bool | None = None
     """Whether a trial ``numactl -m NODE -C CPUS true`` succeeded here."""
@@ -85,6 +88,12 @@ class Software(Struct, frozen=True, kw_only=True):
     """Version of nvcc, as torch's extension builder finds it."""
     compiler: str | None = None
     ninja: str | None = None
+
+    @property
+    def attention_packages(self) -> frozenset[str]:
+        """Installed distributions with attention kernels."""
+        versions = {"flash-attn": self.flash_attn, "flash_attn_3": self.flash_attn_3, "flash-attn-4": self.flash_attn_4}
+        return frozenset(package for package, version in versions.items() if version)
 
 
 class Machine(Struct, frozen=True, kw_only=True):

@@ -10,9 +10,9 @@ from typing import Literal
 from so_tui.model.architecture import Architecture
 from so_tui.spec.types import ModelSpec
 
-Policy = Literal["full", "selective", "none"]
-"""What backward recomputes: every block; norms, rotary positions and activation functions; nothing."""
-POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
+Policy = Literal["full", "attention", "selective", "none"]
+"""What backward recomputes: every block; a block except its attention; norms, rotary positions and activation functions; nothing."""
+POLICIES: tuple[Policy, ...] = ("none", "selective", "attention", "full")
 """The fastest first."""
 
 SINKS = frozenset({"gpt_oss"})
@@ -35,7 +35,8 @@ def block_input_bytes(shape: Architecture) -> int:
 def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """Return what one block stores per token for backward, in bf16.
 
-    full: its input. selective: that, and the results of matrix products and attention. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
+    full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp). selective: that, and the results of matrix
+    products. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
     inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
     up and their product; experts by those that a token uses (see ``expert_stored_bytes``). Where queries and keys are not stored before
     rotation it is 2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the policy: the index of its row in
@@ -45,6 +46,8 @@ def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     row_indices = 16 * shape.experts_per_token if fused else 0
     if policy == "full":
         return block_input_bytes(shape) + row_indices
+    if policy == "attention":
+        return block_input_bytes(shape) + attention_bytes(shape) + row_indices
     if policy == "selective":
         return block_input_bytes(shape) + product_bytes(shape, fused=fused) + row_indices
     feed_forward = expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
@@ -80,6 +83,11 @@ _ROUTER_BYTES = 8
 
 def _plain_gate(shape: Architecture) -> int:
     return 14 if shape.model_type in SINKS else 8
+
+
+def attention_bytes(shape: Architecture) -> int:
+    """Return the bytes of attention's result per token and layer, with its log-sum-exp: 2 q + 4 heads."""
+    return 2 * shape.query_width + 4 * shape.heads
 
 
 def product_bytes(shape: Architecture, *, fused: bool) -> int:

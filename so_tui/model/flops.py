@@ -105,17 +105,26 @@ def model_flops(flops: Flops, tokens: int, document_lengths: Iterable[int]) -> f
     return 6.0 * flops.active_parameters * tokens + 3.0 * flops.attention_forward(document_lengths)
 
 
-def hw_flops(flops: Flops, tokens: int, document_lengths: Iterable[int], *, checkpointing: bool, head_recomputed: bool = False) -> float:
+def hw_flops(
+    flops: Flops,
+    tokens: int,
+    document_lengths: Iterable[int],
+    *,
+    checkpointing: bool,
+    head_recomputed: bool = False,
+    attention_recomputed: bool = True,
+) -> float:
     """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included: with ``checkpointing`` 8 N T + 4 x attention.
 
     ``head_recomputed``: whether the output head runs again in backward. The trainer's does not: its loss forms gradients in the forward,
-    and multiplies again only what ``so_tui.model.loss`` counts.
+    and multiplies again only what ``so_tui.model.loss`` counts. ``attention_recomputed``: whether attention does, with ``checkpointing``.
     """
     attention = flops.attention_forward(document_lengths)
     blocks, head = flops.active_parameters - flops.head_parameters, flops.head_parameters
     passes = 4.0 if checkpointing else 3.0
     head_passes = passes if head_recomputed else 3.0
-    return 2.0 * tokens * (passes * blocks + head_passes * head) + passes * attention
+    attention_passes = passes if attention_recomputed else 3.0
+    return 2.0 * tokens * (passes * blocks + head_passes * head) + attention_passes * attention
 
 
 def seed_flops_per_sequence(parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool) -> float:

@@ -11,11 +11,13 @@ import msgspec
 
 from so_tui.model.sharding import moments_bytes
 from so_tui.plan.alternatives import compact_states, less_speculation, more_gpus, more_recomputation, shorter_sequences, smaller_batches
+from so_tui.plan.attention import attention_of
 from so_tui.plan.facts import (
     Caution,
     Change,
     ClippingWaits,
     CompactStatesFit,
+    FasterAttention,
     FasterOffload,
     FitsHere,
     GpuMemoryUnknown,
@@ -44,6 +46,8 @@ _FOLDERS = ("/", "./", "../", "~")
 """How the id of a model begins that is a folder."""
 _SLOW_LINK_BYTES_PER_S = 100e9
 _SLOW_ON_CPU = 1_000_000_000
+_NOTICEABLE_ATTENTION = 0.1
+"""Share of a step that a package is worth installing for."""
 _NOTICEABLE = 0.03
 """Share of a step that a smaller ratio must save to be mentioned."""
 
@@ -208,6 +212,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
             yield from _needless_offload(found)
         if offload.ratio and resources.speed is not None and resources.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield PcieOffload()
+    yield from _faster_attention(found)
     if resources.gpu_memory_unknown:
         yield GpuMemoryUnknown()
     if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
@@ -221,6 +226,18 @@ def _clipping(found: Assessment) -> ClippingWaits:
     train = msgspec.structs.replace(found.spec.train, gradient_clipping=0.0)
     unclipped = assess(msgspec.structs.replace(found.spec, train=train), found.target)
     return ClippingWaits(seconds=found.step.total_s - unclipped.step.total_s if found.step and unclipped.step else None)
+
+
+def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
+    """Yield the fastest attention backend that is not installed, where it would make steps noticeably faster."""
+    chosen = attention_of(found.spec, found.target.profile, found.target.resources)
+    missing = next((passed.backend for passed in chosen.passed_over if passed.obstacle == "not-installed"), None)
+    if missing is None or found.step is None:
+        return
+    model = msgspec.structs.replace(found.spec.model, attention=missing)
+    other = assess(msgspec.structs.replace(found.spec, model=model), found.target)
+    if other.step and found.step.total_s - other.step.total_s > _NOTICEABLE_ATTENTION * found.step.total_s:
+        yield FasterAttention(backend=missing, used=chosen.backend, step_s=other.step.total_s, given_step_s=found.step.total_s)
 
 
 def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:

@@ -10,10 +10,12 @@ import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import log
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from so_tui.plan.workload import Workload
 from so_tui.structs import prepare
@@ -115,6 +117,44 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     between its processes included."""
 
 
+class AttentionRate(Struct, frozen=True, array_like=True):
+    """How fast a backend attends within documents of one length: causal, without a window.
+
+    FLOP/s, or shares of ``Speed.matrix_flops``; backward counts 2.5 times the FLOPs of forward, with the scores that it computes again.
+    """
+
+    document: Annotated[int, Meta(gt=0, le=1 << 30)]
+    """Tokens."""
+    forward: Annotated[float, Meta(gt=0, le=1e30)]
+    backward: Annotated[float, Meta(gt=0, le=1e30)]
+
+
+AttentionRates = tuple[AttentionRate, ...]
+"""Of one backend, ascending in length."""
+
+
+class AttentionConstants(Struct, frozen=True, kw_only=True):
+    """Rates of attention by backend, as shares of the rate of bare matrix products."""
+
+    provenance: str
+    rates: dict[str, AttentionRates]
+
+
+def rate_at(rates: AttentionRates, document: float) -> AttentionRate:
+    """Interpolate between rates, linearly in the logarithm of the length; flat before the first and after the last."""
+    shorter = [rate for rate in rates if rate.document <= document] or [rates[0]]
+    longer = [rate for rate in rates if rate.document > document] or [rates[-1]]
+    one, other = shorter[-1], longer[0]
+    if one.document == other.document or document <= one.document:
+        return one if one.document <= document else other
+    share = log(document / one.document) / log(other.document / one.document)
+    return AttentionRate(
+        document=round(document),
+        forward=one.forward + share * (other.forward - one.forward),
+        backward=one.backward + share * (other.backward - one.backward),
+    )
+
+
 JSON_NAMES = {
     "d2h_bytes_per_s": "down_bytes_per_s",
     "h2d_bytes_per_s": "up_bytes_per_s",
@@ -172,10 +212,21 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory; ascending."""
     layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
     """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once a layer), ascending: all wait for the slowest."""
+    attention: dict[str, AttentionRates] = {}
+    """FLOP/s of the attention backends that were measured on this machine."""
     source: str = ""
     """Where the published figures come from, for people; empty where none is used."""
     calibrated: Calibrated | None = None
     """Set where figures were measured on this machine or one of its kind."""
+
+    def attention_at(self, backend: str, document: float) -> AttentionRate:
+        """Return a backend's FLOP/s within documents of a length: measured here, else as elsewhere in proportion to matrix products."""
+        if measured := self.attention.get(backend):
+            return rate_at(measured, document)
+        shares = rate_at(constants().attention.rates[backend], document)
+        return AttentionRate(
+            document=shares.document, forward=shares.forward * self.matrix_flops, backward=shares.backward * self.matrix_flops
+        )
 
     def layer_launch_overhead_of(self, ranks: int) -> float:
         """Return the host time of a small layer where ``ranks`` all-gather weights. More ranks than were measured take no less time."""
@@ -202,6 +253,7 @@ class Constants(Struct, frozen=True, kw_only=True):
     schema: int
     memory: MemoryConstants
     step: StepConstants
+    attention: AttentionConstants
     machines: tuple[Kind, ...]
 
 

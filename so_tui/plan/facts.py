@@ -12,6 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.model.activations import Policy
+from so_tui.spec.attention import AttentionBackend, Obstacle
 from so_tui.spec.errors import Problem
 from so_tui.spec.types import StatesFormat
 
@@ -278,6 +279,14 @@ class SavesBehind(_Fact, frozen=True):
     """Host memory per rank for copies that second states do not hold."""
 
 
+class AttentionFallsBack(_Fact, frozen=True):
+    """The attention backend of a run whose model or settings the fastest one does not support."""
+
+    backend: AttentionBackend
+    fastest: AttentionBackend
+    obstacle: Obstacle
+
+
 class SpeedUnknown(_Fact, frozen=True):
     """No settings were compared, because no speed is known."""
 
@@ -311,6 +320,15 @@ class FasterOffload(_Fact, frozen=True):
 
     mode: Mode
     ratio: float
+    step_s: float
+    given_step_s: float
+
+
+class FasterAttention(_Fact, frozen=True):
+    """An attention backend that is not installed would make steps noticeably faster."""
+
+    backend: AttentionBackend
+    used: AttentionBackend
     step_s: float
     given_step_s: float
 
@@ -380,11 +398,12 @@ Choice = (
     | AdamCoresChosen
     | StepsEarly
     | SavesBehind
+    | AttentionFallsBack
     | SpeedUnknown
     | NextBest
     | NoNextBest
 )
-Slower = ClippingWaits | FasterOffload | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
+Slower = ClippingWaits | FasterOffload | FasterAttention | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
 Caution = RemoteCode | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
 Reason = Blocker | Need | Remedy | Choice
 Fact = Reason | Caution | MemoryAdvice

@@ -13,6 +13,7 @@ from msgspec import Struct
 from so_tui.machine.types import Machine
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile, profile_of
+from so_tui.plan.attention import attention_of
 from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
@@ -276,6 +277,7 @@ def _step(placement: Placement, target: Target) -> StepTime | None:
         adam_cores=cores,
         ranks_per_node=resources.ranks_per_node,
         workload=target.workload,
+        attention=attention_of(placement.spec, placement.profile, resources).backend,
     )
     step = model.step_time()
     return corrected_step(step, mode, placement.layout.ranks, target.probes) if target.probes else step

@@ -10,6 +10,7 @@ from so_tui.machine.cpulist import cpu_ranges
 from so_tui.model.activations import Policy
 from so_tui.plan import facts
 from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvice, NodeNeed, Remedy, Shortage
+from so_tui.spec.attention import OBSTACLES
 from so_tui.trust.printable import printable_line
 from so_tui.units import memory_size, thousands
 
@@ -27,6 +28,7 @@ _WHY_NOTHING_EARLY = {
 _RECOMPUTES: dict[Policy, str] = {
     "none": "all activations fit, so backward recomputes nothing",
     "selective": "results of matrix products and attention are stored, and only what is cheap is recomputed",
+    "attention": "attention's results are stored, and everything else is recomputed",
     "full": "storing more than each layer's input would not fit, or cost more time than it saves",
 }
 
@@ -195,6 +197,8 @@ def _choice(fact: Choice) -> str:
             copies = f"copies take {memory_size(fact.bytes)} a rank" if fact.bytes else "second states hold the copies"
             much = "the states" if fact.share == 1 else f"{fact.share:.0%} of the states"
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
+        case facts.AttentionFallsBack():
+            return f"attention runs on {fact.backend}: {fact.fastest} {OBSTACLES[fact.obstacle]}"
         case facts.TokensReached():
             each = f"{thousands(fact.tokens)}, {thousands(fact.tokens_per_pass)} in each micro-batch of all ranks"
             return f"accumulation {fact.accumulation} comes nearest to {thousands(fact.target)} tokens a step: {each}"
@@ -300,6 +304,9 @@ def _caution(fact: Caution) -> str:
         case facts.FasterOffload():
             what = "offload.mode = gpu" if fact.mode == "gpu" else f"offload.ratio = {fact.ratio:.2f}"
             return f"{what} fits too and would take {fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s"
+        case facts.FasterAttention():
+            steps = f"{fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s (predicted)"
+            return f"attention runs on {fact.used}; with {fact.backend} installed it would take {steps}"
         case facts.PcieOffload():
             return "the GPU is connected by PCIe: offloading gains less than over NVLink-C2C"
         case facts.GpuMemoryUnknown():

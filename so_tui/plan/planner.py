@@ -18,10 +18,12 @@ from so_tui.model.flops import model_flops
 from so_tui.model.profile import profile_of
 from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
+from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import as_read
 from so_tui.plan.facts import (
+    AttentionFallsBack,
     AutoCheckpointing,
     AutoMode,
     Choice,
@@ -304,6 +306,9 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
+    attention = attention_of(found.spec, found.target.profile, found.target.resources)
+    if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in ("not-installed", "other-gpu"):
+        yield AttentionFallsBack(backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle)
     if target := spec.train.tokens_per_step:
         once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps

@@ -40,6 +40,7 @@ class TermKind(StrEnum):
     ATTENTION_SCORES = "attention-scores"
     GRADIENTS_WAITING = "gradients-waiting"
     EXPERT_FRAGMENTATION = "expert-fragmentation"
+    RESULT_FRAGMENTATION = "result-fragmentation"
     ROUTER_LOGITS = "router-logits"
     LOSS = "loss"
     HEAD_GRADIENT = "head-gradient"
@@ -91,6 +92,7 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.ATTENTION_SCORES: "attention scores",
     TermKind.GRADIENTS_WAITING: "gradients waiting for reduction",
     TermKind.EXPERT_FRAGMENTATION: "room lost between the rows of experts",
+    TermKind.RESULT_FRAGMENTATION: "room lost between attention's results",
     TermKind.ROUTER_LOGITS: "logits of the routers",
     TermKind.LOSS: "logits and loss",
     TermKind.HEAD_GRADIENT: "gradient of the head",

@@ -1,7 +1,8 @@
 """Predicts how long an optimizer step takes, from the model's FLOPs, the bytes it moves, and the rates of the hardware.
 
 step = accumulation x (forward + backward + data) + optimizer time that nothing hides + a little. Forward and backward are matrix products
-at the rate that the GPU reaches in models, plus what moves through its memory beside them. The optimizer's exposed time is simulated
+at the rate that the GPU reaches in models, attention at its backend's rate within documents of their length, plus what moves through the
+GPU's memory beside them. The optimizer's exposed time is simulated
 sub-group by sub-group. Rates of the hardware are the machine's own where ``so-tui calibrate`` measured them, else published for its kind.
 """
 
@@ -17,12 +18,15 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from so_tui.model.activations import policy_of
+from so_tui.model.flops import attention_pairs
+from so_tui.model.padding import bucket_tokens
 from so_tui.plan import deepspeed_step
 from so_tui.plan.constants import Speed, StepConstants, constants
 from so_tui.plan.deepspeed_step import UNSCALE_BYTES, OffloadedStates
 from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
+from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
 
 ADAM_BYTES = 28
 """Host memory traffic of AdamW per parameter: master weight and moments read and written, bf16 gradient read, bf16 weight written; fp32
@@ -32,6 +36,18 @@ ZEROOFFLOAD_ADAM_BYTES = 34
 weight."""
 ACCUMULATE_BYTES = 10
 """bf16 gradient read, fp32 sum read and written."""
+
+
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
+
+
+class _Layers(NamedTuple):
+    """Seconds of all layers' forward pass, of their backward pass, and of what that recomputes."""
+
+    forward: float
+    backward: float
+    repeated: float
 
 
 class Pass(Struct, frozen=True, kw_only=True):
@@ -54,6 +70,7 @@ class StepModel:
     ranks_per_node: int
     """Ranks that share their node's memory."""
     workload: Workload = field(default_factory=Workload)
+    attention: AttentionBackend = "torch-flash"
     use: StepConstants = field(default_factory=lambda: constants().step)
 
     def step_time(self) -> StepTime:
@@ -80,30 +97,70 @@ class StepModel:
         time for both.
         """
         use, layers, gather_s = self.use, self.placement.profile.architecture.layers, self.all_gather_s
-        once, repeated = self._layers_s()
+        layers_s = self._layers_s()
         overhead_s = layers * self.speed.layer_launch_overhead_of(self.placement.layout.ranks)
         gathering = use.all_gather_launches_per_layer if self.placement.layout.ranks > 1 else 0.0
         # Selective recomputation runs all of a layer's Python again, and skips its products.
         again = 0.0 if policy_of(self.placement.spec.model) == "none" else use.forward_launches_per_layer
         forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
-        forward = max(once + use.all_gather_share * gather_s, gather_s, forward_python_s)
+        forward = max(layers_s.forward + use.all_gather_share * gather_s, gather_s, forward_python_s)
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
-        backward = max(2 * once + repeated + 2 * use.all_gather_share * gather_s, 2 * gather_s, python)
+        backward = max(layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s, 2 * gather_s, python)
         return Pass(forward_s=forward + self._loss_s(), backward_s=backward, backward_python_s=python)
 
-    def _layers_s(self) -> tuple[float, float]:
-        """Return the seconds of all layers' forward, and of what backward recomputes of it."""
+    def _layers_s(self) -> _Layers:
+        """Return the seconds of all layers' forward, their backward, and what it recomputes."""
         placement, use = self.placement, self.use
-        profile, shape, tokens = placement.profile, placement.profile.architecture, placement.tokens
+        profile, shape, tokens = placement.profile, placement.profile.architecture, self._computed_tokens
         rate = self.speed.matrix_flops * (use.expert_efficiency if shape.experts else use.matrix_efficiency)
-        document = round(self.workload.attended_tokens or placement.spec.data.sequence_length)
-        attention = profile.flops.attention_forward([document]) * tokens / document
-        products = (2.0 * tokens * (profile.flops.active_parameters - profile.flops.head_parameters) + attention) / rate
+        products = 2.0 * tokens * (profile.flops.active_parameters - profile.flops.head_parameters) / rate
         elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
+        attention_forward, attention_backward = self._attention_s()
         unfused_experts = shape.experts and not profile.fused
         expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unfused_experts else 0.0
-        repeated = {"full": products + elementwise, "selective": elementwise + expert_products, "none": 0.0}
-        return products + elementwise, repeated[policy_of(placement.spec.model)]
+        repeated = {
+            "full": products + elementwise + attention_forward,
+            "attention": products + elementwise,
+            "selective": elementwise + expert_products,
+            "none": 0.0,
+        }
+        return _Layers(
+            forward=products + elementwise + attention_forward,
+            backward=2 * (products + elementwise) + attention_backward,
+            repeated=repeated[policy_of(placement.spec.model)],
+        )
+
+    @cached_property
+    def _computed_tokens(self) -> float:
+        """Positions of a micro-batch that are computed: backends that take boundaries see little padding."""
+        positions = self.placement.tokens
+        if self.attention in MASKED_BACKENDS:
+            return positions
+        return min(positions, positions * self.workload.useful_share + bucket_tokens(positions) / 2)
+
+    def _attention_s(self) -> tuple[float, float]:
+        """Return the seconds of attention in all layers' forward and backward.
+
+        Backends that take boundaries attend within documents, masked ones to all pairs of a sequence. A sliding window makes a document
+        as slow as one of twice its length.
+        """
+        flops, length = self.placement.profile.flops, self.placement.spec.data.sequence_length
+        if self.attention in MASKED_BACKENDS:
+            rate = self.speed.attention_at(self.attention, length)
+            pairs = (flops.full_layers + flops.windowed_layers) * float(self.placement.tokens) * length
+            forward = 4.0 * flops.attention_width * pairs
+            return forward / rate.forward, BACKWARD_ATTENTION * forward / rate.backward
+        document = self.workload.attended_tokens or float(length)
+        tokens = self.placement.tokens * self.workload.useful_share
+        forward_s = backward_s = 0.0
+        for layers, window in ((flops.full_layers, None), (flops.windowed_layers, flops.window)):
+            if not layers:
+                continue
+            rate = self.speed.attention_at(self.attention, document if window is None else min(document, 2.0 * window))
+            forward = 4.0 * flops.attention_width * layers * attention_pairs(round(document), window) * tokens / round(document)
+            forward_s += forward / rate.forward
+            backward_s += BACKWARD_ATTENTION * forward / rate.backward
+        return forward_s, backward_s
 
     def _loss_s(self) -> float:
         profile, use = self.placement.profile, self.use

@@ -17,7 +17,18 @@ from so_tui.trust.printable import brief_line
 StatesFormat = Literal["fp32", "bf16-moments", "int8-moments"]
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
-ActivationCheckpointing = Literal["auto", "full", "selective", "none"]
+ActivationCheckpointing = Literal["auto", "full", "attention", "selective", "none"]
+Attention = Literal[
+    "auto",
+    "flash-attn-4",
+    "flash-attn-3",
+    "flash-attn-2",
+    "torch-flash",
+    "sdpa",
+    "eager",
+    "flash_attention_2",
+    "flash_attention_3",
+]
 LossOn = Literal["assistant", "last-turn", "all"]
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 TensorKind = Literal["linear", "expert", "embedding", "other"]
@@ -66,14 +77,18 @@ class ModelSpec(Spec, frozen=True):
     ] = "pretrained"
     tokenizer: Annotated[str, Meta(description="Hub id or folder of the tokenizer; if empty, that of `id`.")] = ""
     attention: Annotated[
-        Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"],
-        Meta(description="Attention implementation; `auto` selects the fastest one that is installed and supports the model."),
+        Attention,
+        Meta(
+            description="Attention backend; `auto` takes the first of these that is installed and suits model and GPU. `torch-flash` comes "
+            "with torch; `sdpa` and `eager` also run on the CPU. `flash_attention_2` and `flash_attention_3` are former names."
+        ),
     ] = "auto"
     activation_checkpointing: Annotated[
         ActivationCheckpointing,
         Meta(
-            description="What a layer recomputes in the backward pass instead of storing it: everything (`full`), everything except matrix "
-            "products and attention (`selective`), or nothing (`none`); `auto` lets the planner choose."
+            description="What a layer recomputes in the backward pass instead of storing it: everything (`full`), everything except "
+            "attention (`attention`), or except attention and matrix products (`selective`), or nothing (`none`); `auto` lets the planner "
+            "choose."
         ),
     ] = "auto"
     kernels: Annotated[
@@ -94,8 +109,13 @@ class ModelSpec(Spec, frozen=True):
     ] = ()
 
     @property
-    def repeats_whole_layers(self) -> bool:
-        """Whether the backward pass recomputes whole layers; assumed if the planner has not chosen yet."""
+    def repeats_products(self) -> bool:
+        """Whether the backward pass recomputes matrix products; assumed if the planner has not chosen yet."""
+        return self.activation_checkpointing in ("auto", "full", "attention")
+
+    @property
+    def repeats_attention(self) -> bool:
+        """Whether the backward pass recomputes attention; assumed if the planner has not chosen yet."""
         return self.activation_checkpointing in ("auto", "full")
 
     @property

@@ -114,6 +114,13 @@ def test_a_compiled_kernel_needs_no_compiler(tmp_path: Path) -> None:
     assert only(found(machine, {}, tmp_path / "u", environment={"HOME": "/home/me"})).severity == "blocks"
 
 
+@pytest.mark.parametrize(("flash_attn", "used"), [(None, "torch-flash"), ("2.8.3", "flash-attn-2")])
+def test_a_faster_attention_for_this_gpu_is_named(tmp_path: Path, flash_attn: str | None, used: str) -> None:
+    finding = only(found(with_software(healthy(tmp_path), flash_attn=flash_attn, flash_attn_4=None)))
+    assert (finding.severity, finding.code) == ("note", "slower-attention")
+    assert used in finding.title
+
+
 def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:
     machine = with_software(healthy(tmp_path), compiler=None, ninja=None)
     assert found(machine, plan=Needs(mode="gpu")) == ()

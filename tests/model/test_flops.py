@@ -31,6 +31,7 @@ def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
     attention = 2 * 4 * 64 * 32
     assert hw_flops(DENSE, 8, [8], checkpointing=False) == 6 * 1000 * 8 + 3 * attention == model_flops(DENSE, 8, [8])
     assert hw_flops(DENSE, 8, [8], checkpointing=True) == 8 * 900 * 8 + 6 * 100 * 8 + 4 * attention
+    assert hw_flops(DENSE, 8, [8], checkpointing=True, attention_recomputed=False) == 8 * 900 * 8 + 6 * 100 * 8 + 3 * attention
     assert hw_flops(DENSE, 8, [8], checkpointing=True, head_recomputed=True) == 8 * 1000 * 8 + 4 * attention
 
 

@@ -104,7 +104,8 @@ def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
 @pytest.mark.parametrize("row", CHECKED, ids=lambda row: f"{row['setting']['size']} {row['name']}")
 def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
     """Today's constants predict what was predicted before it was measured: only then is it still a check of them. Rows say which
-    figures are planned otherwise since, and these are nearer now, and which the program's own changes have made obsolete.
+    figures are planned otherwise since, and these are nearer now; which the program's own changes have made obsolete; and which differ a
+    little since attention has rates of its own and the rest was fitted again.
     """
     case = planner_fit.case_of(row)
     told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], Figures)
@@ -115,6 +116,8 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
             assert new != pytest.approx(old), name
             assert abs(new - measured) < abs(old - measured), name
             assert new == pytest.approx(measured, rel=0.15 if name.endswith("_s") else 0.05), name
+        elif name in row.get("since_refitted", []):
+            assert new == pytest.approx(old, rel=0.03 if name == "step_s" else 0.2), name
         elif name not in row.get("since_changed", []):
             assert new == pytest.approx(old, rel=1e-3), name  # the worker's order of sub-groups has changed since
 

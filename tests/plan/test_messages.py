@@ -104,6 +104,7 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         "pool": "gpu",
         "hosts": (),
         "savings": (),
+        "obstacle": "head-size",
         "asked": (1,),
         "present": (0,),
         "model": "org/model",

@@ -50,7 +50,8 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
         make_plan(with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"}), BIG)
         for ratio in (faster.smallest_ratio, faster.smallest_ratio - 0.05)
     )
-    assert (smallest.verdict, less.verdict) == ("fits", "tight")
+    assert smallest.verdict == "fits"
+    assert less.verdict != "fits"
     held_back = recommend(spec_of("qwen3-14b", offload__speculation="off"), BIG, 1)
     assert only(held_back.reasons, SmallestRatio).ratio == held_back.ratio == faster.smallest_ratio
     given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.constants import Speed, SpeedSource, constants, published_speed
+from so_tui.plan.constants import AttentionRate, Speed, SpeedSource, constants, published_speed, rate_at
+from so_tui.plan.facts import FasterAttention
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.placement import Placement
 from so_tui.plan.timing import Pass, StepModel, Update, arrivals, weight_wait_s
@@ -325,3 +326,67 @@ def test_grace_hopper_predictions_say_where_they_come_from() -> None:
     assert isinstance(plan.speed_source, SpeedSource)
     assert plan.speed_source.calibrated is None
     assert plan.speed_source.published.startswith("published for GH200")
+
+
+def long(length: int, /, **changes: str) -> Plan:
+    """A plan of one document a sequence, on an H200 with flash-attn 4."""
+    base = {"gpus": "1", "offload.mode": "superoffload", "offload.ratio": "0.9", "train.gradient_clipping": "0"}
+    base |= {"train.micro_batch": str(max(1, 16_384 // length)), "data.sequence_length": str(length)}
+    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
+    machine = replace(machine, software=replace(machine.software, flash_attn_4="4.0.0b36"))
+    given = {name.replace("__", "."): value for name, value in changes.items()}
+    return make_plan(with_values(SPEC, base | given), machine, workload=Workload(attended_tokens=float(length)))
+
+
+@pytest.mark.parametrize(
+    ("length", "attention", "policy", "measured_s"),
+    [
+        (4_096, "auto", "full", 1.211),
+        (4_096, "torch-flash", "full", 1.281),
+        (65_536, "auto", "full", 12.85),
+        (65_536, "torch-flash", "full", 20.87),
+        (65_536, "auto", "attention", 10.74),
+    ],
+)
+def test_long_documents_are_planned_by_backend(length: int, attention: str, policy: str, measured_s: float) -> None:
+    """Measured on H200s: benchmarks/results/attention-h200.json."""
+    found = long(length, model__attention=attention, model__activation_checkpointing=policy)
+    assert found.step_s == pytest.approx(measured_s, rel=0.04)
+
+
+def test_keeping_attention_is_chosen_where_documents_are_long_and_it_fits() -> None:
+    assert long(65_536).spec.model.activation_checkpointing == "attention"
+
+
+def test_a_faster_backend_that_is_not_installed_is_named_where_it_gains() -> None:
+    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
+    plans = [
+        make_plan(with_values(SPEC, {"gpus": "1", "data.sequence_length": str(length), "train.micro_batch": "1"}), machine)
+        for length in (2_048, 32_768)
+    ]
+    short, long = ([fact for fact in plan.warnings if isinstance(fact, FasterAttention)] for plan in plans)
+    assert not short
+    assert (long[0].backend, long[0].used) == ("flash-attn-4", "torch-flash")
+    assert long[0].step_s < 0.9 * long[0].given_step_s
+
+
+def test_padding_takes_no_time_where_attention_takes_boundaries() -> None:
+    spec = with_values(SPEC, {"gpus": "1", "offload.mode": "gpu", "model.activation_checkpointing": "full"})
+    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
+    third = Workload(attended_tokens=300, trained_share=0.3, useful_share=1 / 3)
+    whole = Workload(attended_tokens=300, trained_share=0.3)
+    times = {
+        name: [make_plan(with_values(spec, {"model.attention": name}), machine, workload=data).step for data in (third, whole)]
+        for name in ("torch-flash", "sdpa")
+    }
+    forward = {name: [step.forward_s if step else 0.0 for step in steps] for name, steps in times.items()}
+    assert forward["torch-flash"][0] < 0.6 * forward["torch-flash"][1]
+    assert forward["sdpa"][0] == forward["sdpa"][1] > forward["torch-flash"][1]
+
+
+def test_rates_between_measured_lengths() -> None:
+    rates = (AttentionRate(document=1_000, forward=2.0, backward=1.0), AttentionRate(document=4_000, forward=4.0, backward=3.0))
+    assert [rate_at(rates, length).forward for length in (10, 1_000, 2_000, 4_000, 9_000)] == [2.0, 2.0, pytest.approx(3.0), 4.0, 4.0]
+    own = replace(ONE, matrix_flops=100.0, attention={"torch-flash": rates})
+    assert own.attention_at("torch-flash", 4_000).forward == 4.0
+    assert own.attention_at("flash-attn-4", 65_536).forward == pytest.approx(97.7)

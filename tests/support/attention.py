@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from so_tui_trainer.model.flash import Documents, Kernels
+from so_tui.spec.attention import KERNELS as KNOWN
+from so_tui.spec.attention import AttentionBackend, Needs, obstacle_to
+from so_tui_trainer.model.attention import Documents, Kernels, kernels_of, present
 
 
 def visible(documents: Documents) -> Tensor:
@@ -19,13 +21,18 @@ def visible(documents: Documents) -> Tensor:
 
 
 def scores(query: Tensor, key: Tensor, documents: Documents) -> Tensor:
-    """Return the masked scores, [heads, tokens, tokens]."""
+    """Return the scores, capped but not masked, [heads, tokens, tokens]."""
     repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return torch.einsum("qhd,khd->hqk", query, repeated).mul(documents.scale).masked_fill(~visible(documents), -torch.inf)
+    found = torch.einsum("qhd,khd->hqk", query, repeated).mul(documents.scale)
+    return documents.softcap * (found / documents.softcap).tanh() if documents.softcap else found
+
+
+def masked(found: Tensor, documents: Documents) -> Tensor:
+    return found.masked_fill(~visible(documents), -torch.inf)
 
 
 def plain_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    found = scores(query, key, documents)
+    found = masked(scores(query, key, documents), documents)
     normaliser = found.logsumexp(-1)
     repeated = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return torch.einsum("hqk,khd->qhd", (found - normaliser[..., None]).exp(), repeated), normaliser
@@ -37,9 +44,11 @@ def plain_backward(
     """Compute the gradients as a flash kernel does: from the given log-sum-exp and output, not from a softmax of its own."""
     groups = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    probability = (scores(query, key, documents) - normaliser[..., None]).exp()
+    capped = scores(query, key, documents)
+    probability = (masked(capped, documents) - normaliser[..., None]).exp()
     delta = (gradient * out).sum(-1).t()
-    of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * documents.scale
+    slope = documents.scale * (1 - (capped / documents.softcap) ** 2 if documents.softcap else 1)
+    of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * slope
     of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
     of_key = torch.einsum("hqk,qhd->khd", of_scores, query).view(*key.shape[:2], groups, -1).sum(2)
     of_value = torch.einsum("hqk,qhd->khd", probability, gradient).view(*value.shape[:2], groups, -1).sum(2)
@@ -47,3 +56,10 @@ def plain_backward(
 
 
 PLAIN = Kernels(plain_forward, plain_backward)
+
+
+def backends(needs: Needs | None = None) -> dict[AttentionBackend, Kernels]:
+    """Return the kernels of every backend that can be used here."""
+    available = present(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    usable = [kernel.name for kernel in KNOWN if obstacle_to(kernel.name, needs or Needs(head_size=64), available) is None]
+    return {name: kernels_of(name) for name in usable}

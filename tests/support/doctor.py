@@ -22,6 +22,7 @@ INSTALLED = Software(
     deepspeed="0.19.8",
     transformers="5.23.0",
     datasets="5.2.0",
+    flash_attn_4="4.0.0b36",
     numactl="2.0.19",
     numactl_works=True,
     nvidia_driver="580.95.05",

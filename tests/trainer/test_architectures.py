@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from so_tui.spec import ModelSpec
+from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import attention, flash, recompute
+from so_tui_trainer.model import attention, recompute
 from so_tui_trainer.model.build import TrainedModel, disable_dropout, load_config
 from so_tui_trainer.model.matching import meta_model
 from tests.support.attention import PLAIN
@@ -68,7 +69,7 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     torch.autograd.backward(alone * weight)
     expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
     assert None not in expected.values()
-    for implementation in ("eager", *(["sdpa"] if causal._supports_sdpa else []), flash.register(PLAIN)):
+    for implementation in ("eager", *(["sdpa"] if causal._supports_sdpa else []), attention.register(PLAIN)):
         causal.zero_grad()
         causal.set_attn_implementation(implementation)
         packed = TrainedModel(causal, implementation)(batch, weight)
@@ -78,7 +79,32 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
 
 
-@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 2)])
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("name", ["qwen3-14b", "gpt-oss-20b"])
+def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) -> None:
+    """Loss and gradients, with far less padding."""
+    torch.manual_seed(0)
+    implementation = attention.register(PLAIN)
+    causal = causal_model(load_config(scaled_down(name)), dtype=torch.float32, attention=implementation)
+    batches = Batches(documents(30), spec(data__sequence_length="128", data__packing=packing, train__micro_batch="4"), 0)
+    found = []
+    for end_to_end in (False, True):
+        batches.end_to_end = end_to_end
+        batch = next(batches.micro_batches(1))
+        causal.zero_grad()
+        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
+        torch.autograd.backward(loss)
+        gradients = {key: parameter.grad.clone() for key, parameter in causal.named_parameters() if parameter.grad is not None}
+        found.append((loss.item(), gradients, batch.input_ids.numel()))
+    (expected, theirs, more), (loss, ours, fewer) = found
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert fewer < more
+    assert ours.keys() == theirs.keys()
+    for key, gradient in theirs.items():
+        torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 2)])
 def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Policy, repeated: int) -> None:
     calls = 0
 
@@ -88,14 +114,14 @@ def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Po
         return PLAIN.forward(*arguments)
 
     found = {}
-    kinds: tuple[tuple[recompute.Policy, flash.Kernels], ...] = (
+    kinds: tuple[tuple[recompute.Policy, attention.Kernels], ...] = (
         ("none", PLAIN),
-        (policy, flash.Kernels(counted, PLAIN.backward)),
+        (policy, attention.Kernels(counted, PLAIN.backward)),
     )
     for asked, kernels in kinds:
         torch.manual_seed(0)
         config = load_config(scaled_down("gpt-oss-20b"))
-        implementation = flash.register(kernels)
+        implementation = attention.register(kernels)
         causal = causal_model(config, dtype=torch.float32, attention=implementation).train()
         recompute.install(causal, asked)
         batch = next(Batches(documents(30), spec(data__sequence_length="128"), 0).micro_batches(1))
@@ -111,22 +137,27 @@ def test_sinks_are_never_left_out() -> None:
     meta = meta_model(load_config(scaled_down("gpt-oss-20b")))
     assert attention.has_sinks(meta)
     assert not attention.has_sinks(meta_model(load_config(scaled_down("qwen3-14b"))))
-    for device, expected in (("cuda", flash.NAME), ("cpu", "eager")):
-        found = attention.choose(scaled_down("gpt-oss-20b"), supports_sdpa=False, has_sinks=True, device=torch.device(device))
-        assert found == expected
-    names: tuple[Any, ...] = ("sdpa", "flash_attention_2", "flash_attention_3")
-    for name in names:
-        asked = ModelSpec(id="any", attention=name)
-        problem = refusal(lambda asked=asked: attention.choose(asked, supports_sdpa=True, has_sinks=True, device=torch.device("cuda")))  # type: ignore[misc]
-        assert (problem.code, problem.value) == ("attention-without-sinks", name)
+    needs = attention.needs_of(meta.config, supports_sdpa=False, sinks=True, deterministic=False)
+    assert needs == Needs(head_size=16, sinks=True, plain=False)
+    for generation, expected in ((9, "torch-flash"), (None, "eager")):
+        assert attention.decide(scaled_down("gpt-oss-20b"), needs, Present(generation=generation)).backend == expected
+    problem = refusal(lambda: attention.decide(ModelSpec(id="any", attention="sdpa"), needs, Present(generation=9)))
+    assert (problem.code, problem.value) == ("attention-without-sinks", "sdpa")
 
 
-@pytest.mark.parametrize(("device", "code"), [("cpu", "attention-needs-gpu"), ("cuda", "attention-package-missing")])
-def test_unavailable_flash_attention_is_refused(device: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "find_spec", lambda package: None)
-    asked = ModelSpec(id="any", attention="flash_attention_2")
-    problem = refusal(lambda: attention.choose(asked, supports_sdpa=True, has_sinks=False, device=torch.device(device)))
-    assert (problem.code, problem.value) == (code, "flash_attention_2")
+@pytest.mark.parametrize(
+    ("asked", "needs", "generation", "code"),
+    [
+        ("flash-attn-2", Needs(head_size=64), None, "attention-needs-gpu"),
+        ("flash_attention_2", Needs(head_size=64), 9, "attention-package-missing"),
+        ("flash-attn-4", Needs(head_size=64), 8, "attention-other-gpu"),
+        ("torch-flash", Needs(head_size=320), 9, "attention-head-size"),
+        ("torch-flash", Needs(head_size=64, softcap=True), 9, "attention-without-softcap"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_is_refused(asked: Any, needs: Needs, generation: int | None, code: str) -> None:
+    problem = refusal(lambda: attention.decide(ModelSpec(id="any", attention=asked), needs, Present(generation=generation)))
+    assert (problem.code, problem.value) == (code, asked)
 
 
 @pytest.mark.slow

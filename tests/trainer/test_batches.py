@@ -87,3 +87,27 @@ def test_the_length_in_epochs_stays_that_of_the_data_after_a_resume_with_other_r
     assert one.consumed(one.total_steps()) >= sequences > one.consumed(one.total_steps() - 1)
     two.resume_at(3, two.consumed(3))
     assert two.total_steps() == -(-sequences // 12)
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_end_to_end_only_a_sixty_fourth_of_a_micro_batch_is_padding(packing: str) -> None:
+    changes = {"gpus": "1", "data__packing": packing, "data__sequence_length": "1024", "train__micro_batch": "4"}
+    batches = Batches(documents(400, longest=300), spec(**changes), 0)
+    in_rows, in_rows_too = batches.counts(1), list(batches.micro_batches(1))
+    batches.end_to_end = True
+    capacity, sizes = 4 * 1024, set()
+    for step in range(1, 5):
+        counts, found = batches.counts(step), list(batches.micro_batches(step))
+        assert counts.computed_tokens == sum(batch.input_ids.numel() for batch in found)
+        for batch in found:
+            assert len(batch.input_ids) == 1
+            assert batch.real.numel() - batch.real.sum() < capacity // 64
+            assert batch.boundaries[-1] == batch.input_ids.numel()
+            sizes.add(batch.input_ids.numel())
+    assert len(sizes) <= 64
+    assert all(size % 64 == 0 for size in sizes)
+    assert batches.counts(1).useful_tokens == in_rows.useful_tokens
+    assert batches.counts(1).computed_tokens <= in_rows.computed_tokens
+    for row, one in zip(in_rows_too, batches.micro_batches(1), strict=True):
+        assert torch.equal(row.input_ids[row.real], one.input_ids[one.real])
+        assert torch.equal(row.targets, one.targets)

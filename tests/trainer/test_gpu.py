@@ -1,6 +1,5 @@
 """What only a CUDA device can show: the variable-length kernels, and training in each offload mode."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,10 @@ from so_tui.model.loss import loss_bytes
 from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.prefetcher import Prefetcher
-from so_tui_trainer.model import attention, flash
+from so_tui_trainer.model import attention
 from so_tui_trainer.model.build import TrainedModel, disable_dropout, expected_first_loss, load_config
 from so_tui_trainer.model.loss import HeadLoss
+from tests.support.attention import backends
 from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
 from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
@@ -33,7 +33,9 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
     torch.nn.Module.to(causal, device)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(device)
     results = []
-    for implementation in ("eager", "sdpa", flash.register()):
+    masked: tuple[tuple[str, attention.Kernels | None], ...] = (("eager", None), ("sdpa", None))
+    for name, kernels in (*masked, *backends().items()):
+        implementation = attention.register(kernels) if kernels else name
         causal.set_attn_implementation(implementation)
         model = TrainedModel(causal, implementation)
         model.zero_grad()
@@ -57,11 +59,9 @@ def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> 
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
     torch.nn.Module.cuda(causal)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(torch.device("cuda"))
-    others = [flash.register()]
-    if find_spec("flash_attn") and not attention.has_sinks(causal):
-        others.append("flash_attention_2")
     results = []
-    for implementation in ("eager", *others):
+    for kernels in (None, *backends().values()):
+        implementation = attention.register(kernels) if kernels else "eager"
         causal.set_attn_implementation(implementation)
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))

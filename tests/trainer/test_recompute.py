@@ -66,7 +66,7 @@ def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float,
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "attention", "selective"])
 def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Policy, model_type: str) -> None:
     expected, gradients = trained("none", model_type)
     found, ours = trained(policy, model_type)
@@ -116,7 +116,7 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("linear", [torch._C._nn.linear, zero3_linear_wrap])
-@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 6)])
+@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 6), ("full", 6)])
 def test_selective_repeats_no_matrix_product(
     policy: recompute.Policy, repeated: int, linear: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_selective_repeats_no_matrix_product(
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
-@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("full", 1)])
+@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 1), ("full", 1)])
 def test_selective_repeats_no_product_of_experts(policy: recompute.Policy, repeated: int, model_type: str) -> None:
     """Theirs are two a layer. The second one, whose result backward does not need, is never repeated."""
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer.data.batches import Batch, assemble, width
+from so_tui_trainer.data.batches import Batch, assemble, rows_of, width
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.packing import fill
 from so_tui_trainer.data.prefetcher import Prefetcher
@@ -108,6 +108,8 @@ class Evaluation:
         self._documents, self._spec, self._rank, self._pin = documents, spec, rank, pin
         self._sequences = fill(documents.lengths, members, spec.data)
         self._lengths = self._sequences.sums(documents.lengths)
+        self.end_to_end = False
+        """As ``Batches.end_to_end``."""
         self.documents = len(members)
         self.tokens = int(documents.trained_lengths[members].sum())
         """Tokens whose loss is measured."""
@@ -158,6 +160,7 @@ class Evaluation:
         for first in range(0, len(self._sequences), size * ranks):
             mine = np.arange(first + self._rank * size, min(first + (self._rank + 1) * size, len(self._sequences)))
             indices = mine if len(mine) else np.zeros(1, dtype=np.int64)
-            batch = assemble(self._documents, self._sequences, indices, width(self._lengths[indices], self._spec), 0)
+            columns = width(self._lengths[indices], self._spec, end_to_end=self.end_to_end)
+            batch = assemble(self._documents, self._sequences, rows_of(indices, end_to_end=self.end_to_end), columns, 0)
             batch = batch if len(mine) else batch.untrained()
             yield batch.pinned() if self._pin else batch

@@ -274,7 +274,7 @@ class Metrics:
 
     def _rates(self, counts: StepCounts, times: StepTimes) -> dict[str, Any]:
         """Return every field of a record that is a time or a quantity per time."""
-        checkpointing, lengths = self._spec.model.repeats_whole_layers, counts.document_lengths.tolist()
+        checkpointing, lengths = self._spec.model.repeats_products, counts.document_lengths.tolist()
         model = model_flops(self._flops, counts.useful_tokens, lengths)
         hardware = executed_flops(self._spec, self._flops, self._shape, counts)
         seed = seed_tflops_total(
@@ -308,7 +308,8 @@ class Metrics:
 def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: StepCounts) -> float:
     """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head runs on trained tokens only."""
     lengths = counts.document_lengths.tolist()
-    executed = hw_flops(flops, counts.computed_tokens, lengths, checkpointing=spec.model.repeats_whole_layers, head_recomputed=False)
+    products, attention = spec.model.repeats_products, spec.model.repeats_attention
+    executed = hw_flops(flops, counts.computed_tokens, lengths, checkpointing=products, attention_recomputed=attention)
     executed -= 6.0 * flops.head_parameters * (counts.computed_tokens - counts.trained_tokens)
     micro_batches = spec.gradient_accumulation_steps * spec.ranks
     twice = recomputed_logits(counts.trained_tokens // micro_batches, shape.vocabulary)

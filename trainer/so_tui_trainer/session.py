@@ -42,6 +42,7 @@ from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
+from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.rounding import rounding_warnings
@@ -230,6 +231,8 @@ class Session:
         self._phase("loading", f"loading {self.spec.label}")
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
         model = build(self.spec, ranks.device, ds_config)
+        if takes_boundaries(model.attention):
+            data.lay_end_to_end()
         training_data.check_sizes(model.causal.config, data.documents, self.spec, self._warn)
         parameters = parameter_count(model)
         control.stop_early()

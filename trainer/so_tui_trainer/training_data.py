@@ -31,6 +31,12 @@ class TrainingData(NamedTuple):
     """Changes if a step would train on other documents."""
     evaluation: Evaluation | None
 
+    def lay_end_to_end(self) -> None:
+        """Make each micro-batch one row, for attention that takes boundaries."""
+        self.batches.end_to_end = True
+        if self.evaluation:
+            self.evaluation.end_to_end = True
+
 
 def read(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> TrainingData:
     """Read the spec's data; rank 0 tokenises them if needed.

@@ -117,6 +117,7 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
         ("transformers", software.transformers),
         ("datasets", software.datasets),
         ("flash-attn", software.flash_attn),
+        ("flash-attn 4", software.flash_attn_4),
         ("numactl", numactl),
         ("driver", software.nvidia_driver),
         *((("CUDA toolkit", software.cuda_toolkit),) if machine.gpus else ()),

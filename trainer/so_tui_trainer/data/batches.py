@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from so_tui.model.padding import computed_tokens
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.packing import Sequences, fill
@@ -30,7 +31,8 @@ _PADDING_MULTIPLE = 8
 class Batch:
     """The tensors of one micro-batch of one rank: ``rows`` x ``width`` tokens, documents end to end in each row, padding at its end.
 
-    Padding is a document of its own: no token attends to it, and it carries no loss.
+    Each sequence is a row, or all of them are one row (``Batches.end_to_end``). Padding is a document of its own: no token attends to it,
+    and it carries no loss.
     """
 
     input_ids: Tensor
@@ -131,6 +133,9 @@ class Batches:
         self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
         self.sequences_per_step = spec.train.micro_batch * spec.gradient_accumulation_steps * spec.ranks
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
+        self.end_to_end = False
+        """Whether the sequences of a micro-batch are one row, so that little padding is computed. Only attention that takes boundaries
+        can do without a row for each: a mask would have all pairs of the micro-batch."""
         self._step_before, self._consumed_before = 0, 0
 
     def resume_at(self, step: int, consumed: int) -> None:
@@ -174,7 +179,7 @@ class Batches:
             useful_tokens=int(self._useful[indices].sum()),
             trained_tokens=int(self._trained[indices].sum()),
             document_lengths=np.concatenate([self._lengths[self.sequences.of(int(index))] for index in indices]),
-            computed_tokens=sum(len(micro_batch) * self._width(micro_batch) for micro_batch in micro_batches),
+            computed_tokens=sum(len(self._rows(micro_batch)) * self._width(micro_batch) for micro_batch in micro_batches),
             sequences=len(indices),
         )
 
@@ -204,45 +209,57 @@ class Batches:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(len(self.sequences))
 
     def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        batch = assemble(self._documents, self.sequences, indices, self._width(indices), self._padding_id)
+        batch = assemble(self._documents, self.sequences, self._rows(indices), self._width(indices), self._padding_id)
         return batch.pinned() if self._pin else batch
 
+    def _rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return rows_of(indices, end_to_end=self.end_to_end)
+
     def _width(self, indices: npt.NDArray[np.int64]) -> int:
-        return width(self._useful[indices], self._spec)
+        return width(self._useful[indices], self._spec, end_to_end=self.end_to_end)
 
 
-def width(lengths: npt.NDArray[np.int64], spec: RunSpec) -> int:
-    """Return the columns of a micro-batch.
+def rows_of(indices: npt.NDArray[np.int64], *, end_to_end: bool) -> npt.NDArray[np.int64]:
+    """Return the sequences of each row of a micro-batch, [rows, sequences of a row]."""
+    return indices[None] if end_to_end else indices[:, None]
 
-    Packed sequences are nearly full and always have the full width, which spares the allocator new sizes. Otherwise the longest sequence
-    decides.
+
+def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) -> int:
+    """Return the columns of a micro-batch. Few different numbers spare the allocator new sizes.
+
+    End to end, all useful tokens, rounded up. Otherwise packed sequences are nearly full and always have the full width, and the longest of
+    others decides.
 
     Args:
-        lengths: Useful tokens of each sequence, [rows].
+        lengths: Useful tokens of each sequence, [sequences].
         spec: The run's spec.
+        end_to_end: Whether the sequences are one row.
     """
+    length = spec.data.sequence_length
+    if end_to_end:
+        return computed_tokens(int(lengths.sum()), spec.train.micro_batch * length)
     if spec.data.packing:
-        return spec.data.sequence_length
-    return min(spec.data.sequence_length, -(-int(lengths.max()) // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)
+        return length
+    return min(length, -(-int(lengths.max()) // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)
 
 
-def assemble(documents: Documents, sequences: Sequences, indices: npt.NDArray[np.int64], width: int, padding_id: int) -> Batch:
+def assemble(documents: Documents, sequences: Sequences, rows: npt.NDArray[np.int64], width: int, padding_id: int) -> Batch:
     """Make a micro-batch in host memory.
 
     Args:
         documents: The tokenised data.
         sequences: All sequences.
-        indices: The sequences that become rows, [rows].
+        rows: The sequences of each row, [rows, sequences of a row].
         width: Columns.
         padding_id: Token id of padding.
     """
-    ids = np.full((len(indices), width), padding_id, dtype=np.int64)
+    ids = np.full((len(rows), width), padding_id, dtype=np.int64)
     positions = np.zeros_like(ids)
     real, trained = np.zeros(ids.shape, dtype=np.bool_), np.zeros(ids.shape, dtype=np.bool_)
     lengths: list[int] = []
-    for row, sequence in enumerate(indices):
+    for row, members in enumerate(rows):
         column = 0
-        for document in sequences.of(int(sequence)):
+        for document in np.concatenate([sequences.of(int(sequence)) for sequence in members]):
             start, stop = documents.offsets[document], documents.offsets[document + 1]
             columns = slice(column, column + int(stop - start))
             ids[row, columns] = documents.tokens[start:stop]

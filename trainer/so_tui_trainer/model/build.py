@@ -130,7 +130,7 @@ def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> Tra
     """
     config = load_config(spec.model)
     disable_dropout(config)
-    causal, implementation = _causal(spec.model, config, device, ds_config)
+    causal, implementation = _causal(spec.model, config, device, ds_config, deterministic=spec.train.deterministic)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
@@ -201,12 +201,15 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
     return model_class
 
 
-def _causal(spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any]) -> tuple[PreTrainedModel, str]:
+def _causal(
+    spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any], *, deterministic: bool
+) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
     model_class = _model_class(config, spec)
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
-    sinks = attention.has_sinks(meta)
-    implementation = attention.choose(spec, supports_sdpa=bool(model_class._supports_sdpa), has_sinks=sinks, device=device)
+    plain, sinks = bool(model_class._supports_sdpa), attention.has_sinks(meta)
+    needs = attention.needs_of(config, supports_sdpa=plain, sinks=sinks, deterministic=deterministic)
+    implementation = attention.choose(spec, needs, device)
     if spec.weights == "random":
         causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
         loading.initialise(causal)

@@ -1,7 +1,8 @@
 """Activation checkpointing: which activations a layer saves for its backward pass, and which it recomputes.
 
-``full`` saves a layer's input and repeats its whole forward pass. ``selective`` also saves expensive results, those of matrix products and
-attention, and repeats only norms, rotary embedding and activation functions. ``none`` saves everything.
+``full`` saves a layer's input and repeats its whole forward pass. ``attention`` also saves attention's results, which cost the most where
+documents are long. ``selective`` saves those of matrix products as well, and repeats only norms, rotary embedding and activation functions.
+``none`` saves everything.
 
 The contexts that torch's checkpointing opens around both passes decide whether a result is saved or reused. torch's own selective
 checkpointing counts the operations of both passes and requires equal counts; with ZeRO-3, which all-gathers weights inside a layer with a
@@ -25,11 +26,19 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Policy = Literal["full", "selective", "none"]
+Policy = Literal["full", "attention", "selective", "none"]
+Operation = Literal["attention", "product"]
+"""Operations whose results a policy may save; ``product`` includes what belongs to products, such as the routing of experts."""
 Results = tuple[Tensor, ...]
 """What an operation computes."""
-ResultStore = Callable[[Callable[[], Results]], Results]
-"""Runs an operation in the first pass; returns its saved results in the recomputation."""
+ResultStore = Callable[[Operation, Callable[[], Results]], Results]
+"""Runs an operation in the first pass; returns its saved results in the recomputation, if the policy saves them."""
+
+_SAVED: dict[Policy, frozenset[Operation]] = {
+    "full": frozenset(),
+    "attention": frozenset({"attention"}),
+    "selective": frozenset({"attention", "product"}),
+}
 
 
 class _Local(threading.local):
@@ -47,7 +56,7 @@ def install(causal: PreTrainedModel, policy: Policy) -> None:
     # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, and the
     # tests check that both passes save equal shapes.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    options["context_fn"] = _selective_contexts if policy == "selective" else _full_contexts
+    options["context_fn"] = partial(_contexts, _SAVED[policy])
     for layer in causal.modules():
         if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
             inner, ending = _linear_layers(layer)
@@ -58,13 +67,13 @@ def install(causal: PreTrainedModel, policy: Policy) -> None:
     causal._set_gradient_checkpointing(True, partial(checkpoint, **options))
 
 
-def save_or_reuse(compute: Callable[[], Results]) -> Results:
-    """Return the result of ``compute``, or its result in the first pass if a layer is being recomputed.
+def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Results:
+    """Return the result of ``compute``, or its result in the first pass if a layer is being recomputed that saves such results.
 
     To be called from the forward of an ``autograd.Function``.
     """
     store = _local.store
-    return compute() if store is None else store(compute)
+    return compute() if store is None else store(operation, compute)
 
 
 def in_checkpointed_layer() -> bool:
@@ -89,7 +98,7 @@ class SavedLinear(torch.autograd.Function):
         """
         ctx.save_for_backward(inputs, weight)
         ctx.has_bias = bias is not None
-        (result,) = save_or_reuse(lambda: (linear(inputs, weight, bias),))
+        (result,) = save_or_reuse("product", lambda: (linear(inputs, weight, bias),))
         return result
 
     @staticmethod
@@ -103,29 +112,21 @@ class SavedLinear(torch.autograd.Function):
         return of_inputs, of_weight, of_bias
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts around a layer's first pass and around its recomputation."""
-    saved: deque[Results] = deque()
+def _contexts(saved: frozenset[Operation]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts around a layer's first pass and around its recomputation, which also mark the layer as checkpointed."""
+    results: deque[Results] = deque()
 
-    def first(compute: Callable[[], Results]) -> Results:
+    def first(operation: Operation, compute: Callable[[], Results]) -> Results:
         computed = compute()
-        # Detached, since the returned tensors join the graph, which holds these contexts: a reference cycle.
-        saved.append(tuple(tensor.detach() for tensor in computed))
+        if operation in saved:
+            # Detached, since the returned tensors join the graph, which holds these contexts: a reference cycle.
+            results.append(tuple(tensor.detach() for tensor in computed))
         return computed
 
-    def again(compute: Callable[[], Results]) -> Results:
-        return saved.popleft()
+    def again(operation: Operation, compute: Callable[[], Results]) -> Results:
+        return results.popleft() if operation in saved else compute()
 
     return _with_store(first), _with_store(again)
-
-
-def _full_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts that save nothing, but mark the layer as checkpointed."""
-
-    def computed(compute: Callable[[], Results]) -> Results:
-        return compute()
-
-    return _with_store(computed), _with_store(computed)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
         [tokens, hidden]
     """
     # Reused when the layer is recomputed, since the saved products are in this order.
-    routing = Routing(*save_or_reuse(lambda: route(chosen, len(weights.first))))
+    routing = Routing(*save_or_reuse("product", lambda: route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
     products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
     narrow = gated(products, shares, weights.first_bias, routing, gate)
@@ -144,7 +144,7 @@ class _Product(torch.autograd.Function):
         # Save the weight itself: a view would keep the all-gathered weight alive.
         ctx.save_for_backward(rows, weight, ends)
         ctx.inputs_first = inputs_first
-        (result,) = save_or_reuse(lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
+        (result,) = save_or_reuse("product", lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
         return result
 
     @staticmethod

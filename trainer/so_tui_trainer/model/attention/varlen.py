@@ -1,10 +1,7 @@
-"""torch's own flash attention over packed documents, with the attention sinks of gpt-oss.
+"""Attention over packed documents by any kernel, with the attention sinks of gpt-oss.
 
-The raw kernels are used instead of ``torch.nn.attention.varlen``: in every supported version they share key heads among query heads, and
-they return what sinks need.
-
-A sink is one more logit per head, which takes part in the softmax and has no value. The kernel does not support sinks, so its result is
-corrected exactly. With L, the log-sum-exp of a token's scores, the sink s makes it L' = logaddexp(L, s), and the output o' = o exp(L -
+A sink is one more logit per head, which takes part in the softmax and has no value. Kernels know no sinks, so their results are corrected
+exactly. With L, the log-sum-exp of a token's scores, the sink s makes it L' = logaddexp(L, s), and the output o' = o exp(L -
 L'). Backward computes P = exp(S - L) and delta = sum(do * o) from the L and o that it is given; with L' and o' these are the terms of the
 softmax with the sink. Only the gradient of the sink itself remains: -sum exp(s - L') delta over the tokens.
 """
@@ -32,12 +29,14 @@ class Documents(NamedTuple):
     """Tokens of the longest document."""
     scale: float
     """Factor of the scores before the softmax."""
-    window: int | None
+    window: int | None = None
     """How many tokens a token attends to, itself included; None: all before it in its document."""
+    softcap: float = 0.0
+    """Scores are capped to softcap x tanh(score / softcap); 0: not at all."""
 
 
 class Kernels(NamedTuple):
-    """Causal attention within documents over flattened tokens: torch's kernels on CUDA, plain ones in tests.
+    """A backend's causal attention within documents over flattened tokens; plain kernels in tests.
 
     ``query`` and ``out`` are [tokens, heads, size], ``key`` and ``value`` [tokens, key heads, size], log-sum-exp [heads, tokens] fp32.
     """
@@ -71,7 +70,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels
     ) -> Tensor:
-        out, normaliser = recompute.save_or_reuse(lambda: _forward(query, key, value, sinks, documents, kernels))
+        out, normaliser = recompute.save_or_reuse("attention", lambda: _forward(query, key, value, sinks, documents, kernels))
         ctx.save_for_backward(query, key, value, sinks, out, normaliser)
         ctx.documents, ctx.kernels = documents, kernels
         return out
@@ -100,40 +99,7 @@ def _forward(
     return out.mul_((without - normaliser).exp_().t()[..., None]), normaliser
 
 
-def _flash_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    boundaries, longest, scale, window = documents
-    out, normaliser, *_ = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, boundaries, boundaries, longest, longest, 0.0, window is None, False), scale=scale, **_sides(window)
-    )
-    return out, normaliser
-
-
-def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
-) -> tuple[Tensor, Tensor, Tensor]:
-    boundaries, longest, scale, window = documents
-    # The state of the random number generator, which only dropout uses.
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        *(gradient, query, key, value, out, normaliser, boundaries, boundaries, longest, longest, 0.0, window is None, *state),
-        scale=scale,
-        **_sides(window),
-    )
-    return found
-
-
-def _sides(window: int | None) -> dict[str, int]:
-    """Return how far a token sees to its left and right, in the kernel's terms: -1 is no limit."""
-    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-
-
-FLASH = Kernels(_flash_forward, _flash_backward)
-"""torch's flash attention. It needs CUDA, bf16 or fp16, and a head size that is a multiple of 8; there may be fewer key heads than query
-heads.
-"""
-
-
-def register(kernels: Kernels = FLASH) -> str:
+def register(kernels: Kernels) -> str:
     """Register the kernels as an attention implementation of transformers.
 
     Returns:
@@ -153,20 +119,24 @@ def register(kernels: Kernels = FLASH) -> str:
         max_length_q: int,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """Adapt transformers' shapes.
+        """Adapt transformers' shapes. Kernels take values whose heads are as large as those of keys.
 
         Args:
-            query: [rows, heads, width, head size]; ``key`` and ``value`` alike.
+            query: [rows, heads, width, head size]; ``key`` and ``value`` alike, with their own heads and the values' own size.
 
         Returns:
             [rows, width, heads, head size], and no attention weights.
         """
-        rows, heads, width, _ = query.shape
-        flat_query, flat_key, flat_value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window)
-        return attend(flat_query, flat_key, flat_value, s_aux, documents, kernels).view(rows, width, heads, -1), None
+        rows, heads, width, size = query.shape
+        of_value = value.shape[-1]
+        padded = value if of_value == size else nn.functional.pad(value, (0, size - of_value))
+        flat_query, flat_key, flat_value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, padded))
+        documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap or 0.0)
+        mixed = attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
+        return mixed[..., :of_value].view(rows, width, heads, of_value), None
 
     AttentionInterface.register(NAME, attention)
     return NAME

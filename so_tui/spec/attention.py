@@ -1,0 +1,150 @@
+"""Attention backends: what each can compute, and which of them a run uses.
+
+One rule for trainer, plan and doctor: the trainer applies it to what it finds on its host, the others to a machine as inspected.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from msgspec import Struct
+
+AttentionBackend = Literal["flash-attn-4", "flash-attn-3", "flash-attn-2", "torch-flash", "sdpa", "eager"]
+"""Backends once ``auto`` is decided."""
+Obstacle = Literal["no-gpu", "other-gpu", "not-installed", "head-size", "softcap", "sinks", "not-deterministic"]
+"""Why a backend cannot be used."""
+
+OBSTACLES: dict[Obstacle, str] = {
+    "no-gpu": "runs on GPUs only",
+    "other-gpu": "does not run on this kind of GPU",
+    "not-installed": "is not installed",
+    "head-size": "does not compute attention heads of this model's size",
+    "softcap": "does not cap attention scores, which this model does",
+    "sinks": "does not support attention sinks, which this model has",
+    "not-deterministic": "has no deterministic backward pass on this kind of GPU",
+}
+"""What is said of a backend that cannot be used."""
+
+FORMER_NAMES: dict[str, AttentionBackend] = {"flash_attention_2": "flash-attn-2", "flash_attention_3": "flash-attn-3"}
+"""Names in presets of earlier versions."""
+
+MASKED_BACKENDS: tuple[AttentionBackend, ...] = ("sdpa", "eager")
+"""Backends that take a mask instead of the boundaries of documents."""
+
+_AMPERE, _HOPPER, _BLACKWELL = 8, 9, 10
+_GENERATIONS = (
+    (r"GB[123]\d\d|B[123]00", _BLACKWELL),
+    (r"GH200|H[128]00|H20", _HOPPER),
+    (r"A[18]00|A[34]0|A10G?|L40S?|L4", _AMPERE),
+)
+_UNKNOWN_GPU = 0
+
+
+class Kernel(Struct, frozen=True, kw_only=True):
+    """A backend that takes the boundaries of packed documents; all of them have sliding windows, sinks and a deterministic mode."""
+
+    name: AttentionBackend
+    package: str = ""
+    """Distribution that has it; empty: torch itself."""
+    generations: tuple[int, ...]
+    """Major compute capabilities of the GPUs that it runs on."""
+    tested: tuple[int, ...] = ()
+    """Those of ``generations`` on which the project has run it."""
+    head_sizes: tuple[int, ...] = ()
+    """Sizes of heads that it computes right; empty: every multiple of 8 up to 256."""
+    softcap: bool = True
+    """Whether it can cap scores (Gemma 2)."""
+    deterministic: tuple[int, ...]
+    """Those of ``generations`` on which it has a deterministic backward pass."""
+
+
+KERNELS = (
+    Kernel(
+        name="flash-attn-4",
+        package="flash-attn-4",
+        generations=(9, 10, 11),
+        tested=(9,),
+        head_sizes=(64, 96, 128, 256),
+        deterministic=(9, 10, 11),
+    ),
+    Kernel(name="flash-attn-3", package="flash_attn_3", generations=(9,), deterministic=(9,)),
+    Kernel(name="flash-attn-2", package="flash-attn", generations=(8, 9, 10, 11, 12), deterministic=(8, 9, 10, 11, 12)),
+    Kernel(name="torch-flash", generations=(0, 8, 9, 10, 11, 12), tested=(9,), softcap=False, deterministic=(0, 8, 9, 10, 11, 12)),
+)
+"""The fastest first."""
+_LARGEST_HEAD = 256
+
+
+class Needs(Struct, frozen=True, kw_only=True):
+    """What a model and a run ask of attention."""
+
+    head_size: int
+    sinks: bool = False
+    softcap: bool = False
+    deterministic: bool = False
+    plain: bool = True
+    """Whether it is softmax attention, which every backend computes; transformers' own code serves other models."""
+
+
+class Present(Struct, frozen=True, kw_only=True):
+    """What a host has."""
+
+    generation: int | None
+    """Major compute capability of its GPUs; 0 where it is not known, None without GPUs."""
+    packages: frozenset[str] = frozenset()
+    """Installed distributions, of those that ``KERNELS`` names."""
+
+
+class PassedOver(Struct, frozen=True):
+    """A faster backend that is not used, and why."""
+
+    backend: AttentionBackend
+    obstacle: Obstacle
+
+
+class Chosen(Struct, frozen=True):
+    backend: AttentionBackend
+    passed_over: tuple[PassedOver, ...] = ()
+
+
+def generation_of(gpu_name: str) -> int:
+    """Return the major compute capability of a GPU by its product name; 0 when it is not known."""
+    return next((major for pattern, major in _GENERATIONS if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE)), _UNKNOWN_GPU)
+
+
+def obstacle_to(backend: AttentionBackend, needs: Needs, present: Present) -> Obstacle | None:
+    """Return why a backend cannot be used; None if it can."""
+    if backend == "eager":
+        return None
+    if backend == "sdpa":
+        return "sinks" if needs.sinks else "softcap" if needs.softcap else None
+    kernel = next(kernel for kernel in KERNELS if kernel.name == backend)
+    if present.generation is None:
+        return "no-gpu"
+    if present.generation not in kernel.generations:
+        return "other-gpu"
+    if not _has_head_size(kernel, needs.head_size):
+        return "head-size"
+    if needs.softcap and not kernel.softcap:
+        return "softcap"
+    if needs.deterministic and present.generation not in kernel.deterministic:
+        return "not-deterministic"
+    return "not-installed" if kernel.package and kernel.package not in present.packages else None
+
+
+def choose_backend(needs: Needs, present: Present) -> Chosen:
+    """Return the backend that ``auto`` becomes: the fastest that can be used."""
+    if not needs.plain and not needs.sinks:
+        return Chosen("eager")
+    order: tuple[AttentionBackend, ...] = (*(kernel.name for kernel in KERNELS), "sdpa", "eager")
+    passed_over: list[PassedOver] = []
+    for backend in order:
+        if (obstacle := obstacle_to(backend, needs, present)) is None:
+            break
+        passed_over.append(PassedOver(backend, obstacle))
+    return Chosen(backend, tuple(passed_over) if present.generation is not None else ())
+
+
+def _has_head_size(kernel: Kernel, size: int) -> bool:
+    return size in kernel.head_sizes if kernel.head_sizes else size % 8 == 0 and size <= _LARGEST_HEAD

@@ -1,0 +1,21 @@
+"""Attention within packed documents: one interface (``varlen``), one registry of kernels (``backends``), one choice (``choice``)."""
+
+from so_tui_trainer.model.attention.backends import kernels_of
+from so_tui_trainer.model.attention.choice import arguments, choose, decide, has_sinks, needs_of, present, takes_boundaries
+from so_tui_trainer.model.attention.varlen import NAME, Documents, Kernels, attend, register
+
+__all__ = [
+    "NAME",
+    "Documents",
+    "Kernels",
+    "arguments",
+    "attend",
+    "choose",
+    "decide",
+    "has_sinks",
+    "kernels_of",
+    "needs_of",
+    "present",
+    "register",
+    "takes_boundaries",
+]
