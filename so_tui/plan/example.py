@@ -32,7 +32,7 @@ def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
         spec.data.sequence_length,
         sequences,
         seconds,
-        checkpointing=spec.model.repeats_whole_layers,
+        checkpointing=spec.model.repeats_products,
     )
 
 

@@ -225,7 +225,13 @@ def _counted(figure: Published) -> float:
     plan = _plan(figure)
     length, profile = plan.spec.data.sequence_length, profile_of(plan.spec.model)
     sequences = plan.tokens_per_step // length
-    executed = hw_flops(profile.flops, plan.tokens_per_step, [length] * sequences, checkpointing=plan.spec.model.repeats_whole_layers)
+    executed = hw_flops(
+        profile.flops,
+        plan.tokens_per_step,
+        [length] * sequences,
+        checkpointing=plan.spec.model.repeats_products,
+        attention_recomputed=plan.spec.model.repeats_attention,
+    )
     return _tflops(plan, 1.0) * 1e12 / executed
 
 
