@@ -16,6 +16,8 @@ import pytest
 from so_tui.cli import main
 from so_tui.commands.parser import build_parser
 from so_tui.spec import find_preset
+from so_tui.validation import report as reports
+from so_tui.validation.report import Report
 from tests.support.hostile import HOSTILE, IN_A_NAME, SURROGATE, HostileWorld, hostile_world, unsafe
 
 COMMANDS: dict[str, list[list[str]]] = {
@@ -27,6 +29,8 @@ COMMANDS: dict[str, list[list[str]]] = {
     ],
     "machines": [["machines"], ["machines", "--json"], ["machines", HOSTILE], ["machines", HOSTILE, "--json"]],
     "calibrate": [["calibrate", HOSTILE]],
+    "validate": [["validate", HOSTILE], ["validate", "--minutes", HOSTILE], ["validate", "--out", "REPORT"]],
+    "published": [["published"], ["published", "--json"], ["published", HOSTILE]],
     "plan": [
         ["plan", "--machine", "MACHINE"],
         ["plan", "hostile", "--machine", "MACHINE"],
@@ -80,7 +84,10 @@ def _presets_of_the_world(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) 
 
 
 def called(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    names = {"MACHINE": str(world.machine_file), "RUN": str(world.run.path)}
+    names = {"MACHINE": str(world.machine_file), "RUN": str(world.run.path), "REPORT": str(world.runs_dir.parent / "report")}
+    if "REPORT" in argv:
+        other = Report(so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=())
+        reports.write(Path(names["REPORT"]), other)
     where = ["--runs-dir", str(world.runs_dir)] if argv[0] in WITH_RUNS else []
     with suppress(SystemExit):  # argparse ends so
         main([*(names.get(word, word) for word in argv), *where])
