@@ -13,6 +13,7 @@ from so_tui.model.sharding import moments_bytes
 from so_tui.plan.alternatives import compact_states, less_speculation, more_gpus, more_recomputation, shorter_sequences, smaller_batches
 from so_tui.plan.attention import attention_of
 from so_tui.plan.facts import (
+    BeyondPositions,
     Caution,
     Change,
     ClippingWaits,
@@ -205,6 +206,9 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
     if spec.model.trust_remote_code:
         in_folder = spec.model.id.startswith(_FOLDERS)
         yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
+    positions = spec.model.config.get("max_position_embeddings")
+    if isinstance(positions, int) and 0 < positions < spec.data.sequence_length:
+        yield BeyondPositions(sequence_length=spec.data.sequence_length, positions=positions)
     if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
         yield _clipping(found)
     if offload.mode != "gpu" and resources.has_gpu:

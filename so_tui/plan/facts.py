@@ -345,6 +345,14 @@ class SlowWithoutGpu(_Fact, frozen=True):
     parameters: int
 
 
+class BeyondPositions(_Fact, frozen=True):
+    """Sequences have room for documents that are longer than the model was made for."""
+
+    sequence_length: int
+    positions: int
+    """Of the model (``max_position_embeddings``)."""
+
+
 class PackingOff(_Fact, frozen=True):
     pass
 
@@ -404,6 +412,6 @@ Choice = (
     | NoNextBest
 )
 Slower = ClippingWaits | FasterOffload | FasterAttention | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
-Caution = RemoteCode | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
+Caution = RemoteCode | BeyondPositions | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
 Reason = Blocker | Need | Remedy | Choice
 Fact = Reason | Caution | MemoryAdvice

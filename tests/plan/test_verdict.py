@@ -11,6 +11,7 @@ from so_tui.plan.facts import (
     AllOnGpu,
     AmdGpu,
     AutoMode,
+    BeyondPositions,
     Change,
     ClippingWaits,
     EngineNeedsGpu,
@@ -222,3 +223,10 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
         assert not facts_of(plan.reasons, AllOnGpu)
         assert only(make_plan(spec_of(name, gpus="1"), unknown).reasons, AutoMode).why == "gpu-memory-unknown"
     assert not any(plan.recommended for row in plan_table(list(CATALOG.presets.values()), unknown) for plan in row.cells.values())
+
+
+@pytest.mark.parametrize(("length", "warned"), [(40_960, False), (65_536, True)])
+def test_sequences_beyond_the_positions_of_the_model_are_pointed_out(length: int, warned: bool) -> None:
+    spec = with_values(spec_of("qwen3-14b"), {"data.sequence_length": str(length), "train.micro_batch": "1"})
+    found = facts_of(make_plan(spec, BIG).warnings, BeyondPositions)
+    assert found == ([BeyondPositions(sequence_length=65_536, positions=40_960)] if warned else [])

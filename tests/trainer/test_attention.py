@@ -56,7 +56,7 @@ def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | N
     expected = results(eager(inputs, documents), inputs, gradient)
     found = results(attended(inputs, documents, PLAIN), inputs, gradient)
     for name, one, other in zip(NAMES, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
 
 
@@ -71,7 +71,7 @@ def test_capped_scores_give_every_gradient(window: int | None) -> None:
     out = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
     expected = results(out, inputs, gradient)
     for name, one, other in zip(NAMES, results(attended(inputs, documents, PLAIN), inputs, gradient), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
 
 
 def test_values_with_smaller_heads_than_keys_are_attended() -> None:
