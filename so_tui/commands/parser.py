@@ -224,6 +224,7 @@ def _add_run_commands(commands: _Commands) -> None:
     resume.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved; old checkpoints are renamed")
     logs = add("logs", "runs:logs", "print what a run's processes wrote")
     logs.add_argument("-n", "--lines", type=integer_from(0, 10_000_000), default=200, help="lines from the end (default 200)")
+    logs.add_argument("--attempt", type=integer_from(1, 1_000_000), metavar="N", help="of an earlier attempt (default: the newest)")
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
     export = add("export", "runs:export", "write a run's last checkpoint as a Hugging Face folder")
     export.add_argument("--to", metavar="DIR", help="folder to write (default: RUN/export)")

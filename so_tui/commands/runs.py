@@ -20,7 +20,7 @@ from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState, State
 from so_tui.runs.results import RunResults, read_all, results_of
-from so_tui.spec import InputError
+from so_tui.spec import InputError, Problem
 from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
 
@@ -204,12 +204,20 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines until the run ends."""
+    """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines until the run ends.
+
+    Raises:
+        InputError: There is no such run (codes of ``listing``) or no such attempt.
+    """
     from so_tui.launch import current_state
     from so_tui.runs import log_readers
 
     run = find_run(arguments.run, arguments.runs_dir)
-    readers = log_readers(run)
+    if arguments.attempt is not None and arguments.attempt not in run.attempts():
+        known = ", ".join(map(str, run.attempts())) or "none yet"
+        message, remedy = "there is no such attempt", f"Attempts of {run.name}: {known}."
+        raise InputError([Problem(code="unknown-attempt", field="--attempt", value=str(arguments.attempt), message=message, remedy=remedy)])
+    readers = log_readers(run, arguments.attempt)
     for reader in readers:
         for line in reader.tail(arguments.lines):
             print(line)

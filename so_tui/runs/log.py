@@ -166,10 +166,10 @@ class LogReader:
                 self._rest = b""
 
 
-def log_readers(run: RunDirectory) -> tuple[LogReader, ...]:
-    """Return a reader for each host's log of the newest attempt; none before the first attempt."""
-    attempts = run.attempts()
-    return tuple(LogReader(path) for path in run.logs(attempts[-1]).values()) if attempts else ()
+def log_readers(run: RunDirectory, attempt: int | None = None) -> tuple[LogReader, ...]:
+    """Return a reader for each host's log of an attempt, by default the newest; none before the first attempt."""
+    chosen = max(run.attempts(), default=0) if attempt is None else attempt
+    return tuple(LogReader(path) for path in run.logs(chosen).values())
 
 
 def readable(line: bytes) -> str:

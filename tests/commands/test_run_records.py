@@ -151,3 +151,14 @@ def test_only_presets_of_ones_own_are_deleted_and_none_that_others_extend() -> N
     assert main(["presets", "delete", "mine"]) == 0
     assert "mine" not in load_catalog().presets
     assert list(user_folder().iterdir()) == []
+
+
+def test_the_log_of_an_earlier_attempt_is_printed(two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
+    for attempt in (1, 2):
+        two[0].attempt_dir(attempt).mkdir(parents=True, exist_ok=True)
+        two[0].log_path(attempt, "host").write_text(f"attempt {attempt}\n")
+    assert main(["logs", "one"]) == 0
+    assert "attempt 2" in capsys.readouterr().out
+    assert main(["logs", "one", "--attempt", "1"]) == 0
+    assert "attempt 1\n" in capsys.readouterr().out
+    assert main(["logs", "one", "--attempt", "3"]) == 2
