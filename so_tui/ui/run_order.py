@@ -51,3 +51,8 @@ def group_of(row: RunRow, group: str) -> str:
 def following(values: tuple[str, ...], value: str) -> str:
     """Return the value after one, and the first after the last."""
     return values[(values.index(value) + 1) % len(values)]
+
+
+def searched_text(row: RunRow) -> str:
+    """Return the text in which the list's filter searches."""
+    return f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} {row.notes.note}".lower()

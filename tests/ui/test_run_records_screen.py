@@ -103,3 +103,19 @@ async def test_a_preset_of_ones_own_is_deleted_after_a_question(runs_dir: Path) 
         await ui.press("D", "y")
         await ui.until(lambda: "aa-mine" not in load_catalog().presets)
         await ui.until(lambda: "aa-mine" not in [str(key.value) for key in table.rows])
+
+
+async def test_the_logs_of_earlier_attempts_are_shown(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=3, seconds_of_samples=1, state="finished", name="again")
+    for attempt in (1, 2, 3):
+        run.attempt_dir(attempt).mkdir(parents=True, exist_ok=True)
+        run.log_path(attempt, "host").write_text(f"said by {attempt}\x1b]0;x\x07\n")
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: names(ui) == ["again"])
+        await ui.press("A")
+        await ui.until(lambda: any("earlier attempts" in str(title.content) for title in ui.screen.query(".dialog-title").results(Static)))
+        text = ui.text()
+        assert "said by 2" in text
+        assert "said by 1" in text
+        assert "said by 3" not in text

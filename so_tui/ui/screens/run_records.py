@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from so_tui.runs import RunDirectory
+from so_tui.runs import RunDirectory, log_readers
 from so_tui.runs.notes import RunNotes, read_notes, write_notes
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.spec.files import path_fault
-from so_tui.trust.printable import brief_message
+from so_tui.trust.printable import brief_message, so_tui_command
 from so_tui.ui.chart_svg import chart_svg
 from so_tui.ui.messages import Failed
 from so_tui.ui.series import Line
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
     from so_tui.ui.screens.runs import RunsScreen
 
+_MOST_ATTEMPTS, _LOG_LINES = 5, 40
 METRICS, PICTURE = (".csv", ".parquet"), ".svg"
 
 
@@ -67,6 +68,29 @@ def ask_for_note(app: SoTuiApp, run: RunDirectory) -> None:
     hint = "Words that begin with # are tags: too short #paper"
     dialog = AskText(f"Note on {run.name}", hint, note_text(read_notes(run)), yes="Keep", read=read, may_be_empty=True)
     app.push_screen(dialog, lambda _: app.list_runs())
+
+
+def show_earlier_logs(app: SoTuiApp, run: RunDirectory) -> None:
+    """Show the last lines of each earlier attempt's log, the newest attempt first."""
+    app.run_worker(partial(_read_earlier_logs, app, run), thread=True, group="request", name="read earlier logs", exit_on_error=False)
+
+
+def _read_earlier_logs(app: SoTuiApp, run: RunDirectory) -> None:
+    """Read the logs in a thread."""
+    earlier = run.attempts()[-2::-1][:_MOST_ATTEMPTS]
+    found = []
+    for attempt in earlier:
+        lines = [line for reader in log_readers(run, attempt) for line in reader.tail(_LOG_LINES)]
+        found.append("\n".join((f"attempt {attempt}", *(lines or ["no log"]))))
+    more = f"`{so_tui_command('logs', run.name, '--attempt', 'N')}` prints all of one."
+    shown = [*found, more] if found else [f"{run.name} has one attempt; the dashboard shows its log."]
+    app.call_from_thread(_show_lines, app, f"{run.name}: logs of earlier attempts", shown)
+
+
+def _show_lines(app: SoTuiApp, title: str, lines: list[str]) -> None:
+    from so_tui.ui.screens.dialogs import Notice
+
+    app.push_screen(Notice(title, lines, bad=False))
 
 
 def ask_to_export(screen: RunsScreen, run: RunDirectory, lines: Sequence[Line], names: Sequence[str]) -> None:

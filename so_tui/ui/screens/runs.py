@@ -21,9 +21,9 @@ from so_tui.spec import SoTuiError
 from so_tui.ui.loss_curve import CurveReader, LossCurve, means_note, progress_text
 from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
-from so_tui.ui.run_columns import cells_of, model_of, with_room
+from so_tui.ui.run_columns import cells_of, with_room
 from so_tui.ui.run_details import comparison, facts
-from so_tui.ui.run_order import GROUPS, SORTS, following, group_of, ordered
+from so_tui.ui.run_order import GROUPS, SORTS, following, group_of, ordered, searched_text
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions, run_records
 from so_tui.ui.series import Axis
@@ -40,11 +40,6 @@ ROLES = ("main", "second", "third", "fourth")
 """Chart roles of overlaid runs: nobody can tell more than four lines apart."""
 BESIDE = 4
 """Cells left and right of the table: its margins, and a scrollbar."""
-
-
-def _searched(row: RunRow) -> str:
-    """Return the text in which the filter searches."""
-    return f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} {row.notes.note}".lower()
 
 
 class CurvesRead(Message):
@@ -82,6 +77,7 @@ class RunsScreen(Page):
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
         Binding("w", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
         Binding("E", "export", "Export", id="export", tooltip="Every step (CSV, Parquet), the chart (SVG), or the model"),
+        Binding("A", "attempts", "Earlier logs", show=False, id="attempts", tooltip="What the processes of earlier attempts wrote last"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
         Binding("y", "copy", "Copy path", show=False, id="copy"),
     ]
@@ -168,7 +164,7 @@ class RunsScreen(Page):
         wanted = self.filter.needle
         chosen = self.chosen_run
         order = self.app.settings.runs
-        self._rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in _searched(row)]
+        self._rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in searched_text(row)]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
         self.query_one("#empty").display = not self.app.runs
         for name in ("#table", "#preview", "#preview-rule"):
@@ -263,6 +259,10 @@ class RunsScreen(Page):
     def action_note(self) -> None:
         if (run := self.chosen_run) is not None:
             run_records.ask_for_note(self.app, run)
+
+    def action_attempts(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_records.show_earlier_logs(self.app, run)
 
     def action_export(self) -> None:
         if (run := self.chosen_run) is not None:
