@@ -91,11 +91,11 @@ def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
     figure = (ROOT / "docs" / "figures" / "memory.svg").read_text()
     printed = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
     shown = re.findall(
-        r">(?:bf16 weights|states and gradients|stored layer|fp32 master|fp32 moments|staging|second states)[^<]*? ([\d.]+)<", figure
+        r">(?:bf16 weights|states and gradients|stored activations|fp32 master|fp32 moments|staging|second states)[^<]*? ([\d.]+)<", figure
     )
     assert len(shown) == 7
     assert [number for number in shown if not re.search(rf"\s{re.escape(number)} GiB\s", printed)] == []
-    totals = re.findall(r"memory: (\d+) of (\d+)<", figure)
+    totals = re.findall(r"memory: ([\d.]+) of (\d+)<", figure)
     assert len(totals) == 2
     assert [total for total in totals if not re.search(rf"{total[0]}(\.0)? GiB of {total[1]}(\.0)? GiB", printed)] == []
 
