@@ -95,6 +95,11 @@ class MetricsReader:
         return self._newest(PhaseRecord)
 
     @property
+    def phases(self) -> tuple[PhaseRecord, ...]:
+        """All phases, of all attempts, in order."""
+        return self._all(PhaseRecord)
+
+    @property
     def step_after_phase(self) -> bool:
         """Whether the latest step was written after the newest phase, by their order: a clock may be set back between them."""
         for segment in reversed(self._readable()):

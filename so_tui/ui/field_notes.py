@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from so_tui.trust.printable import printable_line
-from so_tui.ui.form import LENGTH
+from so_tui.ui.form import LENGTH, LENGTH_KEYS
 from so_tui.ui.widgets import plan_view
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
+    from so_tui.spec import Problem
 
 
 def impossible_field(plan: Plan | None) -> tuple[str, str]:
@@ -23,6 +24,15 @@ def impossible_field(plan: Plan | None) -> tuple[str, str]:
         return "", ""
     field = "gpus" if isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu) else "offload.mode"
     return field, plan.reason_texts[0]
+
+
+def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
+    """Return what to do about each row of the form that is wrong; a source of a mixture has no row of its own."""
+    found: dict[str, str] = {}
+    for problem in problems:
+        path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]
+        found.setdefault(path, problem.remedy or f"{problem.message}.")
+    return found
 
 
 def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:

@@ -33,9 +33,10 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import InputError, RunSpec
+from so_tui.ui.chart_settings import Wanted
 from so_tui.ui.loads import GpuView, Loads, NodeView
 from so_tui.ui.series import Axis, Line, Series
-from so_tui.ui.step_series import MEANS, FollowedSteps, StepSeries, mean_steps
+from so_tui.ui.step_series import FollowedSteps, StepSeries, mean_of, mean_steps
 
 PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
 RECENT_STEPS = 30
@@ -60,6 +61,8 @@ class Snapshot:
     state: RunState | None
     start: StartRecord | None
     phase: PhaseRecord | None
+    phases: tuple[PhaseRecord, ...]
+    """What it did before the first step; empty once there is one."""
     binding: BindingRecord | None
     end: EndRecord | None
     latest: StepRecord | None
@@ -128,6 +131,14 @@ class Snapshot:
     def series(self) -> dict[str, Series]:
         return self.whole.series
 
+    def has(self, metric: str) -> bool:
+        """Return whether a metric has been read; which are follows from what the charts show."""
+        return metric in self.whole.series
+
+    def is_smoothed(self, metric: str) -> bool:
+        """Return whether there is a mean of a metric."""
+        return metric in self.whole.means
+
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return a metric, in full detail where that was read for the window that ``axis`` shows."""
         closer = self.closer
@@ -137,7 +148,7 @@ class Snapshot:
 
     def mean_line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return the mean of a metric over the last steps at each step."""
-        return self.line(MEANS[metric], role, axis)
+        return self.line(mean_of(metric), role, axis)
 
     def standing(self, x: float, unit: str) -> float:
         """Return ``x``, or the nearest last position of a block where only blocks are known, so that position and values agree."""
@@ -191,13 +202,15 @@ class RunFollower:
         total = max(state.total_steps if state is not None else 0, latest.step if latest is not None else 0)
         return mean_steps(total, self._spec.train.log_interval if self._spec is not None else 1)
 
-    def poll(self, window: tuple[float, float] | None = None) -> Snapshot:
-        """Read what is new, and the steps in ``window`` in full detail.
+    def poll(self, window: tuple[float, float] | None = None, wanted: Wanted | None = None) -> Snapshot:
+        """Read what is new, and the steps in ``window`` in full detail; ``wanted`` are other metrics than before.
 
         A directory that cannot be read now is reported in ``read_error``; earlier data stays.
         """
         lines: list[LogLine] = []
         read_error = ""
+        if wanted is not None:
+            self._steps.want(wanted.fields, wanted.smoothed, wanted.ema)
         try:
             for count in range(MOST_POLLS):
                 update = self._reader.poll()
@@ -255,7 +268,7 @@ class RunFollower:
             self._closer = None
         elif self._closer is None or not self._closer.covers(low, high) or self._closer.last_step - self._closer.steps[0] > 2 * CLOSE_STEPS:
             margin = min(width, (CLOSE_STEPS - width) / 2)
-            closer = StepSeries(whole.span)
+            closer = self._steps.new_series(whole.span)
             closer.add_single(self._reader.metrics, max(first, low - margin), min(last, high + margin))
             self._closer = closer
 
@@ -290,6 +303,7 @@ class RunFollower:
             state=state,
             start=reader.start,
             phase=reader.phase,
+            phases=reader.metrics.phases if reader.latest is None else (),
             binding=reader.binding,
             end=reader.end,
             latest=reader.latest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from so_tui.spec import OF_A_SOURCE, FieldInfo, RunSpec, complete_tree, differences, field_index
+from so_tui.spec import OF_A_SOURCE, FieldInfo, Problem, RunSpec, complete_tree, differences, field_index
 
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
@@ -93,6 +93,14 @@ _NOT_IN_FORM = ("name", "title")
 def label(path: str) -> str:
     """Return the form's label of a field."""
     return LABELS.get(path) or path.rpartition(".")[2].replace("_", " ")
+
+
+def problem_text(problem: Problem) -> str:
+    """Return what is wrong with which field, and how to correct it, in whole sentences."""
+    where = " ".join(filter(None, (label(problem.field), problem.value)))
+    clause = problem.message
+    joined = f"{where}: {clause}" if clause.startswith(("the ", "there ")) else f"{where} {clause}"
+    return f"{joined}. {problem.advice}"
 
 
 def advanced_paths() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from so_tui.runs.records import StepRecord
 from so_tui.runs.results import RunResults, results_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Line, Series
-from so_tui.ui.step_series import MEANS, FollowedSteps, mean_name, mean_steps
+from so_tui.ui.step_series import FollowedSteps, mean_name, mean_of, mean_steps
 from so_tui.ui.text import reading_text
 
 ROWS = 1000
@@ -65,7 +65,7 @@ class CurveReader:
         """
         if row.run not in self._followed:
             reader = MetricsReader(row.run)
-            self._followed[row.run] = reader, FollowedSteps(reader, ("loss",))
+            self._followed[row.run] = reader, FollowedSteps(reader, ("loss",), ("loss",))
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ class CurveReader:
         interval = row.spec.train.log_interval if row.spec is not None else 1
         span = mean_steps(max(row.state.total_steps, latest.step), interval)
         steps.update(span)
-        line = steps.series.line(MEANS["loss"], "main", steps.series.lengths)
+        line = steps.series.line(mean_of("loss"), "main", steps.series.lengths)
         if not row.live and not reader.unread_share:
             line = thinned(line, ROWS)
             del self._followed[row.run]  # it does not change any more

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from so_tui.plan.types import Plan
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog, Problem
+    from so_tui.ui.what_if import Strip
 
 
 def answer(to: MessagePump, message: Message) -> None:
@@ -64,6 +65,25 @@ class Planned(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Planned)
+
+
+class Compared(Message):
+    """What other values of some fields would do."""
+
+    def __init__(self, serial: int, strips: tuple[Strip, ...]) -> None:
+        self.serial, self.strips = serial, strips
+        super().__init__()
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, Compared)
+
+
+class Partitions(Message):
+    """Slurm has said which partitions this user sees."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__()
 
 
 class Diagnosed(Message):

@@ -107,6 +107,28 @@ class TrailingMean:
         return total(self._sums) / sum(self._counts) if self._steps else math.nan
 
 
+class ExponentialMean:
+    """Exponential moving average of the finite values, corrected for the missing past of the first ones."""
+
+    __slots__ = ("_share", "_total", "weight")
+
+    def __init__(self, weight: float) -> None:
+        """``weight`` is that of the past at each value, from 0 to below 1."""
+        self.weight = weight
+        self._total = self._share = 0.0
+
+    def add(self, step: float, values: float, count: float = 1) -> None:
+        """Add a value, or the sum of ``count`` values, which stand for as many equal ones. One that is not finite is left out."""
+        if count > 0 and math.isfinite(values):
+            kept = self.weight**count
+            self._total = kept * self._total + (1 - kept) * values / count
+            self._share = kept * self._share + (1 - kept)
+
+    def at(self, step: float) -> float:
+        """Return the average up to now; NaN if there is no finite value."""
+        return self._total / self._share if self._share else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of a chart: a series up to a length, and the positions of its values on the axes."""
@@ -117,7 +139,7 @@ class Line:
     steps: array[float] | None
     """None for samples, which have times only."""
     role: str
-    """Component class of the chart: ``raw`` (dimmed), ``main``, ``second``, ``band``."""
+    """Component class of the chart, such as ``raw`` (dimmed), ``main``, ``second`` or ``band``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,13 @@ from so_tui.runs.blocks import BLOCK_STEPS, Columns, block_end
 from so_tui.runs.codec import is_time
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
-from so_tui.ui.series import Line, Series, TrailingMean
+from so_tui.ui.series import ExponentialMean, Line, Series, TrailingMean
 
 METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
-MEANS = {"loss": "loss mean", "gradient_norm": "norm mean"}
-"""Series of the means, by their metrics."""
+SMOOTHED = ("loss", "gradient_norm")
+"""Metrics that have a mean unless others are asked for."""
+NEGLIGIBLE = 1e-6
+"""Share of a value in an exponential moving average below which it need not be known."""
 SINGLE_STEPS = 4000
 """Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
 
@@ -30,9 +32,14 @@ def mean_steps(total_steps: int, log_interval: int = 1) -> int:
     return steps if total_steps < 2 * SINGLE_STEPS else block_end(steps)
 
 
-def mean_name(span: int) -> str:
-    """Return the name of a mean: ``mean of 50 steps``."""
-    return f"mean of {span} steps"
+def mean_name(span: int, ema: float | None = None) -> str:
+    """Return the name of a mean: ``mean of 50 steps``, or ``EMA 0.9`` where that weight was chosen."""
+    return f"mean of {span} steps" if ema is None else f"EMA {ema:g}"
+
+
+def mean_of(metric: str) -> str:
+    """Return the name of the series of a metric's means."""
+    return f"{metric} mean"
 
 
 def single_from(first: int, latest: int) -> int:
@@ -45,14 +52,16 @@ class StepSeries:
     """Metrics by step, and the means of some. One thread appends; readers pass the lengths that they learned after an append.
 
     A mean at a step is that of the finite values of the last ``span`` steps. It is known at each single step and at the ends of blocks.
+    With ``ema`` it is an exponential moving average with that weight, in which a block counts as that many steps with its mean.
     """
 
-    def __init__(self, span: int, metrics: Sequence[str] = METRICS) -> None:
+    def __init__(self, span: int, metrics: Sequence[str] = METRICS, smoothed: Sequence[str] = SMOOTHED, ema: float | None = None) -> None:
         self.span = span
+        self.ema = ema
         self.metrics = tuple(metrics)
         self.steps, self.times = array("d"), array("d")
         self.mean_steps, self.mean_times = array("d"), array("d")
-        self.means = {metric: name for metric, name in MEANS.items() if metric in metrics}
+        self.means = {metric: mean_of(metric) for metric in smoothed if metric in metrics}
         self.series = {name: Series() for name in (*self.metrics, *self.means.values())}
         self.coarse = 0
         """Number of rows that are blocks, the first ones."""
@@ -62,7 +71,18 @@ class StepSeries:
         """The first step and its time."""
         self._range = math.inf, -math.inf
         """Steps of which all records are here."""
-        self._windows = {metric: TrailingMean(span) for metric in self.means}
+        self._windows = self._new_windows()
+
+    def _new_windows(self) -> dict[str, TrailingMean | ExponentialMean]:
+        return {metric: TrailingMean(self.span) if self.ema is None else ExponentialMean(self.ema) for metric in self.means}
+
+    @property
+    def _memory_steps(self) -> int:
+        """How many steps before it a mean depends on."""
+        if self.ema is None:
+            return self.span
+        records = math.log(NEGLIGIBLE) / math.log(max(self.ema, NEGLIGIBLE))
+        return self.span * math.ceil(records / min(self.span, BLOCK_STEPS))
 
     def __len__(self) -> int:
         return len(self.series[self.metrics[-1]])  # appended to last
@@ -104,9 +124,9 @@ class StepSeries:
 
     def add_single(self, reader: MetricsReader, first: float, last: float) -> None:
         """Append the steps ``first`` to ``last`` one by one. Raises OSError."""
-        self._windows = {metric: TrailingMean(self.span) for metric in self.means}
+        self._windows = self._new_windows()
         self._range = first, last
-        for record in reader.steps(first - self.span, last):
+        for record in reader.steps(first - self._memory_steps, last):
             if record.step >= first:
                 self.add(record)
             else:
@@ -168,12 +188,23 @@ class StepSeries:
 class FollowedSteps:
     """The steps of a run as they become known, for one thread."""
 
-    def __init__(self, reader: MetricsReader, metrics: Sequence[str] = METRICS) -> None:
+    def __init__(self, reader: MetricsReader, metrics: Sequence[str] = METRICS, smoothed: Sequence[str] = SMOOTHED) -> None:
         self._reader = reader
-        self._metrics = metrics
+        self._wanted: tuple[tuple[str, ...], tuple[str, ...], float | None] = tuple(metrics), tuple(smoothed), None
         self._outdated = True
         """Whether the series lack steps, or have some that do not count any more."""
-        self.series = StepSeries(mean_steps(0), metrics)
+        self.series = StepSeries(mean_steps(0), metrics, smoothed)
+
+    def want(self, metrics: Sequence[str], smoothed: Sequence[str], ema: float | None) -> None:
+        """Have other metrics, or others smoothed, from the next update on."""
+        wanted = tuple(metrics), tuple(smoothed), ema
+        self._outdated = self._outdated or wanted != self._wanted
+        self._wanted = wanted
+
+    def new_series(self, span: int) -> StepSeries:
+        """Return empty series of what is wanted."""
+        metrics, smoothed, ema = self._wanted
+        return StepSeries(span, metrics, smoothed, ema)
 
     def take(self, records: Sequence[StepRecord], *, redraw: bool) -> list[StepRecord]:
         """Append new records, as the result of a poll. Return those that were appended."""
@@ -191,7 +222,7 @@ class FollowedSteps:
         coarser = first is not None and latest is not None and single_from(first, latest.step) != self.series.single_from
         if not self._outdated and not coarser and span == self.series.span:
             return False
-        series = StepSeries(span, self._metrics)
+        series = self.new_series(span)
         series.add_whole(self._reader)
         self.series, self._outdated = series, False
         return True

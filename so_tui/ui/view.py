@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from so_tui.ui.follow import Snapshot
+from so_tui.ui.overlay import Overlaid
 from so_tui.ui.series import Axis
 
 Unit = Literal["step", "time"]
@@ -51,6 +53,14 @@ class View:
         low = min(max(extent[0], low + share * width), extent[1] - width)
         return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
 
+    def ranged(self, low: float, high: float, extent: tuple[float, float]) -> View:
+        """Zoom to a range, within the run."""
+        low, high = max(extent[0], low), min(extent[1], high)
+        missing = max(0.0, min(NARROWEST[self.unit], extent[1] - extent[0]) - (high - low))
+        low = max(extent[0], low - missing / 2)
+        high = min(extent[1], max(high, low + NARROWEST[self.unit]))
+        return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * (high - low))
+
     def at(self, x: float, extent: tuple[float, float]) -> View:
         """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names the step whose values it shows."""
         x = min(extent[1], max(extent[0], x))
@@ -76,8 +86,8 @@ class View:
         return () if self.window is None else ("newest part",) if self.tail else ("zoomed",)
 
 
-def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
-    """Return the first and last position of a run; None before there is anything to draw."""
+def extent_of(snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()) -> tuple[float, float] | None:
+    """Return the first and last position of a run and those laid over it; None before there is anything to draw."""
     if unit == "step":
         if not snapshot.length:
             return None
@@ -91,6 +101,7 @@ def extent_of(snapshot: Snapshot, unit: Unit) -> tuple[float, float] | None:
         if not ends:
             return None
         low, high = min(starts), max(ends)
+    high = max([high, *(overlaid.end[0 if unit == "step" else 1] for overlaid in overlays)])
     return (low, high) if high > low else (low, low + 1)
 
 
@@ -98,10 +109,10 @@ HELD_SHARE = 1 / 90
 """The right end of a growing axis moves in steps of about a dot: below that, a redrawn plot would look the same."""
 
 
-def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None) -> Axis | None:
+def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None, overlays: Sequence[Overlaid] = ()) -> Axis | None:
     """Return the axis that all charts of a snapshot share; before the first step it is time. ``held`` is the present axis."""
     unit: Unit = view.unit if snapshot.length else "time"
-    extent = extent_of(snapshot, unit)
+    extent = extent_of(snapshot, unit, overlays)
     if extent is None:
         return None
     low, high = view.resolved(extent) if unit == view.unit else extent
@@ -123,12 +134,17 @@ class Rows:
     log: int
 
 
-def rows_for(height: int, nodes: int, gpus: int, fixed: int) -> Rows:
+def rows_for(height: int, nodes: int, gpus: int, fixed: int, grid: int = 0) -> Rows:
     """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed`` rows are taken already.
+
+    Charts that stand above each other get ``grid`` rows at least.
 
     Parts that do not fit even so are reached by scrolling.
     """
     left = height - fixed - 2 * nodes - gpus
+    if grid:
+        charts = max(grid, min(height - fixed, left - 4))
+        return Rows(charts, 0, max(2, left - charts))
     for plot, least_charts, least_log in ((4, 12, height // 6), (3, 12, 5), (2, 12, 5), (1, 8, 4), (0, 9, 4)):
         charts = left - plot * nodes - max(4, least_log)
         if charts >= least_charts:

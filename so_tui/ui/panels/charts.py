@@ -1,17 +1,21 @@
-"""The dashboard's charts: loss, throughput and gradient norm side by side, all over the axis that the screen hands in."""
+"""The dashboard's charts: pages of the metrics that the user chose, in a grid, all over the axis that the screen hands in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
+from textual.containers import Container
 
+from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
+from so_tui.ui.chart_settings import ChartSettings, Flag, Wanted, page_of, wanted_by
 from so_tui.ui.follow import Snapshot
 from so_tui.ui.glyphs import GlyphName
-from so_tui.ui.series import Axis
+from so_tui.ui.overlay import Overlaid, colour_of
+from so_tui.ui.series import Axis, Line
 from so_tui.ui.step_series import mean_name
 from so_tui.ui.text import rate, reading_text, significant
 from so_tui.ui.view import View
@@ -24,107 +28,241 @@ ROOMY = 52
 """Cells of a chart from which on its heading has room for whole words."""
 EVALUATION_CELLS = 17
 """What the newest evaluation takes in a heading."""
+LEAST_ROWS = 7
+"""Rows of a chart where several stand above each other."""
 
 
-class ChartPanel(Horizontal):
-    """Draws the metrics of a snapshot. Clicks and wheel turns leave it as ``Chart.CursorMoved`` and ``Chart.Zoomed``."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What charts are drawn of."""
 
-    KEYS: ClassVar[tuple[BindingType, ...]] = (Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic loss"),)
+    snapshot: Snapshot
+    view: View
+    axis: Axis | None
+    overlays: tuple[Overlaid, ...] = ()
+
+    @property
+    def beyond_end(self) -> bool:
+        """Whether the cursor stands after the last step of the run."""
+        cursor, length = self.view.cursor, self.snapshot.length
+        if cursor is None or not length or not self.overlays:
+            return False
+        return cursor > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
+
+
+class ChartPanel(Container):
+    """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of ``Chart``."""
+
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        Binding("M", "metrics", "Metrics", id="metrics", tooltip="Choose what the charts show, and how it is smoothed"),
+        Binding("G", "grid", "Grid", show=False, id="grid", tooltip="Rows and columns of charts, 1x1 to 3x3"),
+        Binding("full_stop", "page(1)", "Next page", key_display=".", show=False, id="page", tooltip="The next charts"),
+        Binding("comma", "page(-1)", "Page before", key_display=",", show=False, id="page-before", tooltip="The charts before"),
+        Binding("w", "smooth(1)", "Smoothing", show=False, id="smooth", tooltip="Mean of the last steps, or EMA 0 to 0.99"),
+        Binding("W", "smooth(-1)", "Less smoothing", show=False, id="smooth-less", tooltip="Back to the smoothing before"),
+        Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic y axis of the chart with the focus"),
+        Binding("R", "robust_scale", "Robust y", show=False, id="robust-scale", tooltip="Leave outliers out of its y axis"),
+        Binding("v", "overlay", "Overlay", show=False, id="overlay", tooltip="Lay other runs over every chart"),
+    )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    loss = getters.child_by_id("loss", Chart)
-    throughput = getters.child_by_id("throughput", Chart)
-    norm = getters.child_by_id("norm", Chart)
-
-    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
+    def __init__(self, settings: ChartSettings, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
+        self.settings = settings
+        self._number = 0
+        self.page = page_of(settings, 0, self.app.size.width)
         super().__init__(id=id)
 
     def compose(self) -> ComposeResult:
-        yield Chart("loss", mark_gaps=True, glyphs=self._glyphs, id="loss")
-        yield Chart("throughput", zero=True, glyphs=self._glyphs, id="throughput")
-        yield Chart("gradient norm", glyphs=self._glyphs, id="norm")
+        self._set_grid()
+        yield from self._new_charts()
+
+    def _new_charts(self) -> Iterator[Chart]:
+        for metric in self.page.metrics:
+            chart = Chart(
+                metric.title,
+                unit=metric.unit,
+                format_value=metric.format_value,
+                per=metric.per,
+                zero=metric.zero,
+                mark_gaps=metric.key == "loss",
+                glyphs=self._glyphs,
+                id=metric.key,
+            )
+            self._set_scales(chart)
+            yield chart
+
+    def _set_grid(self) -> None:
+        self.styles.grid_size_columns, self.styles.grid_size_rows = self.page.columns, self.page.rows
+
+    def _set_scales(self, chart: Chart) -> None:
+        chart.log_scale = self.settings.flagged("log", chart.id or "")
+        chart.robust = self.settings.flagged("robust", chart.id or "")
+
+    @property
+    def charts(self) -> list[Chart]:
+        return list(self.query(Chart))
+
+    @property
+    def focused(self) -> Chart | None:
+        """The chart with the focus, else the first one; None while other charts are being laid out."""
+        charts = self.charts
+        return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the chart with the focus."""
+        focused = self.focused
+        return BY_KEY[focused.id or ""] if focused is not None else self.page.metrics[0]
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the charts of this page need to know of the steps."""
+        return wanted_by(self.page, self.settings.ema)
 
     @property
     def columns(self) -> int:
-        """Columns of the loss chart's plot: the distance that one press of an arrow key moves the cursor."""
-        return max(8, self.loss.size.width - GUTTER)
+        """Columns of a plot: the distance that one press of an arrow key moves the cursor."""
+        focused = self.focused
+        return max(8, focused.size.width - GUTTER) if focused is not None else 8
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that the grid takes at least; 0 where all charts stand in one row."""
+        return LEAST_ROWS * self.page.rows if self.page.rows > 1 else 0
 
     def set_rows(self, rows: int) -> None:
         """Make the panel ``rows`` high."""
         self.styles.height = rows
 
     def focus_first(self) -> None:
-        """Give the keyboard to the loss chart."""
-        self.loss.focus()
+        """Give the keyboard to the first chart."""
+        for chart in self.charts[:1]:
+            chart.focus()
 
-    def toggle_log_scale(self) -> None:
-        """Switch the loss between a linear and a logarithmic scale."""
-        self.loss.log_scale = not self.loss.log_scale
-        self.loss.redraw()
+    async def change(self, settings: ChartSettings, turned: int = 0) -> bool:
+        """Show what ``settings`` say, some pages further. Return whether other charts are shown than before."""
+        self._number = max(0, self.page.number + turned) if turned >= 0 else (self.page.number + turned) % self.page.pages
+        self.settings = settings
+        page = page_of(settings, self._number, self.app.size.width)
+        before, self.page = self.page, page
+        for chart in self.charts:
+            self._set_scales(chart)
+        if (before.metrics, before.columns, before.rows) == (page.metrics, page.columns, page.rows):
+            return False
+        focused = next((chart.id for chart in self.charts if chart.has_focus), None)
+        with self.app.batch_update():
+            await self.remove_children()
+            self._set_grid()
+            await self.mount_all(self._new_charts())
+        if focused is not None:
+            again = [chart for chart in self.charts if chart.id == focused] or self.charts
+            again[0].focus()
+        return True
 
-    def show(self, snapshot: Snapshot, view: View, axis: Axis | None) -> None:
-        """Draw ``snapshot`` over ``axis``, with the cursor of ``view``."""
+    def toggled(self, flag: Flag) -> ChartSettings:
+        """Return the settings with the scale of the chart with the focus switched."""
+        return self.settings.toggled(flag, self.metric.key)
+
+    def show(self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()) -> None:
+        """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
-        for chart in (self.loss, self.throughput, self.norm):
-            chart.waiting = run_lines.waiting_text(snapshot)
-        self._show_loss(snapshot, view, axis, marks)
-        self._show_throughput(snapshot, view, axis, marks)
-        if self.norm.display:
-            self._show_norm(snapshot, view, axis, marks)
+        shown = Shown(snapshot, view, axis if snapshot.length else None, overlays)
+        drawn = {chart.id: chart for chart in self.charts}
+        for metric in self.page.metrics:
+            if (chart := drawn.get(metric.key)) is not None:
+                notes = [self.page.note] if metric is self.page.metrics[-1] and self.page.note else []
+                self._show_metric(metric, chart, shown, marks, notes)
 
-    def _show_loss(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
-        chart = self.loss
-        lines = [snapshot.line("loss", "raw", axis), snapshot.mean_line("loss", "main", axis)]
-        newest = "now" if snapshot.training else "last"
-        names = [newest if view.cursor is None else ".", _mean_name(chart, snapshot)]
-        if snapshot.evaluations is not None:
-            lines.append(snapshot.evaluations)
-            names.append("evaluation" if chart.size.width >= ROOMY else "eval")
+    def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark], notes: list[str]) -> None:
+        snapshot = shown.snapshot
+        pairs = _lines(metric, chart, shown)
+        measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
+        known = metric.key == EVALUATIONS or all(snapshot.has(field) for field in metric.fields)
+        chart.waiting = run_lines.waiting_text(snapshot)
+        if snapshot.length and not measured:
+            chart.waiting = "reading …" if not known else "not measured in this run"
+            pairs = []
+        if shown.beyond_end:
+            pairs = [(line, "") for line, _ in pairs]  # the cursor is where only another run has values
+        others = [(line, "") for line in _overlaid(metric, shown.overlays)]
+        own = _own_notes(metric, chart, shown)
+        loss = metric.key == "loss"
         chart.show(
-            lines,
-            names,
-            axis if snapshot.length else None,
+            [line for line, _ in (*pairs, *others)],
+            [name for _, name in (*pairs, *others)],
+            shown.axis,
             marks=marks,
-            cursor=view.cursor,
-            notes=view.range_notes,
-            alarm=_nan_text(snapshot),
-            progress=reading_text(snapshot.unread_share),
+            cursor=shown.view.cursor,
+            notes=[*(shown.view.range_notes if loss else ()), *own, *notes],
+            alarm=_nan_text(snapshot) if loss else "",
+            progress=reading_text(snapshot.unread_share) if loss else "",
         )
 
-    def _show_throughput(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
-        chart, latest = self.throughput, snapshot.latest
-        roomy = chart.size.width >= ROOMY
-        chart.title = "throughput" if roomy else "speed"
-        per = "GPU" if snapshot.on_gpus else "rank"
-        notes = [f"TFLOPS/{per}"]
-        if latest is not None and view.cursor is None:
-            tokens = rate(latest.useful_tokens_per_s_total)
-            notes = [f"TFLOPS/{per}", f"{tokens} tokens/s"] if roomy else [f"TFLOPS  {tokens} tok/s"]
-            if roomy and latest.mfu is not None:
-                notes.append(f"MFU {100 * latest.mfu:.1f} %")
-        names = ["." if snapshot.training or view.cursor is not None else "last"]
-        lines = [snapshot.line("model_tflops_per_gpu", "main", axis)]
-        chart.show(lines, names, axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes)
 
-    def _show_norm(self, snapshot: Snapshot, view: View, axis: Axis | None, marks: list[Mark]) -> None:
-        latest = snapshot.latest
-        notes = [] if latest is None or view.cursor is not None else [f"learning rate {significant(latest.learning_rate)}"]
-        lines = [snapshot.line("gradient_norm", "raw", axis), snapshot.mean_line("gradient_norm", "main", axis)]
-        self.norm.show(
-            lines, [".", _mean_name(self.norm, snapshot)], axis if snapshot.length else None, marks=marks, cursor=view.cursor, notes=notes
-        )
+def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]:
+    """Return the lines of a metric with their names in the heading."""
+    snapshot, axis = shown.snapshot, shown.axis
+    newest = "." if snapshot.training or shown.view.cursor is not None else "last"
+    evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
+    if metric.key == EVALUATIONS:
+        return [(line, newest) for line in evaluations]
+    if not all(snapshot.has(field) for field in metric.fields):
+        return []
+    if metric.roles:
+        named = zip(metric.fields, metric.roles, metric.names, strict=True)
+        return [(snapshot.line(field, role, axis), name) for field, role, name in named]
+    field = metric.fields[0]
+    if not snapshot.is_smoothed(field):
+        pairs = [(snapshot.line(field, "main", axis), newest)]
+    else:
+        pairs = [(snapshot.line(field, "raw", axis), newest), (snapshot.mean_line(field, "main", axis), _mean_name(chart, snapshot))]
+    if metric.key != "loss":
+        return pairs
+    if snapshot.training and shown.view.cursor is None:
+        pairs[0] = pairs[0][0], "now"
+    return [*pairs, *((line, "evaluation" if chart.size.width >= ROOMY else "eval") for line in evaluations)]
+
+
+def _overlaid(metric: Metric, overlays: Sequence[Overlaid]) -> Iterator[Line]:
+    """Yield the lines of other runs."""
+    for index, overlaid in enumerate(overlays):
+        for field in metric.fields:
+            if (line := overlaid.line(field, colour_of(index)[1])) is not None:
+                yield line
+
+
+def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
+    """Return what stands behind the values of some charts."""
+    snapshot, latest = shown.snapshot, shown.snapshot.latest
+    here = latest is not None and shown.view.cursor is None
+    if metric.key == "norm" and latest is not None and here:
+        return [f"learning rate {significant(latest.learning_rate)}"]
+    if metric.key != "throughput":
+        return []
+    roomy = chart.size.width >= ROOMY
+    chart.title = "throughput" if roomy else "speed"
+    per = "GPU" if snapshot.on_gpus else "rank"
+    if latest is None or not here:
+        return [f"TFLOPS/{per}"]
+    tokens = rate(latest.useful_tokens_per_s_total)
+    if not roomy:
+        return [f"TFLOPS  {tokens} tok/s"]
+    mfu = [] if latest.mfu is None else [f"MFU {100 * latest.mfu:.1f} %"]
+    return [f"TFLOPS/{per}", f"{tokens} tokens/s", *mfu]
 
 
 def _mean_name(chart: Chart, snapshot: Snapshot) -> str:
     """Return the name of the mean in as many words as leave room for the other values."""
-    span = snapshot.whole.span
+    whole = snapshot.whole
+    if whole.ema is not None:
+        return mean_name(whole.span, whole.ema)
     room = chart.size.width - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
-    return mean_name(span) if room >= 40 else f"mean of {span}" if room >= 30 else "mean"
+    return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}" if room >= 30 else "mean"
 
 
 def _nan_text(snapshot: Snapshot) -> str:
     """Return how many steps have a loss that is not a number."""
-    count = snapshot.series["loss"].missing(snapshot.length)
+    count = snapshot.series["loss"].missing(snapshot.length) if snapshot.has("loss") else 0
     return f"{thousands(count)} NaN" if count else ""

@@ -7,19 +7,21 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
-from textual.message import Message
 from textual.strip import Strip
 
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
-from so_tui.ui.text import significant
+from so_tui.ui.text import plural, significant
 from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, gutter_text, plot_key, plot_rows, repaint, value_at, x_text
-from so_tui.ui.widgets.plot import GLYPHS, Scale, fit_scale, spans
+from so_tui.ui.widgets.mouse import AxisMouse
+from so_tui.ui.widgets.plot import GLYPHS, Scale, beyond, fit_scale, spans
+
+RUN_ROLES = tuple(f"run-{number}" for number in range(1, 9))
+"""Colours of runs that are laid over another."""
 
 
-class Chart(DrawsPrintable, can_focus=True):
+class Chart(AxisMouse, DrawsPrintable, can_focus=True):
     """One titled plot. Data comes whole through ``show``; nothing is computed while lines are drawn."""
 
     ALLOW_MAXIMIZE = True
@@ -29,6 +31,11 @@ class Chart(DrawsPrintable, can_focus=True):
         "second",
         "third",
         "fourth",
+        "data",
+        "forward",
+        "backward",
+        "exposed",
+        *RUN_ROLES,
         "band",
         "axis",
         "label",
@@ -49,6 +56,18 @@ class Chart(DrawsPrintable, can_focus=True):
         .chart--second { color: $secondary; }
         .chart--third { color: $exposed; }
         .chart--fourth { color: $success; }
+        .chart--data { color: $data-part; }
+        .chart--forward { color: $forward; }
+        .chart--backward { color: $backward; }
+        .chart--exposed { color: $exposed; }
+        .chart--run-1 { color: $run-1; }
+        .chart--run-2 { color: $run-2; }
+        .chart--run-3 { color: $run-3; }
+        .chart--run-4 { color: $run-4; }
+        .chart--run-5 { color: $run-5; }
+        .chart--run-6 { color: $run-6; }
+        .chart--run-7 { color: $run-7; }
+        .chart--run-8 { color: $run-8; }
         .chart--band { color: $raw-line; }
         .chart--axis { color: $rule; }
         .chart--label { color: $faint; }
@@ -62,26 +81,13 @@ class Chart(DrawsPrintable, can_focus=True):
     }
     """
 
-    class CursorMoved(Message):
-        """A position on the axis was clicked."""
-
-        def __init__(self, x: float) -> None:
-            self.x = x
-            super().__init__()
-
-    class Zoomed(Message):
-        """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
-
-        def __init__(self, factor: float, x: float) -> None:
-            self.factor, self.x = factor, x
-            super().__init__()
-
     def __init__(
         self,
         title: str,
         *,
         unit: str = "",
         format_value: Callable[[float], str] = significant,
+        per: float = 1.0,
         zero: bool = False,
         ceiling: float | None = None,
         mark_gaps: bool = False,
@@ -90,17 +96,18 @@ class Chart(DrawsPrintable, can_focus=True):
         classes: str | None = None,
     ) -> None:
         super().__init__(id=id, classes=classes)
-        self.title, self.unit, self.format_value = title, unit, format_value
+        self.title, self.unit, self.format_value, self.per = title, unit, format_value, per
         self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
         self.mark_gaps = mark_gaps
         """Whether gaps of the first line are marked on the axis."""
         self.alarm = ""
         self.progress = ""
-        self.log_scale = False
+        self.log_scale = self.robust = False
+        self._outside = 0
+        """Columns with values that a robust scale leaves out."""
         self.notes: tuple[str, ...] = ()
         self.lines: tuple[Line, ...] = ()
         self.names: tuple[str, ...] = ()
-        self.axis: Axis | None = None
         self.marks: tuple[Mark, ...] = ()
         self.cursor: float | None = None
         self.waiting = "waiting for the first step"
@@ -142,12 +149,14 @@ class Chart(DrawsPrintable, can_focus=True):
             self.alarm,
             self.progress,
             self.waiting,
+            self.log_scale,
+            self.robust,
         )
         if shown != self._shown:
             self._shown = shown
-            self._draw_again()
+            self.draw_again()
 
-    def _draw_again(self) -> None:
+    def draw_again(self) -> None:
         """Draw now, and repaint only rows that changed: painting a row costs more than drawing it."""
         if self._drawn != self._render_key():
             self.redraw()
@@ -178,19 +187,20 @@ class Chart(DrawsPrintable, can_focus=True):
         styles = self._role_styles.get(self)
         base = styles["base"]
         plot_width, plot_height = width - GUTTER, height - 2
-        rows = [self._heading(styles, width)]
+        rows: list[list[Segment]] = []
         if plot_width < 4 or plot_height < 1:
-            return [Strip(rows[0]).adjust_cell_length(width, base)]
+            return [Strip(self._heading(styles, width)).adjust_cell_length(width, base)]
         if self.axis is None or not any(line.length for line in self.lines):
             rows.append([Segment(" " * GUTTER + self.waiting, styles["note"])])
         else:
             body, scale = self._plot(plot_width, plot_height, styles)
-            labels = gutter_text(scale, plot_height, self.format_value)
-            body = [self._with_cursor(row, plot_width, styles) for row in body]
+            labels = gutter_text(scale, plot_height, self.format_value, self.per)
+            body = [self._with_range(self._with_cursor(row, plot_width, styles), plot_width, styles) for row in body]
             rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
             corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
             marks = self._all_marks(self.axis, plot_width)
             rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, plot_width, marks, styles)])
+        rows.insert(0, self._heading(styles, width))  # it says how many values the plot left out
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
@@ -205,14 +215,16 @@ class Chart(DrawsPrintable, can_focus=True):
         """Return the plot area, cached while neither range nor lines change; values beyond the range are no change."""
         axis = self.axis
         assert axis is not None
-        key = (width, height, self.log_scale, self.glyphs, id(styles), *plot_key(self.lines, axis))
+        key = (width, height, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key(self.lines, axis))
         if key != self._plot_key:
             self._plot_key = key
             self._plotted = plot_rows(self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit)
         return self._plotted
 
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
-        return fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling)
+        scale = fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling, robust=self.robust)
+        self._outside = beyond(found, scale) if self.robust else 0
+        return scale
 
     def _heading(self, styles: Mapping[str, Style], width: int) -> list[Segment]:
         """Return title and as many values as fit; none is cut, since a cut number is another number."""
@@ -236,7 +248,7 @@ class Chart(DrawsPrintable, can_focus=True):
             if not name or axis is None or not line.length:
                 continue
             value = line.series.value(line.length - 1) if self.cursor is None else value_at(line, axis, self.cursor)
-            shown = "-" if value is None else self.format_value(value)
+            shown = "-" if value is None else self.format_value(value / self.per)
             yield [
                 Segment(f"  {name} ".replace("  . ", "  "), styles["note"]),
                 Segment(shown, styles["label" if line.role == "raw" else "value" if line.role == "main" else line.role]),
@@ -247,6 +259,10 @@ class Chart(DrawsPrintable, can_focus=True):
             yield [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
         if self.log_scale:
             yield [Segment("  log y", styles["note"])]
+        if self.robust:
+            yield [Segment("  robust y", styles["note"])]
+            if self._outside:
+                yield [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
         for note in self.notes:
             yield [Segment(f"  {note}", styles["note"])]
 
@@ -260,26 +276,10 @@ class Chart(DrawsPrintable, can_focus=True):
         character = at.text if at.text.strip() not in ("", "\u2800") else "│"
         return [*left, Segment(character, styles["cursor"]), *right]
 
-    def _x_at(self, offset: int) -> float | None:
-        width = self.size.width - GUTTER
-        if self.axis is None or width < 1 or offset < GUTTER:
-            return None
-        return self.axis.low + (offset - GUTTER + 0.5) / width * (self.axis.high - self.axis.low)
-
-    def on_click(self, event: events.Click) -> None:
-        x = self._x_at(event.x)
-        if x is not None:
-            self.post_message(self.CursorMoved(x))
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, 0.7)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, 1 / 0.7)
-
-    def _wheel(self, event: events.MouseEvent, factor: float) -> None:
-        x = self._x_at(event.x)
-        if x is not None:
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.Zoomed(factor, x))
+    def _with_range(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
+        """Return the row with the range reversed that is being dragged over."""
+        if self.chosen is None:
+            return row
+        first, last = (min(width, max(0, cell - GUTTER)) for cell in self.chosen)
+        left, middle, right = Strip(row).divide([first, last, width])
+        return [*left, *middle.apply_style(Style(reverse=True)), *right]

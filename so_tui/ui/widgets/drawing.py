@@ -173,11 +173,11 @@ def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> lis
     return segments
 
 
-def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str]) -> list[str]:
-    """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row named."""
+def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0) -> list[str]:
+    """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row named; values are divided by ``per``."""
     texts = [" " * GUTTER] * height
-    for value in ticks(scale, max(2, height // 3 + 1)):
-        row = scale.height(value, height)
+    for value in ticks(Scale(scale.low / per, scale.high / per, scale.log), max(2, height // 3 + 1)):
+        row = scale.height(value * per, height)
         if row is not None:
             text = format_value(value)
             if len(text) >= GUTTER and "." in text:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from textual import on
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.message import Message
 from textual.widgets import Checkbox, Input, Label, Select
@@ -24,8 +27,32 @@ class Tick(Checkbox):
         super().watch_value()
 
 
+class Choice(Select[str], inherit_bindings=False):
+    """A choice that opens with enter or space: up and down move between the fields of a form."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter,space", "show_overlay", "Show menu", show=False),
+        Binding("down", "screen.field(1)", "Next field", show=False),
+        Binding("up", "screen.field(-1)", "Field before", show=False),
+    ]
+
+
+class FormEntry(Entry):
+    """A text field in which up and down move between the fields of a form; it has one line to scroll."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "screen.field(1)", "Next field", show=False),
+        Binding("up", "screen.field(-1)", "Field before", show=False),
+    ]
+
+
 class FieldRow(Horizontal):
     """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [  # here, too: the form around it would scroll
+        Binding("down", "screen.field(1)", "Next field", show=False),
+        Binding("up", "screen.field(-1)", "Field before", show=False),
+    ]
 
     DEFAULT_CSS = """
     FieldRow {
@@ -57,28 +84,46 @@ class FieldRow(Horizontal):
     def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
         """``key`` is the path that ``value`` is set under: for the length, which has no ``info``, one of LENGTH_KEYS, else ``path``."""
         self.path, self.info, self._key, self._value = path, info, key, value
+        self.problem = ""
+        """What is wrong with the value, in words."""
         super().__init__(id="field-" + path.replace(".", "-"))
 
     def compose(self) -> ComposeResult:
         yield Label(label(self.path), classes="field-name")
         info = self.info
         if info is None:
-            yield Entry(self._value, compact=True, classes="field-control field-number")
+            yield FormEntry(self._value, compact=True, classes="field-control field-number")
             options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
-            yield Select(options, value=self._key, allow_blank=False, compact=True, classes="field-unit")
+            yield Choice(options, value=self._key, allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
             yield Tick(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
         elif info.choices:
-            yield Select(
+            yield Choice(
                 [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
             )
         else:
             kind = "field-control field-text" if info.type_name == "text" else "field-control"
-            yield Entry(self._value, compact=True, classes=kind, select_on_focus=False)
+            yield FormEntry(self._value, compact=True, classes=kind)
         yield Label(self._note(), classes="field-note")
 
     def _note(self) -> str:
         return "then the run ends" if self.info is None else hint(self.info)
+
+    @property
+    def name_shown(self) -> str:
+        """Its label in small letters."""
+        return label(self.path).lower()
+
+    @property
+    def about(self) -> str:
+        """What the field is for, and what it takes."""
+        if self.info is None:
+            return "How long the run trains: in steps, epochs or tokens."
+        return f"{self.info.description} {self.info.expected[0].upper()}{self.info.expected[1:]}."
+
+    def matches(self, needle: str) -> bool:
+        """Return whether a text in small letters is in the field's name, path or description."""
+        return all(word in f"{label(self.path)} {self.path} {self.about}".lower() for word in needle.split())
 
     def on_mount(self) -> None:
         if self.info is not None:
@@ -100,6 +145,7 @@ class FieldRow(Horizontal):
 
     def show_status(self, *, was: str | None, problem: str, note: str = "") -> None:
         """Mark a field that differs from the preset, whose text is ``was``, or that is wrong; ``note`` replaces the plain hint."""
+        self.problem = problem
         self.set_class(was is not None, "-changed")
         self.set_class(bool(problem), "-wrong")
         text = f"✗ {problem}" if problem else note or self._note()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,8 @@ from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Line
 
 Span = tuple[float, float]
+OUTLIER_RANGES = 3.0
+"""How many times the range of the middle half of all values a value may lie outside of it, on a scale that leaves outliers out."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,44 @@ def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list
     return found, gaps
 
 
-def fit_scale(lines: Iterable[Sequence[Span | None]], *, log: bool = False, zero: bool = False, ceiling: float | None = None) -> Scale:
+def _without_outliers(values: list[float]) -> Span:
+    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of their middle half around it."""
+    values.sort()
+    first, third = values[len(values) // 4], values[3 * len(values) // 4]
+    reach = OUTLIER_RANGES * (third - first)
+    return values[bisect_left(values, first - reach)], values[bisect_right(values, third + reach) - 1]
+
+
+def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
+    """Return how many columns have a value outside the scale."""
+    drawn = [span for line in lines for span in line if span is not None]
+    return sum(low < scale.low or high > scale.high for low, high in drawn if high > 0 or not scale.log)
+
+
+def fit_scale(
+    lines: Iterable[Sequence[Span | None]],
+    *,
+    log: bool = False,
+    zero: bool = False,
+    ceiling: float | None = None,
+    robust: bool = False,
+) -> Scale:
     """Return a scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling`` that value; without values: 0 to 1.
 
-    ``log`` is given up where no value is positive.
+    ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
     """
     drawn = [span for line in lines for span in line if span is not None]
     low = min((span[0] for span in drawn), default=0.0)
     high = max((span[1] for span in drawn), default=1.0)
-    if log and high > 0:
-        positive = min((value for span in drawn for value in span if value > 0), default=high)
+    logarithmic = log and high > 0
+    if robust and drawn:
+        values = [value for span in drawn for value in span]
+        if logarithmic:
+            low, high = (10**power for power in _without_outliers([math.log10(value) for value in values if value > 0]))
+        else:
+            low, high = _without_outliers(values)
+    if logarithmic:
+        positive = low if robust and drawn else min((value for span in drawn for value in span if value > 0), default=high)
         if positive == high:
             return Scale(high / 2, high * 2, log=True)
         return Scale(positive, high, log=True)

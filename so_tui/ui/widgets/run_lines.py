@@ -7,6 +7,7 @@ import math
 from so_tui.runs.records import FINAL_STATES, StepRecord
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
+from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, usage_style
 from so_tui.units import thousands
@@ -116,8 +117,15 @@ def news_line(snapshot: Snapshot) -> Content | None:
     return None
 
 
-def anatomy_lines(snapshot: Snapshot, width: int) -> Content:
-    """Return the parts of a step's time, medians over the newest steps: one line, in wide terminals the bar above its legend."""
+def anatomy_lines(snapshot: Snapshot, now: float, width: int) -> Content:
+    """Return the parts of a step's time, medians over the newest steps: one line, in wide terminals the bar above its legend.
+
+    Before the first step, return the way to it, a line for each part.
+    """
+    state = snapshot.state
+    since = None if state is None else state.attempt_started or state.started
+    if state is not None and since and snapshot.live and snapshot.phases:
+        return timeline_lines(stages(snapshot.phases, state.attempt, since, now), width)
     if not snapshot.recent:
         return Content.styled("step anatomy: after the first step", "$faint")
     values = [max(0.0, snapshot.recent_median(name)) for name in PARTS]

@@ -1,0 +1,80 @@
+"""What is edited in Configure: presets with their unsaved edits. Without widgets."""
+
+from __future__ import annotations
+
+from so_tui.spec import RunSpec, with_values
+from so_tui.ui.form import LENGTH, LENGTH_KEYS, edits_between, length_of, typed_over, values_of, with_edit
+
+
+class Drafts:
+    """The preset in the form and the edits of every preset. The screen that shows them is the only one to change them."""
+
+    def __init__(self) -> None:
+        self.base: RunSpec | None = None
+        """The preset in the form, as it is saved."""
+        self.base_values: dict[str, str] = {}
+        self._edits: dict[str, dict[str, str]] = {}
+        self._recommended: dict[str, dict[str, str]] = {}
+        """The part of each draft that a recommendation filled in. It need not be saved: choosing the preset again brings it back."""
+
+    @property
+    def edits(self) -> dict[str, str]:
+        """The edits of the preset in the form."""
+        return self._edits.setdefault(self.base.name, {}) if self.base else {}
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Every field as text, edited or not."""
+        return {**self.base_values, **self.edits}
+
+    @property
+    def spec(self) -> RunSpec | None:
+        """The preset with its edits; None while there is none. Raises InputError."""
+        return with_values(self.base, self.edits) if self.base else None
+
+    def open(self, base: RunSpec, wanted: RunSpec | None = None) -> None:
+        """Take a preset into the form; ``wanted``, a recommendation, is laid over its edits and replaces an earlier one."""
+        name = base.name
+        self.base, self.base_values = base, values_of(base)
+        if wanted is not None:
+            typed = typed_over(self._edits.get(name, {}), self._recommended.get(name, {}))
+            self._recommended[name] = edits_between(base, wanted)
+            self._edits[name] = typed | self._recommended[name]
+
+    def forget(self, preset: str) -> None:
+        """Drop the edits of a preset."""
+        self._edits.pop(preset, None)
+        self._recommended.pop(preset, None)
+
+    def enter(self, path: str, text: str) -> bool:
+        """Enter ``text`` into a field, and return whether that changed anything."""
+        edits = with_edit(self.edits, self.base_values, path, text)
+        if self.base is None or edits == self.edits:
+            return False
+        self._edits[self.base.name] = edits
+        return True
+
+    def unsaved(self) -> dict[str, int]:
+        """Return how many fields of each preset have unsaved edits."""
+        counts = {preset: len(typed_over(edits, self._recommended.get(preset, {}))) for preset, edits in self._edits.items()}
+        return {preset: count for preset, count in counts.items() if count}
+
+    def shown_value(self, path: str) -> tuple[str, str]:
+        """Return the key that a row of the form shows and its text."""
+        if path == LENGTH:
+            return length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._lengths()})
+        return path, self.values.get(path, "")
+
+    def _lengths(self) -> dict[str, str]:
+        """Return the lengths in force: an edited one hides those of the preset."""
+        typed = {path: text for path, text in self.edits.items() if path in LENGTH_KEYS}
+        return typed or {path: self.base_values.get(path, "0") for path in LENGTH_KEYS}
+
+    def was(self, path: str) -> str | None:
+        """Return what the preset says where a field was edited; None where it was not."""
+        if path != LENGTH:
+            return self.base_values.get(path, "") if path in self.edits else None
+        if not any(key in self.edits for key in LENGTH_KEYS):
+            return None
+        key, text = length_of(self.base_values)
+        return f"{text} {key.rpartition('.')[2]}"

@@ -1,0 +1,95 @@
+"""The fields of Configure: moving between them, finding one by its name, and what the one with the focus is for."""
+
+from __future__ import annotations
+
+from textual import events, getters, on
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.widgets import Input, Static
+
+from so_tui.ui.text import Content
+from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.widgets.find_field import FindField
+
+
+class FormPanel(Vertical):
+    """Rows under their headings; the last lines describe the field with the focus."""
+
+    fields = getters.child_by_id("form", VerticalScroll)
+    find = getters.child_by_id("find", FindField)
+    about = getters.child_by_id("about", Static)
+
+    def compose(self) -> ComposeResult:
+        yield VerticalScroll(id="form", can_focus=False)
+        yield FindField("find a field by its name or what it is for: enter goes to it, esc ends", id="find")
+        yield Static(id="about")
+
+    @property
+    def rows(self) -> list[FieldRow]:
+        """The fields that can be reached now."""
+        return [row for row in self.query(FieldRow) if row.display and not row.disabled]
+
+    def move(self, distance: int) -> None:
+        """Give the keyboard to another field and keep it in view; without one, to the first or the last."""
+        rows = self.rows
+        if not rows:
+            return
+        at = next((index for index, row in enumerate(rows) if row.has_focus_within), None)
+        index = (0 if distance > 0 else len(rows) - 1) if at is None else min(len(rows) - 1, max(0, at + distance))
+        rows[index].focus_control()
+        rows[index].scroll_visible(animate=False)
+
+    def open_find(self) -> None:
+        """Ask for a field."""
+        self.find.open()
+
+    def close_find(self) -> bool:
+        """Show every field again; return whether some were hidden."""
+        if not self.find.close():
+            return False
+        self._filter("")
+        return True
+
+    @on(Input.Changed, "#find")
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._filter(self.find.needle)
+
+    @on(Input.Submitted, "#find")
+    def _submitted(self, event: Input.Submitted) -> None:
+        """Go to the field that was found, among all of them again: one that is called so before one that is described so."""
+        event.stop()
+        needle = self.find.needle
+        found = sorted(self.rows, key=lambda row: (needle not in (row.name_shown, row.path), needle not in row.name_shown))
+        self.close_find()
+        if found:
+            found[0].focus_control()
+            self.call_after_refresh(found[0].scroll_visible, animate=False)
+
+    def _filter(self, needle: str) -> None:
+        heading: Static | None = None
+        with self.app.batch_update():
+            for child in self.fields.children:
+                if isinstance(child, FieldRow):
+                    child.display = child.matches(needle)
+                    if heading is not None and child.display:
+                        heading.display = True
+                elif isinstance(child, Static):
+                    heading = child
+                    heading.display = not needle
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        self.show_about()
+
+    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
+        self.show_about()
+
+    def show_about(self) -> None:
+        """Describe the field with the focus, or say what is wrong with it."""
+        row = next((row for row in self.query(FieldRow) if row.has_focus_within), None)
+        if row is None:
+            self.about.update(Content.styled("up and down move between fields, / finds one", "$faint"))
+        elif row.problem:
+            self.about.update(Content.assemble((f"✗ {row.path}  ", "bold $error"), row.problem))
+        else:
+            self.about.update(Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint")))

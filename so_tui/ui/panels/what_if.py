@@ -1,0 +1,115 @@
+"""What if: the step time over the values of a field, with memory at the present one. Left and right step the value."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.message import Message
+
+from so_tui.ui.loss_curve import bars
+from so_tui.ui.text import Content, duration, memory, memory_of
+from so_tui.ui.what_if import RATIO, Choice, Strip
+from so_tui.ui.widgets.styled_lines import StyledLines
+
+NAMES = {RATIO: "ratio"}
+OTHER_NAME = "Adam cores"
+WIDEST = 100
+"""Cells before the first layout."""
+SIGNS = {"fits": ("✓", "$success"), "tight": ("~", "$warning"), "does not fit": ("✗", "$error")}
+
+
+class WhatIf(StyledLines, can_focus=True):
+    """One line for each strip and one for what its present value means; the strip that is moved on is marked."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "step(-1)", "Less", show=False),
+        Binding("right", "step(1)", "More", show=False),
+        Binding("up,down", "other", "Other strip", show=False),
+    ]
+
+    DEFAULT_CSS = """
+    WhatIf.-empty { display: none; }
+    """
+
+    class Stepped(Message):
+        """Another value was chosen."""
+
+        def __init__(self, path: str, value: float) -> None:
+            self.path, self.value = path, value
+            super().__init__()
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.strips: tuple[Strip, ...] = ()
+        self._marked = 0
+
+    def show(self, strips: tuple[Strip, ...]) -> None:
+        """Show these strips; none hides the panel."""
+        self.strips = strips
+        self.set_class(not strips, "-empty")
+        self._draw_strips()
+
+    def stepped(self, path: str, value: float) -> None:
+        """Move a mark at once; the plan follows."""
+        self.strips = tuple(Strip(strip.path, strip.choices, value) if strip.path == path else strip for strip in self.strips)
+        self._draw_strips()
+
+    def _draw_strips(self) -> None:
+        self._marked = min(self._marked, max(0, len(self.strips) - 1))
+        rows = [Content.styled("what if   left and right step the value" if self.has_focus else "what if   k", "bold $faint")]
+        for index, strip in enumerate(self.strips):
+            rows += strip_lines(strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked)
+        self.update(Content("\n").join(rows))
+
+    def on_resize(self) -> None:
+        self._draw_strips()
+
+    def on_focus(self) -> None:
+        self._draw_strips()
+
+    def on_blur(self) -> None:
+        self._draw_strips()
+
+    def action_other(self) -> None:
+        self._marked = (self._marked + 1) % max(1, len(self.strips))
+        self._draw_strips()
+
+    def action_step(self, direction: int) -> None:
+        if self.strips:
+            strip = self.strips[self._marked]
+            value = strip.stepped(direction)
+            if value is not None:
+                self.stepped(strip.path, value)
+                self.post_message(self.Stepped(strip.path, value))
+
+
+def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
+    """Return the strip, a bar a value, ✗ where it does not fit, and below it the figures of the present value."""
+    name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
+    heights = bars([math.nan if choice.step_s is None else choice.step_s for choice in strip.choices])
+    pieces: list[tuple[str, str]] = []
+    for index, (choice, height) in enumerate(zip(strip.choices, heights, strict=True)):
+        style = SIGNS[choice.verdict][1]
+        shown = "✗" if choice.verdict == "does not fit" else height
+        pieces.append((f"▸{shown}◂" if index == strip.at else shown, f"bold {style}" if index == strip.at else style))
+    low, high = strip.choices[0].value, strip.choices[-1].value
+    line = Content.assemble(("▸ " if marked else "  ", "$accent"), (name, "bold" if marked else "$faint"), (f"{low:.2f} ", "$faint"))
+    return [line + Content.assemble(*pieces) + Content.styled(f" {high:.2f}", "$faint"), figures(strip.choices[strip.at], width)]
+
+
+def figures(choice: Choice, width: int) -> Content:
+    """Return ``0.70  ✓ step 1.72 s   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
+    sign, style = SIGNS[choice.verdict]
+    step = f" step {duration(choice.step_s)}" if choice.step_s else " step not predicted"
+    line = Content(f"    {choice.value:.2f}  ") + Content.assemble((sign, style), step)
+    pieces = []
+    if choice.gpu_bytes:
+        pieces.append(f"   GPU {memory_of(choice.gpu_bytes, choice.gpu_capacity_bytes)}")
+    if choice.host_bytes:
+        pieces.append(f"   host {memory(choice.host_bytes)}")
+    for piece in pieces:
+        if line.cell_length + len(piece) <= width:
+            line = line + piece
+    return line

@@ -1,0 +1,231 @@
+"""The charts that a user chooses: metrics, grids, smoothing, scales, the mouse, and other runs over them."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.ui.chart_metrics import METRICS
+from so_tui.ui.chart_settings import EMAS, GRIDS, ChartSettings, load_settings, page_of, save_settings, settings_path
+from so_tui.ui.panels.charts import ChartPanel
+from so_tui.ui.panels.legend import RunLegend, wrapped
+from so_tui.ui.screens.choose_metrics import ChooseMetrics, matching, weight_of
+from so_tui.ui.series import ExponentialMean
+from so_tui.ui.text import Content
+from so_tui.ui.view import View
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.plot import beyond, fit_scale
+from tests.support.make_run import write_run
+from tests.support.screen import Driver, opened
+
+
+@pytest.fixture(autouse=True)
+def _own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def shown(ui: Driver) -> list[str]:
+    """Return which metrics are drawn; none while a dialog is open."""
+    return [chart.id or "" for panel in ui.screen.query(ChartPanel) for chart in panel.charts]
+
+
+def drawn(chart: Chart, expected: bool) -> bool:
+    return bool(chart.lines) == expected and chart.axis is not None
+
+
+async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        assert shown(ui) == ["loss", "throughput"]
+        await ui.press("M")
+        await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
+        await ui.press("enter", "n", "shift+tab")
+        await ui.type_text("^(mfu|step time)")
+        await ui.press("enter", "a", "escape")
+        await ui.until(lambda: shown(ui) == ["mfu", "step"])
+        await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
+        await ui.until(lambda: re.search(r"step time +(last )?3\.", ui.heading("#step")))
+        await ui.until(settings_path().is_file)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        assert shown(ui) == ["mfu", "step"]
+
+
+async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
+    save_settings(ChartSettings(shown=tuple(metric.key for metric in METRICS), grid=(3, 3)))
+    run = write_run(runs_dir, steps=60, seconds_of_samples=2)
+    async with opened(runs_dir, (200, 50), open_run=run) as ui:
+        await ui.state_shown("training")
+        seen: list[str] = []
+        for _ in range(math.ceil(len(METRICS) / 9)):
+            for key in shown(ui):
+                chart = ui.find(f"#{key}", Chart)
+                missing = key in ("evaluation", "router")
+                await ui.until(partial(drawn, chart, not missing))
+                if missing:
+                    assert "not measured in this run" in chart.render_line(1).text
+            seen += shown(ui)
+            await ui.press("full_stop")
+        assert seen == [metric.key for metric in METRICS]
+        await ui.until(lambda: shown(ui)[0] == "loss")
+
+
+async def test_grids_and_pages(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        grids = []
+        for _ in GRIDS:
+            await ui.press("G")
+            panel = ui.find("ChartPanel", ChartPanel)
+            grids.append((panel.page.rows, panel.page.columns))
+            assert len(panel.charts) == min(6, math.prod(grids[-1]))
+            assert all(chart.region.height >= 6 for chart in panel.charts)
+        assert grids == [*GRIDS[2:-1], (2, 3), *GRIDS[:2]]
+        await ui.press("comma")
+        assert shown(ui) == ["parts", "gpu-memory"]
+        await ui.until(lambda: "page 3 of 3" in ui.heading("#gpu-memory"))
+        await ui.until(lambda: "GPU memory  78.0 GiB" in ui.heading("#gpu-memory"))
+        assert "forward 0.840" in ui.heading("#parts")
+
+
+async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.until(lambda: "mean of" in ui.heading("#loss"))
+        await ui.press("w")
+        await ui.until(lambda: "mean" not in ui.heading("#loss") and "EMA" not in ui.heading("#loss"))
+        await ui.press("w", "w", "w")
+        await ui.until(lambda: "EMA 0.9 " in ui.heading("#loss") and "EMA 0.9 " in ui.heading("#throughput"))
+        await ui.press("W")
+        await ui.until(lambda: "EMA 0.8 " in ui.heading("#loss"))
+        ui.find("#throughput", Chart).focus()
+        await ui.press("L", "R")
+        assert "log y" not in ui.heading("#loss")
+        await ui.until(lambda: "log y" in ui.heading("#throughput") and "robust y" in ui.heading("#throughput"))
+
+
+async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=400, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.until(lambda: ui.find("#loss", Chart).axis)
+        await ui.pilot.mouse_down("#loss", offset=(20, 3))
+        await ui.pilot.hover("#loss", offset=(40, 3))
+        assert ui.find("#loss", Chart).chosen == (20, 40)
+        await ui.pilot.mouse_up("#loss", offset=(40, 3))
+        await ui.until(lambda: "zoomed" in ui.heading("#loss"))
+        axis = ui.find("#loss", Chart).axis
+        assert axis is not None
+        assert 100 < axis.low < axis.high < 320
+        assert ui.find("#loss", Chart).cursor is None, "a drag is no click"
+        await ui.pilot.mouse_down("#throughput", offset=(40, 3), shift=True)
+        await ui.pilot.hover("#throughput", offset=(30, 3))
+        await ui.pilot.mouse_up("#throughput", offset=(30, 3), shift=True)
+        await ui.until(lambda: (now := ui.find("#loss", Chart).axis) and now.low > axis.low + 5)
+        await ui.pilot.click("#loss", offset=(30, 3))
+        await ui.until(lambda: "at step" in ui.heading("#loss"))
+
+
+async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend(runs_dir: Path) -> None:
+    names = [f"other-run-number-{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        write_run(runs_dir, steps=20 + 10 * number, seconds_of_samples=1, seed=number, name=name, state="finished")
+    run = write_run(runs_dir, steps=60, seconds_of_samples=1, name="this")
+    async with opened(runs_dir, (80, 36), open_run=run) as ui:
+        await ui.until(lambda: len(ui.app.runs) == 13)
+        await ui.state_shown("training")
+        await ui.press("v", "a", "escape")
+        await ui.until(lambda: ui.screen.query(RunLegend) and len(ui.find("#loss", Chart).lines) == 14)
+        text = " ".join(ui.find("RunLegend", RunLegend).content.plain.split())
+        for name in ("this", *names):
+            assert name in text
+        assert "reading" not in text
+        axis = ui.find("#loss", Chart).axis
+        assert axis is not None
+        assert axis.high == 130
+        marks = [entry.split()[0] for entry in ui.find("RunLegend", RunLegend).content.plain.replace("\n", "   ").split("   ")]
+        assert marks == ["●"] * 9 + ["▲"] * 4
+        await ui.press("x")
+        await ui.until(lambda: (now := ui.find("#loss", Chart).axis) and now.unit == "time" and now.high - now.low > 390)
+
+
+def test_what_is_remembered_and_unknown_is_left_out(tmp_path: Path) -> None:
+    assert load_settings() == ChartSettings()
+    settings_path().parent.mkdir(parents=True)
+    settings_path().write_text('{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], "new": 1}')
+    assert load_settings() == ChartSettings(shown=("loss",), ema=0.99, log=("norm",))
+    settings_path().write_text("[")
+    assert load_settings() == ChartSettings()
+
+
+def test_pages_and_smoothing_go_round() -> None:
+    settings = ChartSettings()
+    assert [page_of(settings, number, 80).metrics[0].key for number in range(4)] == ["loss", "norm", "parts", "loss"]
+    assert page_of(settings, 0, 200).columns == 3
+    seen = []
+    for _ in range(len(EMAS) + 1):
+        settings = settings.smoother(1)
+        seen.append(settings.ema)
+    assert seen == [*EMAS, None]
+    assert msgspec.structs.replace(settings, ema=0.93).smoother(-1).ema == 0.9
+
+
+def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:
+    assert [metric.key for metric in matching("^adam")[0]] == ["adam", "adam-rate"]
+    everything, problem = matching("(")
+    assert len(everything) == len(METRICS)
+    assert "not a regular expression" in problem
+    assert (weight_of(""), weight_of("0"), weight_of(" 0.99 ")) == (None, 0.0, 0.99)
+    for wrong in ("1", "-0.1", "nan", "much"):
+        with pytest.raises(ValueError, match=wrong if wrong == "much" else f"^{wrong}$"):
+            weight_of(wrong)
+
+
+def test_an_exponential_mean_is_corrected_for_its_beginning() -> None:
+    mean = ExponentialMean(0.9)
+    assert math.isnan(mean.at(0))
+    for step in range(5):
+        mean.add(step, 3.0)
+    mean.add(5, math.nan)
+    assert mean.at(5) == pytest.approx(3.0)
+    weights = [0.9 ** (9 - step) for step in range(10)]
+    once, block = ExponentialMean(0.9), ExponentialMean(0.9)
+    for step in range(10):
+        once.add(step, float(step))
+    assert once.at(9) == pytest.approx(sum(weight * step for step, weight in enumerate(weights)) / sum(weights))
+    block.add(9, 45.0, 10)
+    assert block.at(9) == pytest.approx(4.5)
+
+
+def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:
+    spans = [(1.0 + 0.01 * column, 1.1 + 0.01 * column) for column in range(50)]
+    spans[7] = (0.9, 900.0)
+    scale = fit_scale([spans], robust=True)
+    assert scale.high < 2
+    assert beyond([spans], scale) == 1
+    assert fit_scale([spans]).high > 900
+    logarithmic = fit_scale([spans], robust=True, log=True)
+    assert logarithmic.log
+    assert logarithmic.high < 2
+    assert fit_scale([[(1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 50.0)]], robust=True).high < 2
+
+
+def test_a_range_stays_within_the_run_and_wide_enough() -> None:
+    view = View()
+    assert view.ranged(-5, 30, (0, 100)).window == (0, 30)
+    low, high = view.ranged(50, 50.5, (0, 100)).window or (0, 0)
+    assert high - low == 4
+    assert view.ranged(90, 300, (0, 100)).tail
+
+
+def test_a_legend_wraps_and_keeps_every_entry() -> None:
+    entries = [Content("a" * 9), Content("b" * 9), Content("c" * 40)]
+    assert [line.plain for line in wrapped(entries, 21)] == ["a" * 9 + "   " + "b" * 9, "c" * 40]

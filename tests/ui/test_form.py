@@ -1,0 +1,131 @@
+"""The form of Configure: moving between fields, finding one, its description, and what other values would do."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from textual.widgets import Input, Select
+
+from so_tui.machine.types import Machine
+from so_tui.spec import Problem
+from so_tui.ui.form import problem_text
+from so_tui.ui.panels.form import FormPanel
+from so_tui.ui.panels.what_if import WhatIf, figures, strip_lines
+from so_tui.ui.screens.configure import ConfigureScreen
+from so_tui.ui.what_if import CORES, RATIO, Choice, Strip, strips_for
+from so_tui.ui.widgets.field import FieldRow
+from tests.support.make_run import plan_for, quad_machine
+from tests.support.screen import Driver, opened
+
+pytestmark = pytest.mark.usefixtures("_short_form")
+
+
+def focused_row(ui: Driver) -> str:
+    return next((row.path for row in ui.screen.query(FieldRow) if row.has_focus_within), "")
+
+
+def reached(ui: Driver, path: str) -> bool:
+    return focused_row(ui) == path
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_up_and_down_move_between_fields_and_keep_them_in_view(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        paths = [row.path for row in form.rows]
+        for path in paths:
+            await ui.press("down")
+            await ui.until(partial(reached, ui, path))
+            row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+            assert form.fields.region.contains_region(row.region), path
+            assert path in ui.shown("#about")
+            control = ui.app.focused
+            if isinstance(control, Input):
+                assert control.selected_text == control.value
+            elif isinstance(control, Select):
+                assert not control.expanded
+        await ui.press("down")
+        assert focused_row(ui) == paths[-1]
+        await ui.press("up")
+        await ui.until(lambda: focused_row(ui) == paths[-2])
+
+
+async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        await ui.press("slash")
+        await ui.type_text("learning rate")
+        form = ui.find("FormPanel", FormPanel)
+        await ui.until(lambda: 1 <= len(form.rows) <= 8)
+        assert "Batch" not in ui.text()
+        await ui.press("enter")
+        await ui.until(lambda: focused_row(ui) == "train.learning_rate")
+        assert len(form.rows) > 10
+        await ui.until(lambda: "train.learning_rate" in ui.shown("#about"))
+        await ui.type_text("fast", replace=True)
+        await ui.until(lambda: "✗ train.learning_rate" in ui.shown("#about"))
+        await ui.press("escape", "slash")
+        await ui.type_text("nothing is called so")
+        await ui.until(lambda: not form.rows)
+        await ui.press("escape")
+        assert len(form.rows) > 10
+
+
+async def test_left_and_right_step_what_the_plan_is_compared_with(runs_dir: Path) -> None:
+    async with opened(runs_dir, (160, 45)) as ui:
+        await ui.configure()
+        form = ui.screen
+        assert isinstance(form, ConfigureScreen)
+        form.edit("qwen3-14b")
+        await ui.until(lambda: "preset qwen3-14b" in ui.shown("#form-title"))
+        strips = ui.find("WhatIf", WhatIf)
+        await ui.until(lambda: [strip.path for strip in strips.strips] == [RATIO, CORES])
+        before = strips.strips[0].present
+        await ui.press("k")
+        await ui.until(lambda: strips.has_focus)
+        await ui.press("left")
+        await ui.until(lambda: "ratio" in ui.shown("#form-title") or "changes" in ui.shown("#form-title"))
+        await ui.until(lambda: strips.strips and strips.strips[0].present < before)
+        await ui.until(lambda: f"ratio {strips.strips[0].present:.2f}" in ui.shown("#verdict"))
+        assert form.unsaved()["qwen3-14b"] >= 1
+
+
+def test_strips_say_what_other_values_cost(quad: Machine) -> None:
+    plan = plan_for(quad, "qwen3-14b", 4, 100)
+    strips = strips_for(plan, quad)
+    assert strips is not None
+    ratio, cores = strips
+    assert (ratio.path, ratio.present, cores.path) == (RATIO, plan.ratio, CORES)
+    assert ratio.choices[ratio.at].step_s == pytest.approx(plan.step_s)
+    assert [choice.value for choice in ratio.choices] == sorted(choice.value for choice in ratio.choices)
+    gpu = [choice.gpu_bytes or 0 for choice in ratio.choices]
+    assert gpu == sorted(gpu, reverse=True), "more offloaded, less on the GPU"
+    assert ratio.stepped(1) == 0.2
+    assert ratio.stepped(-1) == 0.1
+    assert Strip(RATIO, ratio.choices, 1.0).stepped(1) is None
+    assert strips_for(plan, quad, lambda: True) is None
+    assert "host" in figures(ratio.choices[ratio.at], 80).plain
+    assert figures(ratio.choices[ratio.at], 46).cell_length <= 46
+
+
+def test_a_strip_marks_the_present_value_and_what_does_not_fit() -> None:
+    choices = tuple(Choice(value, step, 10, 20, 5, verdict) for value, step, verdict in ((0.0, 2.0, "does not fit"), (0.5, 1.0, "fits")))
+    line, below = strip_lines(Strip(RATIO, choices, 0.5), 80, marked=True)
+    assert "✗▸" in line.plain
+    assert line.plain.startswith("▸ ratio")
+    assert "✓ step 1.00 s" in below.plain
+
+
+@pytest.fixture
+def quad() -> Machine:
+    return quad_machine()
+
+
+def test_problems_are_sentences() -> None:
+    clause = Problem(code="range", field="gpus", value="9", message="is out of range", remedy="Give 1 to 4.")
+    whole = Problem(code="none", field="train.steps", value="", message="the run has no length", remedy="Give one.")
+    assert problem_text(clause) == "GPUs 9 is out of range. Give 1 to 4."
+    assert problem_text(whole) == "steps: the run has no length. Give one."
