@@ -34,9 +34,8 @@ class ChartedPage(Page):
         Binding("right", "point(1)", "Cursor right", show=False),
         Binding("shift+left", "point(-10)", "Cursor far left", show=False),
         Binding("shift+right", "point(10)", "Cursor far right", show=False),
-        *ChartPanel.KEYS,
     )
-    """Keys of the axis and the charts; the screen that builds on this one places them among its own."""
+    """Keys of the axis; the screen that builds on this one places them among its own."""
 
     view: var[View] = var(View())
     charts = getters.query_one(ChartPanel)

@@ -66,6 +66,7 @@ class DashboardScreen(ChartedPage):
         Binding("m", "maximise(False)", "Back", id="restore", tooltip="All panels again"),
         Binding("m", "maximise(True)", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
         *LogPanel.KEYS,
+        *ChartPanel.KEYS,
         Binding(
             "equals_sign",
             "differences",
