@@ -71,7 +71,7 @@ async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
                 if missing:
                     assert "not measured in this run" in chart.render_line(1).text
             seen += shown(ui)
-            await ui.press("full_stop")
+            await ui.press("greater_than_sign")
         assert seen == [metric.key for metric in METRICS]
         await ui.until(lambda: shown(ui)[0] == "loss")
 
@@ -88,7 +88,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
             assert len(panel.charts) == min(6, math.prod(grids[-1]))
             assert all(chart.region.height >= 6 for chart in panel.charts)
         assert grids == [*GRIDS[2:-1], (2, 3), *GRIDS[:2]]
-        await ui.press("comma")
+        await ui.press("less_than_sign")
         assert shown(ui) == ["parts", "gpu-memory"]
         await ui.until(lambda: "page 3 of 3" in ui.heading("#gpu-memory"))
         await ui.until(lambda: "GPU memory  78.0 GiB" in ui.heading("#gpu-memory"))

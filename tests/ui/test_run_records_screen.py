@@ -37,7 +37,7 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         await ui.press("V", "V", "V")
         await ui.until(lambda: load_settings().settings.runs.group == "tag")
         assert load_settings().settings.runs.sort == "name"
-        await ui.press("up", "w")
+        await ui.press("up", "T")
         await ui.until(lambda: isinstance(ui.app.focused, Input))
         await ui.type_text("too short #paper", replace=True)
         await ui.press("enter")

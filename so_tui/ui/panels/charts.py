@@ -56,8 +56,8 @@ class ChartPanel(Container):
     KEYS: ClassVar[tuple[BindingType, ...]] = (
         Binding("M", "metrics", "Metrics", id="metrics", tooltip="Choose what the charts show, and how it is smoothed"),
         Binding("G", "grid", "Grid", show=False, id="grid", tooltip="Rows and columns of charts, 1x1 to 3x3"),
-        Binding("full_stop", "page(1)", "Next page", key_display=".", show=False, id="page", tooltip="The next charts"),
-        Binding("comma", "page(-1)", "Page before", key_display=",", show=False, id="page-before", tooltip="The charts before"),
+        Binding("greater_than_sign", "page(1)", "Next page", key_display=">", show=False, id="page", tooltip="The next charts"),
+        Binding("less_than_sign", "page(-1)", "Page before", key_display="<", show=False, id="page-before", tooltip="The charts before"),
         Binding("w", "smooth(1)", "Smoothing", show=False, id="smooth", tooltip="Mean of the last steps, or EMA 0 to 0.99"),
         Binding("W", "smooth(-1)", "Less smoothing", show=False, id="smooth-less", tooltip="Back to the smoothing before"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic y axis of the chart with the focus"),

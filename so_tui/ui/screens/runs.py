@@ -75,7 +75,7 @@ class RunsScreen(Page):
         Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
         Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
-        Binding("w", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
+        Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
         Binding("E", "export", "Export", id="export", tooltip="Every step (CSV, Parquet), the chart (SVG), or the model"),
         Binding("A", "attempts", "Earlier logs", show=False, id="attempts", tooltip="What the processes of earlier attempts wrote last"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
