@@ -6,10 +6,11 @@ import argparse
 
 from msgspec.structs import replace
 
+from so_tui.commands.common import note as tell
 from so_tui.commands.common import print_json
 from so_tui.runs import find_run
 from so_tui.runs.notes import changed_tags, read_notes, write_notes
-from so_tui.trust.printable import printable
+from so_tui.trust.printable import printable_line
 
 
 def note(arguments: argparse.Namespace) -> int:
@@ -27,6 +28,10 @@ def note(arguments: argparse.Namespace) -> int:
         write_notes(run, notes)
     if arguments.json:
         print_json(notes)
-    elif notes.note or notes.tags:
-        print(printable("\n".join(part for part in (notes.note, " ".join(f"#{tag}" for tag in notes.tags)) if part)))
+    elif not notes.note and not notes.tags:
+        tell(arguments, "no note and no tags")
+    else:
+        for part in (notes.note, " ".join(f"#{tag}" for tag in notes.tags)):
+            if part:
+                print(printable_line(part))
     return 0

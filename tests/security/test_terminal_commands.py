@@ -62,10 +62,20 @@ COMMANDS: dict[str, list[list[str]]] = {
     "resume": [["resume", HOSTILE], ["resume", "RUN", "--set", f"train.steps={HOSTILE}"]],
     "logs": [["logs", "RUN"], ["logs", HOSTILE]],
     "export": [["export", HOSTILE]],
+    "export-metrics": [["export-metrics", HOSTILE], ["export-metrics", "RUN", "--to", HOSTILE]],
+    "compare": [["compare", "RUN", "RUN"], ["compare", "RUN", "RUN", "--json"], ["compare", "RUN", HOSTILE]],
+    "note": [
+        ["note", "RUN", "--json"],
+        ["note", HOSTILE],
+        ["note", "RUN", "--text", HOSTILE],
+        ["note", "RUN"],
+        ["note", "RUN", "--tag", HOSTILE],
+    ],
+    "settings": [["settings", HOSTILE], ["settings", f"{HOSTILE}={HOSTILE}"], ["settings", f"theme={HOSTILE}"]],
     "completion": [["completion", "zsh"], ["completion", HOSTILE]],
     "supervise": [["supervise", HOSTILE, "--attempt", "1"], ["supervise", "RUN", "--attempt", HOSTILE]],
 }
-WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "supervise")
+WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "export-metrics", "compare", "note", "supervise")
 OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
 
 
