@@ -108,7 +108,7 @@ test-all: test
 	@$(MAKE) --no-print-directory test-slow
 
 test-slow: $(TRAIN)
-	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 2
+	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 3
 
 test-system: $(TRAIN)
 	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(SYSTEM_TESTS)

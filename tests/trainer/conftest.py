@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,11 +31,22 @@ def init(**options):
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run that tests may read but not change: two ranks, twelve steps, a checkpoint every five, an export at the end.
 
-    TensorBoard works, and wandb is installed but cannot reach its server, as on a compute node.
+    TensorBoard works, and wandb is installed but cannot reach its server, as on a compute node. Workers share one run.
     """
-    folder = tmp_path_factory.mktemp("finished")
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "finished"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        finished = folder / "finished"
+        if not finished.exists():
+            finished.write_text(str(_train(folder).path))
+    return RunDirectory(Path(finished.read_text()))
+
+
+def _train(folder: Path) -> RunDirectory:
     package = folder / "packages" / "wandb"
-    package.mkdir(parents=True)
+    package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(BROKEN_WANDB)
     tracking = {"tracking__wandb": "true", "tracking__tensorboard": "true"}
     saving = {"checkpoint__every_steps": "5", "checkpoint__background": "false", "checkpoint__export": "true"}
