@@ -1,4 +1,7 @@
-"""A short round of the fault campaign, as a user starts it: six faults of different kinds, and nothing to complain about."""
+"""A short round of the fault campaign, as a user starts it: four faults of different kinds, and nothing to complain about.
+
+Lost supervisors and clocks that jump have tests of their own (tests/launch).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from tests.faults import campaign
 from tests.faults.processes import marked
 from tests.support.python_path import ROOT, checkout_path
 
-KINDS = ("kill-tree-saving", "kill-supervisor", "checkpoint-states-torn", "disk-full-metrics", "two-supervisors", "clock-back")
+KINDS = ("kill-tree-saving", "checkpoint-states-torn", "disk-full-metrics", "two-supervisors")
 
 pytestmark = pytest.mark.slow
 
 
-def test_after_six_faults_everything_holds(tmp_path: Path) -> None:
+def test_after_four_faults_everything_holds(tmp_path: Path) -> None:
     out, runs = tmp_path / "faults.jsonl", tmp_path / "runs"
     argv = [sys.executable, "-m", "tests.faults", "--seed", "17", "--jobs", "2", "--out", str(out), "--folder", str(runs)]
     argv += [word for kind in KINDS for word in ("--only", kind)]
