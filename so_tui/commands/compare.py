@@ -36,7 +36,7 @@ class ComparedRuns(Struct, frozen=True):
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print the comparison. One run is compared with the defaults of nothing: only its results are shown.
+    """Print the comparison. Of a single run, only the results are shown.
 
     Raises:
         InputError: There is no such run, or its settings cannot be read.

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from so_tui.spec.files import write_atomic
+from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant
-from so_tui.validation.figures import Bar, Line, bars, lines
 from so_tui.validation.report import CopiesFound, MachineFound, Outcome, RatesFound, Report, TrainingFound
 
 _TERMS = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "gpu_reserved_bytes", "host_bytes")
@@ -39,7 +39,8 @@ def figures(report: Report) -> dict[str, str]:
         drawn["tokens.svg"] = bars("useful tokens per second", ("measured",), rows, "tokens/s")
         both = [Bar(outcome.title, (result.measured.step_s, result.predicted.step_s or None)) for outcome, result in found]
         drawn["steps.svg"] = bars("seconds per step", ("measured", "planned"), both, "s")
-        drawn["losses.svg"] = lines("losses", [Line(outcome.title, result.losses) for outcome, result in found], "loss")
+        losses = [Curve(outcome.title, tuple(enumerate(result.losses, start=1))) for outcome, result in found]
+        drawn["losses.svg"] = curves("loss by step", losses)
     for outcome in report.outcomes:
         if isinstance(outcome.result, CopiesFound):
             copies = [

@@ -11,13 +11,13 @@ from textual.message import Message
 from so_tui.ui.loss_curve import bars
 from so_tui.ui.text import Content, duration, memory, memory_of
 from so_tui.ui.what_if import RATIO, Choice, Strip
+from so_tui.ui.widgets.plan_view import SIGNS, STYLES
 from so_tui.ui.widgets.styled_lines import StyledLines
 
 NAMES = {RATIO: "ratio"}
 OTHER_NAME = "Adam cores"
 WIDEST = 100
 """Cells before the first layout."""
-SIGNS = {"fits": ("✓", "$success"), "tight": ("~", "$warning"), "does not fit": ("✗", "$error")}
 
 
 class WhatIf(StyledLines, can_focus=True):
@@ -91,8 +91,8 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     heights = bars([math.nan if choice.step_s is None else choice.step_s for choice in strip.choices])
     pieces: list[tuple[str, str]] = []
     for index, (choice, height) in enumerate(zip(strip.choices, heights, strict=True)):
-        style = SIGNS[choice.verdict][1]
-        shown = "✗" if choice.verdict == "does not fit" else height
+        style = STYLES[choice.verdict]
+        shown = SIGNS[choice.verdict] if choice.verdict == "does not fit" else height
         pieces.append((f"▸{shown}◂" if index == strip.at else shown, f"bold {style}" if index == strip.at else style))
     low, high = strip.choices[0].value, strip.choices[-1].value
     line = Content.assemble(("▸ " if marked else "  ", "$accent"), (name, "bold" if marked else "$faint"), (f"{low:.2f} ", "$faint"))
@@ -101,9 +101,8 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
 
 def figures(choice: Choice, width: int) -> Content:
     """Return ``0.70  ✓ step 1.72 s   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
-    sign, style = SIGNS[choice.verdict]
     step = f" step {duration(choice.step_s)}" if choice.step_s else " step not predicted"
-    line = Content(f"    {choice.value:.2f}  ") + Content.assemble((sign, style), step)
+    line = Content(f"    {choice.value:.2f}  ") + Content.assemble((SIGNS[choice.verdict], STYLES[choice.verdict]), step)
     pieces = []
     if choice.gpu_bytes:
         pieces.append(f"   GPU {memory_of(choice.gpu_bytes, choice.gpu_capacity_bytes)}")
