@@ -6,7 +6,11 @@ deuteranopia and tritanopia. All colours sit on the xterm 256-colour cube.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from textual.theme import Theme
+
+from so_tui.ui.standard_themes import DARK
 
 CONTRAST = Theme(
     name="so-tui-contrast",
@@ -54,47 +58,23 @@ CONTRAST = Theme(
 )
 
 # After the palette of Okabe and Ito: sky blue, orange, bluish green, yellow, vermilion, reddish purple.
-COLOUR_BLIND = Theme(
+COLOUR_BLIND = replace(
+    DARK,
     name="so-tui-colour-blind",
-    dark=True,
-    primary="#5fafff",
     secondary="#d787af",
-    accent="#5fafff",
     success="#00af87",
     warning="#ffff5f",
     error="#ff5f00",
-    foreground="#dadada",
-    background="#121212",
-    surface="#1c1c1c",
-    panel="#262626",
-    boost="#262626",
     variables={
+        **DARK.variables,
         "faint": "#9e9e9e",
         "rule": "#4e4e4e",
-        "adam": "#5fafff",
         "main-core": "#ff8700",
-        "other-core": "#8a8a8a",
         "forward": "#d787af",
         "backward": "#af5f87",
         "exposed": "#5fafff",
         "data-part": "#ffff5f",
-        "other-part": "#8a8a8a",
         "raw-line": "#585858",
-        "run-1": "#ffaf00",
-        "run-2": "#5fd7ff",
-        "run-3": "#d787af",
-        "run-4": "#00af87",
-        "run-5": "#ffff5f",
-        "run-6": "#ff5f00",
         "run-7": "#5f87ff",
-        "run-8": "#bcbcbc",
-        "block-cursor-foreground": "#121212",
-        "block-cursor-background": "#5fafff",
-        "block-cursor-text-style": "none",
-        "block-cursor-blurred-background": "#303030",
-        "footer-background": "#1c1c1c",
-        "footer-key-foreground": "#5fafff",
-        "footer-description-foreground": "#bcbcbc",
-        "input-selection-background": "#5f87af 60%",
     },
 )

@@ -27,7 +27,7 @@ from so_tui.ui.glyphs import GlyphName, PlainCharacters
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
 from so_tui.ui.text import Content, plural
-from so_tui.ui.theme import fallback_variables
+from so_tui.ui.themes import fallback_variables
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch

@@ -17,7 +17,8 @@ from so_tui.settings.types import Settings
 from so_tui.ui import messages
 from so_tui.ui.glyphs import GlyphName, chosen_glyphs, environment_at_start
 from so_tui.ui.printable import PrintableApp
-from so_tui.ui.theme import DARK, THEMES
+from so_tui.ui.standard_themes import DARK
+from so_tui.ui.themes import THEMES
 
 if TYPE_CHECKING:
     from so_tui.settings.file import Loaded

@@ -13,7 +13,8 @@ from so_tui.folders import settings_file
 from so_tui.settings.file import load_settings
 from so_tui.settings.types import KeySettings, ScreenSettings, Settings
 from so_tui.ui.accessible_themes import COLOUR_BLIND, CONTRAST
-from so_tui.ui.theme import DARK, THEMES
+from so_tui.ui.standard_themes import DARK
+from so_tui.ui.themes import THEMES
 from so_tui.ui.widgets.find_field import FindField
 from so_tui.units import memory_size, show_memory_in
 from tests.support.make_run import write_run

@@ -18,7 +18,7 @@ from so_tui.folders import settings_file
 from so_tui.settings.file import all_settings, choices, value_of
 from so_tui.settings.types import Settings
 from so_tui.ui.text import Content, shorten_path
-from so_tui.ui.theme import THEMES
+from so_tui.ui.themes import THEMES
 
 SHOWN = ("screen.theme", "screen.glyphs", "screen.units", "screen.layout", "keys.style", "alerts.bell", "alerts.notify", "alerts.title")
 LATER = ("screen.glyphs", "screen.layout")

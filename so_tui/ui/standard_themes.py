@@ -1,4 +1,4 @@
-"""The themes dark and light, what each colour stands for, and the list of all themes of so-tui.
+"""The themes dark and light, and what each colour stands for.
 
 All colours sit on the xterm 256-colour cube, so a terminal or multiplexer that rounds to 256 colours shows the same picture.
 Verdicts are told apart by lightness and by blue against red, which colour-blind eyes keep; a sign or a word always stands beside them.
@@ -7,8 +7,6 @@ Verdicts are told apart by lightness and by blue against red, which colour-blind
 from __future__ import annotations
 
 from textual.theme import Theme
-
-from so_tui.ui.accessible_themes import COLOUR_BLIND, CONTRAST
 
 DARK = Theme(
     name="so-tui-dark",
@@ -99,33 +97,3 @@ LIGHT = Theme(
         "input-selection-background": "#87afd7 60%",
     },
 )
-
-THEMES = (DARK, LIGHT, CONTRAST, COLOUR_BLIND)
-
-# What a theme of Textual's own lacks, in terms of what every theme has.
-_FALLBACKS = {
-    "faint": "foreground-muted",
-    "rule": "panel-lighten-2",
-    "adam": "primary",
-    "main-core": "accent",
-    "other-core": "foreground-muted",
-    "forward": "primary",
-    "backward": "primary-darken-2",
-    "exposed": "accent",
-    "data-part": "secondary",
-    "other-part": "foreground-muted",
-    "raw-line": "foreground-disabled",
-    "run-1": "warning",
-    "run-2": "secondary",
-    "run-3": "success",
-    "run-4": "error",
-    "run-5": "warning-darken-2",
-    "run-6": "secondary-darken-2",
-    "run-7": "success-darken-2",
-    "run-8": "error-darken-2",
-}
-
-
-def fallback_variables(variables: dict[str, str]) -> dict[str, str]:
-    """Return the program's own colour names for a theme that does not define them."""
-    return {name: variables.get(base, variables["foreground"]) for name, base in _FALLBACKS.items()}
