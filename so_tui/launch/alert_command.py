@@ -8,11 +8,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from so_tui.launch.log_line import log_line
 from so_tui.trust.printable import brief_message
 
 MARKER = "SO_TUI_ALERT_KIND"
@@ -82,7 +82,7 @@ class AlertCommand:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            _log(f"the alert command {argv[0]} was not started: {error}")
+            log_line(f"the alert command {argv[0]} was not started: {error}")
             return
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -112,9 +112,4 @@ class AlertCommand:
         if code != 0 or not in_time:
             end = f"ended with exit code {code}" if in_time else "took too long and was ended"
             said = brief_message(self._output.decode(errors="replace"))
-            _log(f"the alert command {self._name} {end}{': ' + said if said else ''}")
-
-
-def _log(text: str) -> None:
-    with contextlib.suppress(OSError):  # the supervisor's log may be on a full disk
-        print(brief_message(text), file=sys.stderr, flush=True)
+            log_line(f"the alert command {self._name} {end}{': ' + said if said else ''}")

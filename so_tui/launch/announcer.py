@@ -6,7 +6,6 @@ Both follow the user's own settings, which may change while a run goes on.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from so_tui.folders import settings_file
 from so_tui.launch.alert_command import MARKER, AlertCommand
 from so_tui.launch.alert_text import alert_text, run_name_text
 from so_tui.launch.alert_watch import AlertWatch
+from so_tui.launch.log_line import log_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
 from so_tui.settings.file import Loaded, load_settings
@@ -45,7 +45,7 @@ class OwnSettings:
             if signature != self._signature:
                 self._signature, self._loaded = signature, load_settings(self._file)
                 for problem in self._loaded.problems:
-                    print(problem, file=sys.stderr, flush=True)
+                    log_line(str(problem))
         return self._loaded.settings
 
 

@@ -10,7 +10,6 @@ import contextlib
 import hmac
 import math
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from so_tui.launch.log_line import log_line
 from so_tui.runs.records import RunState, Sample, StepRecord
 from so_tui.settings.types import PrometheusSettings
 from so_tui.trust.printable import printable_line
@@ -120,14 +120,14 @@ class Endpoint:
 def open_endpoint(settings: PrometheusSettings) -> Endpoint | None:
     """Listen where the settings say, and log that, or why not. Return None if that is nowhere."""
     if not settings.token:
-        _log("no figures for Prometheus: prometheus.token is not set, and everybody on this host could ask")
+        log_line("no figures for Prometheus: prometheus.token is not set, and everybody on this host could ask")
         return None
     for port in range(settings.port, min(settings.port + PORTS, 1 << 16)):
         with contextlib.suppress(OSError):
             endpoint = Endpoint(_Server(port, settings.token))
-            _log(f"figures for Prometheus at http://127.0.0.1:{port}/metrics")
+            log_line(f"figures for Prometheus at http://127.0.0.1:{port}/metrics")
             return endpoint
-    _log(f"no figures for Prometheus: ports {settings.port} to {settings.port + PORTS - 1} are taken")
+    log_line(f"no figures for Prometheus: ports {settings.port} to {settings.port + PORTS - 1} are taken")
     return None
 
 
@@ -202,8 +202,3 @@ class _Handler(BaseHTTPRequestHandler):
 def _cut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _log(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 import msgspec
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from so_tui.ui.chart_metrics import METRICS, Metric
 from so_tui.ui.chart_settings import MOST_EMA, ChartSettings
+from so_tui.ui.screens.tick_dialog import TickDialog
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.tick_list import TickList
@@ -39,13 +37,8 @@ def weight_of(text: str) -> float | None:
     return weight
 
 
-class ChooseMetrics(ModalScreen[ChartSettings | None]):
+class ChooseMetrics(TickDialog[ChartSettings | None, str]):
     """Metrics with ticks, filtered while something is typed. The charts keep the order in which metrics were ticked."""
-
-    CSS_PATH = "dialogs.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "apply", "Show these"),
-    ]
 
     def __init__(self, settings: ChartSettings) -> None:
         self._settings = settings
@@ -62,35 +55,20 @@ class ChooseMetrics(ModalScreen[ChartSettings | None]):
             yield Static(id="said", classes="dialog-answer")
             yield Static("space ticks, a all that are listed, n none; tab moves on; esc shows the charts", classes="faint")
 
-    def on_mount(self) -> None:
-        self._list("")
-
-    @property
-    def _ticks(self) -> TickList[str]:
-        return self.query_one(TickList)
-
-    def _list(self, pattern: str) -> None:
+    def list_matching(self, text: str) -> None:
         """List the metrics that match."""
-        found, problem = matching(pattern)
+        found, problem = matching(text)
         width = max(len(metric.title) for metric in METRICS)
-        self._ticks.list_items([(metric.key, Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))) for metric in found])
-        self._say(problem)
+        self.ticks.list_items([(metric.key, Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))) for metric in found])
+        self._tell(problem)
 
-    def _say(self, problem: str) -> None:
-        text = Content.assemble(("✗ ", "$error"), problem) if problem else Content(f"{plural(len(self._ticks.ticked), 'chart')} ticked")
-        self.query_one("#said", Static).update(text)
-
-    @on(Input.Changed, "#filter")
-    def _filtered(self, event: Input.Changed) -> None:
-        self._list(event.value)
-
-    @on(Input.Submitted, "#filter")
-    def _to_the_list(self) -> None:
-        self._ticks.focus()
+    def _tell(self, problem: str) -> None:
+        text = Content.assemble(("✗ ", "$error"), problem) if problem else Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
+        self.say(text)
 
     @on(TickList.Changed)
     def _changed(self) -> None:
-        self._say("")
+        self._tell("")
 
     @on(Input.Submitted, "#smoothing")
     def action_apply(self) -> None:
@@ -98,11 +76,11 @@ class ChooseMetrics(ModalScreen[ChartSettings | None]):
         try:
             ema = weight_of(self.query_one("#smoothing", Input).value)
         except ValueError:
-            self._say("smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps")
+            self._tell("smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps")
             self.query_one("#smoothing", Input).focus()
             return
-        ticked = tuple(self._ticks.ticked)
+        ticked = tuple(self.ticks.ticked)
         if ticked:
             self.dismiss(msgspec.structs.replace(self._settings, shown=ticked, ema=ema))
         else:
-            self._say("tick at least one metric")
+            self._tell("tick at least one metric")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
 from so_tui.ui.runlist import RunRow
+from so_tui.ui.screens.tick_dialog import TickDialog
 from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.tick_list import TickList
@@ -22,13 +20,8 @@ from so_tui.units import thousands
 NAME_CELLS = 34
 
 
-class ChooseRuns(ModalScreen[tuple[RunDirectory, ...] | None]):
+class ChooseRuns(TickDialog[tuple[RunDirectory, ...] | None, RunDirectory]):
     """Runs with ticks, filtered by name while something is typed."""
-
-    CSS_PATH = "dialogs.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "apply", "Show these"),
-    ]
 
     def __init__(self, rows: Sequence[RunRow], chosen: Sequence[RunDirectory]) -> None:
         self._rows = rows
@@ -44,33 +37,20 @@ class ChooseRuns(ModalScreen[tuple[RunDirectory, ...] | None]):
             yield Static("space ticks, a all that are listed, n none; esc shows them", classes="faint")
 
     def on_mount(self) -> None:
-        self._list("")
         if self._rows:
-            self._ticks.focus()
+            self.ticks.focus()
 
-    @property
-    def _ticks(self) -> TickList[RunDirectory]:
-        return self.query_one(TickList)
-
-    def _list(self, needle: str) -> None:
-        self._ticks.list_items([(row.run, _line(row)) for row in self._rows if needle.lower() in row.run.name.lower()])
-        self._say()
+    def list_matching(self, text: str) -> None:
+        self.ticks.list_items([(row.run, _line(row)) for row in self._rows if text.lower() in row.run.name.lower()])
+        self._tell()
 
     @on(TickList.Changed)
-    def _say(self) -> None:
-        said = f"{plural(len(self._ticks.ticked), 'run')} ticked" if self._rows else "There is no other run yet."
-        self.query_one("#said", Static).update(said)
-
-    @on(Input.Changed, "#filter")
-    def _filtered(self, event: Input.Changed) -> None:
-        self._list(event.value)
-
-    @on(Input.Submitted, "#filter")
-    def _to_the_list(self) -> None:
-        self._ticks.focus()
+    def _tell(self) -> None:
+        said = f"{plural(len(self.ticks.ticked), 'run')} ticked" if self._rows else "There is no other run yet."
+        self.say(said)
 
     def action_apply(self) -> None:
-        self.dismiss(tuple(self._ticks.ticked))
+        self.dismiss(tuple(self.ticks.ticked))
 
 
 def _line(row: RunRow) -> Content:

@@ -91,9 +91,7 @@ def _flash_attn_3() -> Kernels:
     from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
     def options(documents: Documents) -> dict[str, Any]:
-        boundaries, longest = documents.boundaries, documents.longest
-        lengths = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        return {**lengths, "softmax_scale": documents.scale, "softcap": documents.softcap, **_sides(documents)}
+        return {**_named_lengths(documents), "softmax_scale": documents.scale, "softcap": documents.softcap, **_sides(documents)}
 
     def forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
         out, normaliser, *_ = _flash_attn_forward(query, key, value, causal=True, **options(documents))
@@ -122,10 +120,15 @@ def _flash_attn_4() -> Kernels:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     def options(documents: Documents) -> dict[str, Any]:
-        boundaries, longest, window = documents.boundaries, documents.longest, documents.window
-        lengths = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        window = documents.window
         sides = {"window_size_left": None if window is None else window - 1, "window_size_right": None if window is None else 0}
-        return {**lengths, **sides, "softmax_scale": documents.scale, "causal": window is None, "softcap": documents.softcap}
+        return {
+            **_named_lengths(documents),
+            **sides,
+            "softmax_scale": documents.scale,
+            "causal": window is None,
+            "softcap": documents.softcap,
+        }
 
     def forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
         out, normaliser, *_ = _flash_attn_fwd(query, key, value, return_lse=True, **options(documents))
@@ -146,6 +149,12 @@ def _flash_attn_4() -> Kernels:
 def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     """Return boundaries and longest document, of queries and of keys."""
     return documents.boundaries, documents.boundaries, documents.longest, documents.longest
+
+
+def _named_lengths(documents: Documents) -> dict[str, Any]:
+    """Return the same for kernels that take them by name."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, _lengths(documents), strict=True))
 
 
 def _sides(documents: Documents) -> dict[str, int]:
