@@ -16,6 +16,8 @@ from so_tui.ui.widgets.styled_lines import StyledLines
 
 NAMES = {RATIO: "ratio"}
 OTHER_NAME = "Adam cores"
+UNKNOWN = "·"
+"""A value whose step time is not predicted."""
 WIDEST = 100
 """Cells before the first layout."""
 
@@ -86,13 +88,13 @@ class WhatIf(StyledLines, can_focus=True):
 
 
 def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
-    """Return the strip, a bar a value, ✗ where it does not fit, and below it the figures of the present value."""
+    """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not fit; · has no predicted time."""
     name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
     heights = bars([math.nan if choice.step_s is None else choice.step_s for choice in strip.choices])
     pieces: list[tuple[str, str]] = []
     for index, (choice, height) in enumerate(zip(strip.choices, heights, strict=True)):
         style = STYLES[choice.verdict]
-        shown = SIGNS[choice.verdict] if choice.verdict == "does not fit" else height
+        shown = SIGNS[choice.verdict] if choice.verdict == "does not fit" else UNKNOWN if choice.step_s is None else height
         pieces.append((f"▸{shown}◂" if index == strip.at else shown, f"bold {style}" if index == strip.at else style))
     low, high = strip.choices[0].value, strip.choices[-1].value
     line = Content.assemble(("▸ " if marked else "  ", "$accent"), (name, "bold" if marked else "$faint"), (f"{low:.2f} ", "$faint"))
