@@ -76,6 +76,10 @@ async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
         await ui.until(lambda: shown(ui)[0] == "loss")
 
 
+def laid_out(panel: ChartPanel) -> bool:
+    return all(chart.region.height >= 6 for chart in panel.charts)
+
+
 async def test_grids_and_pages(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as ui:
@@ -86,7 +90,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
             panel = ui.find("ChartPanel", ChartPanel)
             grids.append((panel.page.rows, panel.page.columns))
             assert len(panel.charts) == min(6, math.prod(grids[-1]))
-            assert all(chart.region.height >= 6 for chart in panel.charts)
+            await ui.until(partial(laid_out, panel))
         assert grids == [*GRIDS[2:-1], (2, 3), *GRIDS[:2]]
         await ui.press("less_than_sign")
         assert shown(ui) == ["parts", "gpu-memory"]
