@@ -115,18 +115,19 @@ def copied(run: RunDirectory, user: User) -> RunDirectory:
 def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.CompletedProcess[str]]:
     """Run every command that names a run, and what the screen calls."""
     folder, path = str(run.path.parent), str(run.path)
-    done = {
-        "runs": user.so_tui("runs", "--runs-dir", folder),
-        "runs --json": user.so_tui("runs", "--json", "--runs-dir", folder),
-        "logs": user.so_tui("logs", path),
-        "export": user.so_tui("export", path, "--to", str(user.home / "export")),
-        "stop": user.so_tui("stop", path, "--grace", "1"),
-        "resume": user.so_tui("resume", path, "--plain", "--force"),
-        "screen": user.python(LOOK_ON_THE_SCREEN, folder, path),
-    }
+    began = time.monotonic()
     with user.start(user.interpreter, "-P", "-m", "so_tui", "watch", path, "--plain") as watching:
+        done = {
+            "runs": user.so_tui("runs", "--runs-dir", folder),
+            "runs --json": user.so_tui("runs", "--json", "--runs-dir", folder),
+            "logs": user.so_tui("logs", path),
+            "export": user.so_tui("export", path, "--to", str(user.home / "export")),
+            "stop": user.so_tui("stop", path, "--grace", "1"),
+            "resume": user.so_tui("resume", path, "--plain", "--force"),
+            "screen": user.python(LOOK_ON_THE_SCREEN, folder, path),
+        }
         try:
-            watching.wait(timeout=7)  # it looks after the supervisor every 5 s
+            watching.wait(timeout=max(0.1, began + 7 - time.monotonic()))  # it looks after the supervisor every 5 s
         except subprocess.TimeoutExpired:
             watching.send_signal(signal.SIGINT)
             watching.wait(timeout=10)

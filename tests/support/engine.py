@@ -173,7 +173,7 @@ def ensure_process_group() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     superoffload.join_process_group(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
 
 
