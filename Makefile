@@ -19,7 +19,7 @@ STACK ?= train
 SYSTEM_TORCH ?=
 BUDGETS ?= report
 COVERAGE ?=
-SYSTEM_TESTS ?= tests/system tests/slurm
+SYSTEM_TESTS ?= tests/system tests/slurm tests/faults
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet

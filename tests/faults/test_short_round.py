@@ -1,6 +1,7 @@
 """A short round of the fault campaign, as a user starts it: four faults of different kinds, and nothing to complain about.
 
-Lost supervisors and clocks that jump have tests of their own (tests/launch).
+Lost supervisors and clocks that jump have tests of their own (tests/launch). In the system tier: it starts ranks eight times, and what it
+checks after each fault has faster tests of its own in the slow tier.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.support.python_path import ROOT, checkout_path
 
 KINDS = ("kill-tree-saving", "checkpoint-states-torn", "disk-full-metrics", "two-supervisors")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 
 def test_after_four_faults_everything_holds(tmp_path: Path) -> None:
