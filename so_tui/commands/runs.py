@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +12,13 @@ from msgspec import Struct
 
 from so_tui.commands.common import note, print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec
-from so_tui.runs.comparison import goes_by_results, result_order
+from so_tui.runs.comparison import ordered
 from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.liveness import sighting
 from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState, State
-from so_tui.runs.results import RunResults, read_all, results_of
+from so_tui.runs.results import RunResults, recent_results
 from so_tui.spec import InputError, Problem
 from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
@@ -67,7 +66,7 @@ def runs(arguments: argparse.Namespace) -> int:
         ensure_supervised(run, own_processes)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             listed.append((run, _state(run)))
-    listed = _sorted(listed, arguments.sort or load_settings().settings.runs.sort)
+    listed = ordered(listed, arguments.sort or load_settings().settings.runs.sort, _text_of, _results)
     if arguments.json:
         print_json(Runs(tuple(_listed(run, state) for run, state in listed)))
         return 0
@@ -84,30 +83,24 @@ def runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sorted(listed: list[tuple[RunDirectory, RunState]], sort: str) -> list[tuple[RunDirectory, RunState]]:
-    """Return runs, which come newest first, in another order. Only orders by results read the runs' metrics."""
-    if goes_by_results(sort):
-        return sorted(listed, key=lambda item: result_order(sort, _results(item[0])))
-    keys: dict[str, Callable[[tuple[RunDirectory, RunState]], str]] = {
-        "name": lambda item: item[0].name,
-        "state": lambda item: item[1].state,
-        "model": lambda item: _model(item[0]),
-    }
-    return sorted(listed, key=keys[sort]) if sort in keys else listed
-
-
-def _results(run: RunDirectory) -> RunResults | None:
-    try:
-        return results_of(read_all(run))
-    except OSError:
-        return None  # deleted meanwhile, or unreadable
-
-
-def _model(run: RunDirectory) -> str:
+def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
+    run, state = item
+    match key:
+        case "name":
+            return run.name
+        case "state":
+            return state.state
     try:
         return read_spec(run).label
     except InputError:
         return ""
+
+
+def _results(item: tuple[RunDirectory, RunState]) -> RunResults | None:
+    try:
+        return recent_results(item[0])
+    except OSError:
+        return None  # deleted meanwhile, or unreadable
 
 
 def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool) -> Table:

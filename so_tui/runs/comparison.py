@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from so_tui.runs.results import RunResults
 from so_tui.units import duration, memory_size, rate
+
+Run = TypeVar("Run")
 
 RESULTS = {
     "loss": "loss",
@@ -45,15 +48,24 @@ def result_text(results: RunResults, key: str) -> str:
     return memory_size(value)
 
 
-def result_order(sort: str, results: RunResults | None) -> float:
-    """Return where a run comes by an order that goes by results, the best first and those without last. Raises KeyError for others."""
+def ordered(runs: Iterable[Run], sort: str, text_of: Callable[[Run, str], str], results: Callable[[Run], RunResults | None]) -> list[Run]:
+    """Return runs, which come newest first, in another order.
+
+    Args:
+        runs: The runs, in any form.
+        sort: ``started``, a result (``loss``, ``tokens/s``, ``mfu``, ``memory``), or what ``text_of`` knows.
+        text_of: Returns a run's name, model or state by that word.
+        results: Returns a run's results, and is called only where ``sort`` is a result: the best comes first, runs without it last.
+    """
+    if sort == "started":
+        return list(runs)
+    if sort not in _BY_RESULT:
+        return sorted(runs, key=lambda run: text_of(run, sort))
     key, highest_first = _BY_RESULT[sort]
-    value: float | None = getattr(results, key) if results is not None else None
-    if value is None:
-        return math.inf
-    return -value if highest_first else value
 
+    def place(run: Run) -> float:
+        found = results(run)
+        value: float | None = None if found is None else getattr(found, key)
+        return math.inf if value is None else -value if highest_first else value
 
-def goes_by_results(sort: str) -> bool:
-    """Return whether an order needs the runs' results."""
-    return sort in _BY_RESULT
+    return sorted(runs, key=place)

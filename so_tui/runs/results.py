@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from statistics import median
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.index import size_of
 from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import StepRecord
+from so_tui.runs.segments import read_span, segments
 
 RECENT = 20
 """Steps whose median a figure is: one slow step says nothing of a run."""
+_END_BYTES = 1 << 16
+"""More than RECENT steps and the events between them usually take."""
 _READ_S = 20.0
 
 
@@ -34,13 +42,41 @@ class RunResults(Struct, frozen=True, kw_only=True):
 
 def results_of(reader: MetricsReader) -> RunResults:
     """Return the results by the records that are known. Raises OSError."""
-    steps = reader.recent(RECENT)
     evaluations = reader.evaluations
+    loss = evaluations[-1].loss if evaluations and math.isfinite(evaluations[-1].loss) else None
+    return replace(_figures(reader.recent(RECENT)), evaluation_loss=loss)
+
+
+def recent_results(run: RunDirectory) -> RunResults:
+    """Return the results of a run but that of its evaluation, which may be far back. Raises OSError.
+
+    The end of the newest segment suffices where it has enough steps: only a later attempt could supersede them.
+    """
+    steps = _steps_at_end(run)
+    return _figures(steps if len(steps) == RECENT else read_all(run).recent(RECENT))
+
+
+def _steps_at_end(run: RunDirectory) -> list[StepRecord]:
+    """Return the last RECENT steps, or fewer, of the end of the newest segment. Raises OSError."""
+    newest = max(segments(run.metrics_dir).values(), default=None)
+    if newest is None:
+        return []
+    size = size_of(newest)
+    start = max(0, size - _END_BYTES)
+    lines = list(read_span(newest, start, size))
+    found: list[StepRecord] = []
+    for line in lines[1:] if start else lines:  # the first may lack its beginning
+        record = decode_metric(line)
+        if isinstance(record, StepRecord) and (not found or record.step > found[-1].step):
+            found.append(record)
+    return found[-RECENT:]
+
+
+def _figures(steps: Sequence[StepRecord]) -> RunResults:
     gpu = [step.gpu_memory_peak_bytes for step in steps if step.gpu_memory_peak_bytes is not None]
     host = [step.host_memory_bytes for step in steps if step.host_memory_bytes is not None]
     return RunResults(
         loss=_median([step.loss for step in steps]),
-        evaluation_loss=evaluations[-1].loss if evaluations and math.isfinite(evaluations[-1].loss) else None,
         tokens_per_s=_median([step.useful_tokens_per_s_total for step in steps]),
         mfu=_median([step.mfu for step in steps if step.mfu is not None]),
         step_s=_median([step.step_s for step in steps]),

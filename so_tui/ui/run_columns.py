@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
+from so_tui.runs.comparison import result_text
+from so_tui.runs.results import RunResults
 from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.text import age, rate, shorten
+from so_tui.ui.text import age, memory, rate, shorten
 from so_tui.ui.widgets.run_lines import SIGNS
 from so_tui.units import thousands
 
@@ -19,9 +21,13 @@ Cells = dict[str, Text]
 
 MARK, CURVE = "", " "
 """Columns without a heading."""
-COLUMNS = (MARK, "state", "name", "model", "step", "loss", CURVE, "tokens/s", "age", "host")
-DISPENSABLE = ("host", "tokens/s", "model", CURVE)
+COLUMNS = (MARK, "state", "name", "model", "step", "loss", CURVE, "tokens/s", "MFU", "GPU memory", "age", "host")
+DISPENSABLE = ("host", "GPU memory", "MFU", "tokens/s", "model", CURVE)
 """Columns that are dropped first where there is no room; dashboard and preview show their content too."""
+MEASURED = ("tokens/s", "MFU", "GPU memory")
+"""Columns that are left out where no run has a value: without GPUs there is no MFU."""
+SORTED_COLUMNS = {"model": "model", "tokens/s": "tokens/s", "mfu": "MFU", "memory": "GPU memory"}
+"""Columns by the order that goes by them, if they are dispensable."""
 
 
 def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, marked: bool) -> Cells:
@@ -30,6 +36,7 @@ def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *
     sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
     faint = colours["faint"]
     step = f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step)
+    results = curve.results if curve is not None else RunResults()
     return {
         MARK: Text("▸" if marked else " ", style=colours["accent"]),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
@@ -39,6 +46,8 @@ def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *
         "loss": Text("" if state.loss is None else f"{state.loss:.3f}", justify="right"),
         CURVE: Text(curve.spark if curve is not None else "", style=colours["accent"]),
         "tokens/s": Text(rate(curve.tokens_per_s) if curve is not None and curve.tokens_per_s else "", justify="right"),
+        "MFU": Text(result_text(results, "mfu"), justify="right"),
+        "GPU memory": Text("" if results.gpu_memory_bytes is None else memory(results.gpu_memory_bytes), justify="right"),
         "age": Text(age(time.time() - state.started) if state.started else "", style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
     }
@@ -49,11 +58,14 @@ def model_of(row: RunRow) -> str:
     return row.spec.label if row.spec is not None else "?"
 
 
-def with_room(rows: Sequence[Cells], room: int, padding: int) -> list[str]:
-    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a cut number is another number."""
+def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
+    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a cut number is another number.
+
+    ``kept`` is dropped last.
+    """
     widths = {name: max(map(cell_len, (name, *(row[name].plain for row in rows)))) + 2 * padding for name in COLUMNS}
-    columns = list(COLUMNS)
-    for name in DISPENSABLE:
+    columns = [name for name in COLUMNS if name not in MEASURED or any(row[name].plain for row in rows)]
+    for name in sorted(set(DISPENSABLE).intersection(columns), key=lambda name: (name == kept, DISPENSABLE.index(name))):
         if sum(widths[column] for column in columns) > room:
             columns.remove(name)
     return columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from so_tui.runs.comparison import goes_by_results, result_order
+from so_tui.runs import comparison
 from so_tui.settings.types import RunListSettings
 from so_tui.ui.run_columns import model_of
 from so_tui.ui.runlist import RunRow
@@ -21,22 +21,20 @@ GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
 
 def ordered(rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings) -> list[RunRow]:
     """Return rows, which come newest first, sorted, and the rows of a group together. Groups come in the order of their first row."""
-    found = list(rows)
-    if goes_by_results(settings.sort):
-        found.sort(key=lambda row: result_order(settings.sort, curves[row.run].results if row.run in curves else None))
-    elif settings.sort != "started":
-        found.sort(key=lambda row: {"name": row.run.name, "model": model_of(row), "state": row.shown_state}[settings.sort])
+    found = comparison.ordered(rows, settings.sort, text_of, lambda row: curves[row.run].results if row.run in curves else None)
     if settings.group != "none":
         first: dict[str, int] = {}
         for index, row in enumerate(found):
-            first.setdefault(group_of(row, settings.group), index)
-        found.sort(key=lambda row: first[group_of(row, settings.group)])
+            first.setdefault(text_of(row, settings.group), index)
+        found.sort(key=lambda row: first[text_of(row, settings.group)])
     return found
 
 
-def group_of(row: RunRow, group: str) -> str:
-    """Return the name of a run's group; empty for none. A run with several tags is in the group of all of them."""
-    match group:
+def text_of(row: RunRow, key: str) -> str:
+    """Return what runs are sorted or grouped by; empty for no group. A run with several tags is in the group of all of them."""
+    match key:
+        case "name":
+            return row.run.name
         case "model":
             return model_of(row)
         case "state":

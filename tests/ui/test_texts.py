@@ -187,12 +187,17 @@ def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
 
 
 def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
-    widths = {"state": 10, "name": 21, "model": 15, "step": 13, "loss": 5, " ": 12, "tokens/s": 8, "age": 4, "host": 10}
+    widths = {"state": 10, "name": 21, "model": 15, "step": 13, "loss": 5, " ": 12, "tokens/s": 8, "MFU": 6, "age": 4, "host": 10}
+    widths["GPU memory"] = 10
     rows = [{name: Text("x" * widths.get(name, 1)) for name in COLUMNS}]
     whole = sum(widths.values()) + 1 + 2 * len(COLUMNS)
     assert with_room(rows, whole, 1) == list(COLUMNS)
     assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
     assert with_room(rows, 76, 1) == ["", "state", "name", "step", "loss", "age"]
+    assert with_room(rows, 84, 1, kept="MFU") == ["", "state", "name", "step", "loss", "MFU", "age"], "what it is sorted by"
+    for row in rows:
+        row["MFU"] = Text("")
+    assert "MFU" not in with_room(rows, whole, 1)
 
 
 @pytest.mark.parametrize("width", [50, 71, 140])

@@ -21,9 +21,9 @@ from so_tui.spec import SoTuiError
 from so_tui.ui.loss_curve import CurveReader, LossCurve, means_note, progress_text
 from so_tui.ui.messages import Failed
 from so_tui.ui.page import Page
-from so_tui.ui.run_columns import cells_of, with_room
+from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, with_room
 from so_tui.ui.run_details import comparison, facts
-from so_tui.ui.run_order import GROUPS, SORTS, following, group_of, ordered, searched_text
+from so_tui.ui.run_order import GROUPS, SORTS, following, ordered, searched_text, text_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions, run_records
 from so_tui.ui.series import Axis
@@ -173,12 +173,12 @@ class RunsScreen(Page):
         table.clear(columns=True)
         colours = self.app.theme_variables
         cells = [cells_of(row, self._curves.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
-        columns = with_room(cells, self.size.width - BESIDE, table.cell_padding)
+        columns = with_room(cells, self.size.width - BESIDE, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
         for name in columns:
             table.add_column(name.strip())
         before = ""
         for row, own in zip(self._rows, cells, strict=True):
-            if order.group != "none" and (name := group_of(row, order.group)) != before:
+            if order.group != "none" and (name := text_of(row, order.group)) != before:
                 before = name
                 own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
             table.add_row(*(own[name] for name in columns), key=str(row.run.path))
