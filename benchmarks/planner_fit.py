@@ -101,7 +101,7 @@ def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
 def predicted(case: Case) -> Figures:
     """With the constants of the moment, for the data that was trained on."""
     resources = case.resources
-    target = Target(profile=profile_of(case.spec.model), resources=resources, ranks=resources.ranks, workload=case.measured.workload)
+    target = Target(profile=profile_of(case.spec.model), resources=resources, workload=case.measured.workload)
     found = assess(case.spec, target)
     on_gpu = [term for term in found.terms if term.location == "gpu"]
     return Figures(

@@ -15,7 +15,7 @@ from so_tui.trust.printable import printable_line, printable_source
 from so_tui.trust.streams import beneath, console
 
 _LOG = logging.getLogger(__name__)
-_SLURM_OPTIONS = {"partition": "slurm.partition", "account": "slurm.account", "time": "slurm.time_limit"}
+_SHORT_OPTIONS = {"nodes": "nodes", "partition": "slurm.partition", "account": "slurm.account", "time": "slurm.time_limit"}
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
@@ -28,7 +28,7 @@ def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
 
 
 def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the dotted keys and values of ``--set``, ``--gpus`` and the options of Slurm.
+    """Return the dotted keys and values of ``--set``, ``--gpus``, ``--nodes`` and the options of Slurm.
 
     Raises:
         InputError: With the codes ``no-equals-sign``, ``not-gpus``, ``contradicting-options``.
@@ -46,7 +46,7 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
             message, remedy = f"contradicts --set gpus={changes['gpus']}", "Give only one of the two."
             raise InputError([Problem(code="contradicting-options", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
         changes["gpus"] = str(given)
-    for option, key in _SLURM_OPTIONS.items():
+    for option, key in _SHORT_OPTIONS.items():
         value = getattr(arguments, option, None)
         if value is not None and changes.setdefault(key, value) != value:
             message, remedy = f"contradicts --set {key}={changes[key]}", "Give only one of the two."

@@ -115,6 +115,7 @@ def _shared_options() -> _Options:
     text = "change any key of the preset, e.g. offload.ratio=0.5"
     options.changes.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help=text)
     options.changes.add_argument("--gpus", metavar="N|LIST", help="short for --set gpus=N, or a list such as 0,2")
+    options.changes.add_argument("--nodes", metavar="N", help="several nodes of a Slurm partition: short for --set nodes=N")
     options.slurm.add_argument("--partition", metavar="NAME", help="run on this Slurm partition: short for --set slurm.partition=NAME")
     options.slurm.add_argument("--account", metavar="NAME", help="Slurm account: short for --set slurm.account=NAME")
     options.slurm.add_argument("--time", metavar="LIMIT", help="time limit of a job, HH:MM:SS: short for --set slurm.time_limit=LIMIT")

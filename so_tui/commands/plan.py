@@ -73,7 +73,8 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     Raises:
         InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code ``not-a-count``).
     """
-    given = next((name for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given)) if value), "")
+    of_a_preset = (("--set", arguments.set), ("--nodes", arguments.nodes), ("--as-given", arguments.as_given))
+    given = next((name for name, value in of_a_preset if value), "")
     if given:
         remedy = f"Name one: so-tui plan PRESET {given} ..."
         raise InputError([Problem(code="preset-needed", field=given, value="", message="needs a preset", remedy=remedy)])

@@ -63,10 +63,11 @@ def quick_checks(launch: Launch, *, resuming: bool = False, runs_dir: Path | str
 
     Raises:
         InputError: A file is missing (``path-not-found``) or a folder cannot be written (``not-writable``).
-        Refused: With the codes ``software-missing``, ``torch-without-cuda``, ``tracker-missing``, ``gpu-in-use``; forceable:
-            ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
+        Refused: With the codes ``several-nodes-here``, ``software-missing``, ``torch-without-cuda``, ``tracker-missing``,
+            ``gpu-in-use``; forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
     """
     plan, machine = launch.plan, launch.machine
+    _refuse_several_nodes(plan.spec)
     _refuse_missing_software(machine)
     _refuse_missing_tracker(plan.spec)
     if problems := missing_inputs(plan.spec):
@@ -105,6 +106,12 @@ def writable(wanted: Path, field: str) -> Path:
         message, remedy = f"{folder} cannot be written", "Make it writable, or choose another folder."
         raise InputError([Problem(code="not-writable", field=field, value=str(wanted), message=message, remedy=remedy)])
     return folder
+
+
+def _refuse_several_nodes(spec: RunSpec) -> None:
+    if spec.nodes > 1:
+        message = f"nodes = {spec.nodes}, and a run on this machine has one. Name a Slurm partition with --partition, or set nodes to 1"
+        raise Refused([Refusal("several-nodes-here", message)])
 
 
 def _refuse_missing_software(machine: Machine) -> None:

@@ -155,7 +155,7 @@ def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
     for larger_spec, larger in _larger_targets(spec, target):
         fits, micro_batch = _fits(larger_spec, larger)
         if fits:
-            return MoreGpusFit(gpus=larger.ranks, micro_batch=micro_batch)
+            return MoreGpusFit(gpus=larger.resources.ranks, micro_batch=micro_batch)
     return None
 
 
@@ -163,7 +163,7 @@ def gpus_with_margin(spec: RunSpec, target: Target) -> Iterator[MoreGpusKeepMarg
     """Yield the fewest GPUs of the machine on which a spec that is tight here leaves the margin."""
     for larger_spec, larger in _larger_targets(spec, target):
         if best(larger_spec, larger).verdict == "fits":
-            yield MoreGpusKeepMargin(gpus=larger.ranks)
+            yield MoreGpusKeepMargin(gpus=larger.resources.ranks)
             return
 
 
@@ -172,10 +172,10 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     whole = target.on(max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction)
     if "GH200" in target.resources.gpu_name and min(whole.resources.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
         yield from _fitting_larger_hosts(spec, whole)
-    counts = range(2, MOST_HOSTS + 1)
+    counts = range(target.hosts + 1, MOST_HOSTS + 1)
 
     def hosts(count: int) -> Target:
-        return replace(whole, ranks=count * whole.resources.ranks)
+        return replace(whole, hosts=count)
 
     # The more machines share a model, the less each of them holds, so the fewest are found by bisection.
     found = bisect_left(counts, True, key=lambda count: _fits(spec, hosts(count))[0])

@@ -147,8 +147,8 @@ def no_accumulation(spec: RunSpec) -> Iterator[Alternative]:
 def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
     """Yield the spec on each larger number of GPUs among ``counts``."""
     for count in counts:
-        if count > spec.ranks:
-            yield Alternative((Change("gpus", spec.ranks, count),), replace(spec, gpus=count))
+        if count > spec.ranks_per_host:
+            yield Alternative((Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count))
 
 
 def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"], optional: OptionalMemory = NOTHING_OPTIONAL) -> MemoryAdvice:
@@ -193,7 +193,7 @@ def less_host_memory(spec: RunSpec, optional: OptionalMemory = NOTHING_OPTIONAL)
 def _bytes(spec: RunSpec, pool: Literal["gpu", "node"]) -> int:
     profile = profile_of(spec.model)
     layout = profile.layout(spec.ranks, spec.offload)
-    placement = Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks)
+    placement = Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks_per_host)
     second = second_states(placement, lambda: 0)
     terms = (*memory_terms(placement), *([second.term] if second else ()))
     return sum(term.bytes for term in terms if term.location == pool and term.rank is None)

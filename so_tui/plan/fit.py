@@ -53,8 +53,8 @@ class Target:
 
     profile: ModelProfile
     resources: Resources
-    ranks: int
-    """All ranks; more than ``resources.ranks`` where other hosts like this one take part."""
+    hosts: int = 1
+    """This host, and others like it that take part."""
     probes: tuple[Probe, ...] = ()
     """Probes of this model on this machine, which correct predictions."""
     workload: Workload = _ANY_DATA
@@ -63,7 +63,12 @@ class Target:
     def on(self, gpus: Gpus, cpu_adam_cores_fraction: float) -> Target:
         """Return the same model and data on other GPUs or cores of the machine."""
         resources = other_resources(self.resources, gpus, cpu_adam_cores_fraction)
-        return replace(self, resources=resources, ranks=resources.ranks)
+        return replace(self, resources=resources)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks, on all hosts."""
+        return self.hosts * self.resources.ranks
 
 
 def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Target:
@@ -84,7 +89,7 @@ def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     # A probe measured the error of the constants that it was predicted with, and of no others.
     probes = tuple(probe for probe in known if probe.constants == digest() and probe.model == profile.key) if known else ()
     found = workload or (probes[-1].workload if probes else Workload())
-    return Target(profile=profile, resources=resources, ranks=resources.ranks, probes=probes, workload=found)
+    return Target(profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,14 +246,14 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
     target, resources, offload = found.target, found.target.resources, found.spec.offload
     blocked = tuple(blockers(spec, resources))
     fits = not blocked and found.verdict != "does not fit"
-    sequences = resources.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps
+    sequences = target.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps
     tokens = sequences * spec.data.sequence_length
     proposed = tuple(remedies(spec, target, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
     step = None if blocked else found.step
     disk = sum(term.bytes for term in found.terms if term.location == "disk")
     return Plan(
         preset=spec.name,
-        gpus=resources.ranks,
+        gpus=target.ranks,
         mode=cast(Mode, offload.mode),
         ratio=offload.ratio,
         fits=fits,
@@ -352,4 +352,4 @@ def _resolved(found: Assessment, resources: Resources) -> RunSpec:
 
 def _tflops(target: Target, length: int, sequences: int, step_s: float) -> float:
     flops = model_flops(target.profile.flops, sequences * length, [length] * sequences)
-    return flops / step_s / target.resources.ranks / 1e12
+    return flops / step_s / target.ranks / 1e12

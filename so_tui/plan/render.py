@@ -114,13 +114,14 @@ def _headline(plan: Plan) -> Text:
     how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
     how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
     ranks = f"{plan.gpus} {'GPU' if plan.gpu_capacity_bytes else 'rank'}" + ("s" if plan.gpus > 1 else "")
+    ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
     text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
     return text.append("   recommended", "bold") if plan.recommended else text
 
 
 def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int | None], ...]:
     # Several ranks may share a node: only where each has its own is a rank's memory compared with the node's.
-    own_nodes = len(plan.host_bytes_per_node) == plan.gpus
+    own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
     node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
     return (
         ("gpu", "each GPU", plan.gpu_capacity_bytes),

@@ -269,7 +269,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     larger, _ = fastest(_with_more_tokens(given), chosen.target)
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
         return
-    sequences = chosen.target.resources.ranks * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
+    sequences = chosen.target.ranks * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
     yield LargerSteps(
         step_s=chosen.step.total_s,
         exposed_optimizer_s=chosen.step.exposed_optimizer_s,

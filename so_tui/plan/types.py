@@ -101,6 +101,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     preset: str
     gpus: int
+    """All ranks, on all hosts. Memory is that of one of the hosts, which are alike."""
     mode: Mode
     ratio: float
     fits: bool

@@ -14,7 +14,7 @@ _INTRODUCTION = """\
 
 A preset is a TOML file that describes what to train and how, independent of the machine. `so-tui presets` lists the built-in presets
 and your own, which are in `$XDG_CONFIG_HOME/so-tui/presets/*.toml` (`~/.config/so-tui/presets` by default).
-To change a key for one run, use `--set key=value`; `--gpus N` is short for `--set gpus=N`.
+To change a key for one run, use `--set key=value`; `--gpus N` is short for `--set gpus=N`, `--nodes N` for `--set nodes=N`.
 
 `so-tui presets add MODEL` (key `a` on the screen) creates a preset for any causal language model, from its hub id or a local folder. It
 reads config.json and builds the model on meta tensors, without weights. It finds mixture-of-experts blocks and limits the sequence length

@@ -414,7 +414,10 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     title: Annotated[str, Meta(description="Display name.")] = ""
     gpus: Annotated[
         Annotated[int, Meta(ge=1, le=16)] | tuple[Annotated[int, Meta(ge=0)], ...],
-        Meta(description="Number of GPUs, or a list of their indices. The number of ranks on a machine without GPUs."),
+        Meta(description="Number of GPUs, or a list of their indices; of each node. The number of ranks on a machine without GPUs."),
+    ] = 1
+    nodes: Annotated[
+        int, Meta(ge=1, le=256, description="Number of nodes (hosts) of a Slurm partition that train together, each with `gpus` GPUs.")
     ] = 1
     model: ModelSpec
     data: DataSpec
@@ -426,9 +429,14 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     slurm: SlurmSpec = SlurmSpec()
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks, one per GPU."""
+    def ranks_per_host(self) -> int:
+        """Number of ranks on each host, one per GPU."""
         return self.gpus if isinstance(self.gpus, int) else len(self.gpus)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.nodes * self.ranks_per_host
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -14,7 +14,7 @@ SLURM = "Slurm"
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Where", ("gpus", "slurm.partition")),
-    (SLURM, ("slurm.account", "slurm.time_limit", "slurm.qos", "slurm.constraint", "slurm.site", "slurm.continues")),
+    (SLURM, ("nodes", "slurm.account", "slurm.time_limit", "slurm.qos", "slurm.constraint", "slurm.site", "slurm.continues")),
     ("Offload", ("offload.mode", "offload.ratio", "offload.cpu_adam_cores_fraction", "offload.states", "offload.engine")),
     ("Batch", ("train.micro_batch", "train.gradient_accumulation", "train.tokens_per_step", "data.sequence_length", "data.packing")),
     ("Data", ("data.source", "data.subset", "data.split", "data.format", "data.loss")),

@@ -68,6 +68,10 @@ def test_missing_software(missing: str) -> None:
     assert checks_of(launch) == (("software-missing",), False)
 
 
+def test_several_nodes_need_a_partition() -> None:
+    assert checks_of(launch_with(plan_of(embedded(nodes=2)), forced=True)) == (("several-nodes-here",), False)
+
+
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tracker_whose_package_is_missing() -> None:
     launch = launch_with(plan_of(embedded(tracking=TrackingSpec(wandb=True))), forced=True)

@@ -46,6 +46,17 @@ def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_w
     assert (more.machines, more.gpus) == (2, 8)
 
 
+def test_several_nodes_share_a_model() -> None:
+    spec = spec_of("llama-3.3-70b", nodes="2", gpus="4")
+    plan, alone = make_plan(spec, QUAD), make_plan(replace(spec, nodes=1), QUAD)
+    assert (spec.ranks, plan.gpus, len(plan.binding)) == (8, 8, 4)
+    assert plan.tokens_per_step == spec.gradient_accumulation_steps * spec.train.micro_batch * spec.data.sequence_length * 8
+    assert plan.fits
+    assert not alone.fits
+    assert plan.gpu_bytes < alone.gpu_bytes
+    assert plan.host_bytes_per_node[0] < 0.6 * alone.host_bytes_per_node[0]
+
+
 def test_too_little_host_memory_names_the_node_the_figures_and_the_remedy() -> None:
     plan = recommend(spec_of("qwen3-14b"), QUAD, 1)
     assert not plan.fits

@@ -24,6 +24,7 @@ BAD = [
     ({"offlaod": {"ratio": 0.5}}, "offlaod", "unknown-key", "Did you mean `offload`?"),
     ({"ratio": 0.5}, "ratio", "unknown-key", "Did you mean `offload.ratio`?"),
     ({"gpus": 0}, "gpus", "out-of-range", "from 1 to 16"),
+    ({"nodes": 0}, "nodes", "out-of-range", "from 1 to 256"),
     ({"gpus": []}, "gpus", "no-gpu", "list of indices"),
     ({"gpus": [1, 1]}, "gpus", "repeated-gpu", "once"),
     ({"gpus": "all"}, "gpus", "wrong-type", "or a list"),
@@ -76,7 +77,7 @@ def test_a_problem_gives_the_default_of_its_field(changes: dict[str, Any], defau
 def test_the_smallest_tree_is_valid() -> None:
     spec = check_tree(smallest())
     assert spec.train.steps == 10
-    assert spec.ranks == 1
+    assert (spec.ranks, spec.ranks_per_host) == (1, 1)
     assert problems_in(smallest()) == ()
 
 

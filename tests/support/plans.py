@@ -94,7 +94,7 @@ def plan_of(spec: RunSpec, *, mode: Mode = "superoffload", cpus: tuple[tuple[int
         )
     return Plan(
         preset=spec.name,
-        gpus=len(cpus),
+        gpus=len(cpus) * spec.nodes,
         mode=mode,
         ratio=spec.offload.ratio,
         fits=True,

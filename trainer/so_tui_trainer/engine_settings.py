@@ -72,7 +72,7 @@ def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:
     if not planned or available is None:
         return planned
     each = state_bytes(WEIGHT_BYTES, spec.offload.states, accumulates=spec.gradient_accumulation_steps > 1)
-    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks - each * _cpu_numel(spec)) - taken))
+    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks_per_host - each * _cpu_numel(spec)) - taken))
 
 
 def _cpu_numel(spec: RunSpec) -> int:

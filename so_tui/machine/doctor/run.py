@@ -93,7 +93,7 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             remedy=f"{remedy}, which clips exactly and overlaps; or `train.gradient_clipping = 0`.",
         )
     fraction = context.plan.spec.offload.cpu_adam_cores_fraction
-    per_rank = len(context.machine.allowed_cpus) // max(1, context.plan.spec.ranks)
+    per_rank = len(context.machine.allowed_cpus) // max(1, context.plan.spec.ranks_per_host)
     if int((1 - fraction) * per_rank) == 0:
         yield Finding(
             code="no-main-core",

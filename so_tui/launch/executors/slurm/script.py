@@ -4,6 +4,7 @@ Problem codes:
     account-missing: The site charges an account, and the spec names none.
     option-refused: The site refuses an option of ``slurm.options``.
     option-reserved: so-tui itself sets an option of ``slurm.options``.
+    several-nodes: A job on several nodes, which cannot be started yet.
     path-unfit-for-slurm: Slurm would read the run directory's path as a pattern.
     time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
 """
@@ -120,6 +121,9 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
         remedy = "Give it with --account NAME, or in a preset of yours."
         yield Problem(code="account-missing", field="slurm.account", value="", message=f"{site.title} charges an account", remedy=remedy)
+    if spec.nodes > 1:
+        message, remedy = "jobs on several nodes can be planned, but not started yet", "Set nodes to 1."
+        yield Problem(code="several-nodes", field="nodes", value=str(spec.nodes), message=message, remedy=remedy)
     time_limit = time_limit_of(spec, site)
     if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
         message = f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which leaves too little time to train"
