@@ -13,7 +13,7 @@ from msgspec import Struct
 from so_tui.commands.common import note, print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec
 from so_tui.runs.comparison import ordered
-from so_tui.runs.ended import ended_state, evidence, record_end
+from so_tui.runs.ended import ended_state, evidence
 from so_tui.runs.liveness import sighting
 from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.own import refuse_another_users
@@ -180,8 +180,8 @@ def stop(arguments: argparse.Namespace) -> int:
         return 0
     refuse_another_users(run)
     if arguments.assume_dead:
-        state = record_end(run)
-        print(printable_line(f"{run.name}: {state.state} at step {state.step}. {state.reason}"))
+        state = stop_run(run, assume_dead=True)
+        print(printable_line(f"{run.name}: {state.state} at step {state.step}{'. ' + state.reason if state.reason else ''}"))
         return 0
     seen = sighting(run, state)
     if not seen.by_processes:

@@ -91,14 +91,14 @@ def _clock(when: float) -> str:
 
 def _explained(run: RunDirectory, recorded: RunState) -> RunState:
     """Return a final state with the scheduler's reason where the supervisor saw only that something ended the processes."""
-    recent = recorded.ended is not None and 0 <= time.time() - recorded.ended < _EXPLAINED_S
+    recent = recorded.ended is not None and abs(time.time() - recorded.ended) < _EXPLAINED_S  # by its node's clock, which may be ahead
     if recorded.code not in _UNEXPLAINED or not recent:
         return recorded
     job = executor_of_attempt(run, recorded.attempt).status(run, recorded.attempt)
     if job is None or job.end not in _SCHEDULERS_ENDS:
         return recorded
     state = replace(_with_end(recorded, job, unstarted=False), state=recorded.state, exit_code=recorded.exit_code)
-    return _record(run, recorded, state)
+    return record(run, recorded, state)
 
 
 _UNEXPLAINED = frozenset((OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST))
@@ -117,10 +117,10 @@ def _ended(run: RunDirectory, attempt: int, job: JobStatus) -> RunState:
     says_why = job.end not in (None, OutcomeCode.JOB_FAILED)
     if unstarted or (says_why and state.code == OutcomeCode.UNOBSERVED):
         state = _with_end(state, job, unstarted=unstarted)
-    return _record(run, recorded, state)
+    return record(run, recorded, state)
 
 
-def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
+def record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
     """Write a final state in place of the one that was read, if the run is this user's own, and return it."""
     if not_own(run) is None:
         with contextlib.suppress(OSError), run_lock(run) as lock:

@@ -96,7 +96,7 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
     """Record that the attempt cannot run on this node."""
     print(error, file=sys.stderr, flush=True)
     outcome = not_started(error)
-    with run_lock(run) as lock:
+    with run_lock(run, assume_dead=submitted.assume_dead) as lock:
         if lock is not None:
             before = read_state(run)
             first = run_state.first_state(

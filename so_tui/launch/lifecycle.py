@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import checks_elsewhere, quick_checks
-from so_tui.launch.current import current_state, newest_attempt
+from so_tui.launch.current import current_state, newest_attempt, record
 from so_tui.launch.executors import Executor, SupervisorHandle, executor_of, executor_of_attempt
 from so_tui.launch.executors.local import LocalExecutor, supervisor_log
 from so_tui.launch.marker import markers
@@ -26,7 +26,7 @@ from so_tui.launch.time_limits import DEFAULT_GRACE_S
 from so_tui.machine.types import Machine
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt
-from so_tui.runs.ended import ended_state
+from so_tui.runs.ended import ended_state, record_end
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import HeartbeatWatch, supervised
@@ -101,21 +101,29 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     return attempt
 
 
-def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
+def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bool = False) -> RunState:
     """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the supervisor kills it.
 
     Returns the final state, or the current one if the run has not ended in time. The request remains if the wait is interrupted.
 
+    Args:
+        run: The run.
+        grace_s: After how many seconds it is killed.
+        assume_dead: Take the user's word that it has ended, or that its job will never start, where nobody can be asked.
+
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
-        InputError: The request may not be written (code ``control-not-writable``).
+        InputError: The request may not be written (code ``control-not-writable``), or the scheduler that has its job cannot be asked
+            (code ``run-may-be-live``); with the user's word as for ``record_end``.
         OSError: It cannot be written for another reason, such as a full disk.
     """
     state = current_state(run)
     if state.state in FINAL_STATES:
         return state
     if state.state == "queued":
-        return _leave_queue(run, state)
+        return _leave_queue(run, state, assume_dead=assume_dead)
+    if assume_dead:
+        return record_end(run)
     try:
         request_stop(run, grace_s=grace_s)
     except OSError as error:
@@ -129,14 +137,27 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S) -> RunState:
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
     while (state := current_state(run, watch)).state not in FINAL_STATES and time.monotonic() < deadline:
         time.sleep(4 * _POLL_S)
-    return state
+    recorded = read_state(run)
+    # A host that was silent for all this time is gone. Others need not wait for that again.
+    return record(run, recorded, state) if state.state in FINAL_STATES and recorded.state not in FINAL_STATES else state
 
 
-def _leave_queue(run: RunDirectory, state: RunState) -> RunState:
-    """Take a run out of its scheduler's queue and record that. Raises Refused for another user's run, SoTuiError if it cannot be done."""
+def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> RunState:
+    """Take a run out of its scheduler's queue and record that. Should its job start all the same, it is refused.
+
+    Raises:
+        Refused: It is another user's run.
+        InputError: The scheduler cannot be asked (code ``run-may-be-live``), and the user does not say that the job will never start.
+    """
     refuse_unless_own(run)
     attempt = newest_attempt(run, state)
-    executor_of_attempt(run, attempt).cancel(run, attempt)
+    try:
+        executor_of_attempt(run, attempt).cancel(run, attempt)
+    except SoTuiError as error:
+        if not assume_dead:
+            remedy = "If you know that its job is gone, add --assume-dead. Should it start all the same, it ends at once."
+            problem = Problem(code="run-may-be-live", field="run", value=run.name, message=f"is in a queue: {error}", remedy=remedy)
+            raise InputError([problem]) from error
     with run_lock(run) as lock:
         if lock is None or read_state(run).state != "queued":  # it has started a moment ago, and the scheduler ends it
             return current_state(run)

@@ -36,7 +36,8 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
     """
     admission.refuse_unknown_attempt(run, attempt)
     os.umask(umask_of(run.path))
-    with run_lock(run) as lock:
+    assume_dead = token is not None and read_launch(run, attempt, socket.gethostname()).assume_dead
+    with run_lock(run, assume_dead=assume_dead) as lock:
         if lock is None:
             return 0
         state = read_state(run)
@@ -46,17 +47,17 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
             admission.refuse_attaching(run, attempt, state)
         else:
             admission.refuse_start(run, attempt, state, token)
-            state = _concluded(run, attempt, state)
+            state = _concluded(run, state, assume_dead=assume_dead)
         supervisor = Supervisor(run, attempt, state, lock)
         become_subreaper()
         return supervisor.watch()
 
 
-def _concluded(run: RunDirectory, attempt: int, before: RunState) -> RunState:
+def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> RunState:
     """Return the final state of the previous attempt, computed now if it ended without a supervisor. Raises InputError if it still runs."""
     if before.state in FINAL_STATES or not before.host:
         return before
-    state = ended_state(run, assume_dead=read_launch(run, attempt, socket.gethostname()).assume_dead)
+    state = ended_state(run, assume_dead=assume_dead)
     if sees_processes_of(this_host(), host_of(state)):
         try:
             remove_leftovers(state.processes)

@@ -8,7 +8,7 @@ Problem and refusal codes:
 from __future__ import annotations
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.ended import ended_state, has_supervisor
+from so_tui.runs.ended import ended_state, lock_held
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.own import refuse_another_users
@@ -34,9 +34,9 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
     refuse_another_users(run)
     try:
         _ended(run, assume_dead)
-        with run_lock(run) as lock:
+        with run_lock(run, assume_dead=assume_dead) as lock:
             if lock is None:
-                raise has_supervisor(run)
+                raise lock_held(run, assume_dead=assume_dead)
             state = _ended(run, assume_dead)
             _remove(run)
         if sees_processes_of(this_host(), host_of(state)):

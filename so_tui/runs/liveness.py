@@ -85,7 +85,7 @@ class Liveness(StrEnum):
     ALIVE = "alive"
     GONE = "gone"
     UNKNOWN = "unknown"
-    """They cannot be seen from here, and the heartbeat is neither fresh nor old enough."""
+    """They cannot be seen from here, and the heartbeat is neither fresh nor old enough, or dated in the future."""
 
 
 class Sighting(Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class Sighting(Struct, frozen=True, kw_only=True):
     restarted: bool = False
     """A host of that name has started again since."""
     heartbeat_age_s: float | None = None
-    """Seconds since the last sign of life, as far as it was needed."""
+    """Seconds since the last sign of life, as far as it was needed; below 0 if the clock that dated it is ahead."""
 
 
 def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = None) -> Sighting:
@@ -127,7 +127,7 @@ def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bo
     if state.state in FINAL_STATES or state.state == "queued" or watch.moved(run):
         return False
     seen = sighting(run, state, watch)
-    return not seen.by_processes and (seen.heartbeat_age_s is None or seen.heartbeat_age_s > FRESH_S)
+    return not seen.by_processes and (seen.heartbeat_age_s is None or abs(seen.heartbeat_age_s) > FRESH_S)
 
 
 def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None, recorded: RunState | None = None) -> RunState:
@@ -163,7 +163,7 @@ def _by_heartbeat(run: RunDirectory, state: RunState, watch: HeartbeatWatch | No
     age_s = _age_s(run)
     if age_s is None:
         return Liveness.UNKNOWN, None
-    if age_s <= STALE_S:
+    if abs(age_s) <= STALE_S:
         return Liveness.ALIVE, age_s
     # Who watches will see within a minute, so the clocks of two machines need not be compared.
     comparable = watch is None or distrust_of_folder(run.path) is None

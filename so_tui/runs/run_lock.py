@@ -1,7 +1,8 @@
 """The lock that makes one process responsible for a run: its supervisor while it lives, and whoever deletes it.
 
-It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, and some grant it to everybody. There files that
-only one process can create, with a heartbeat, take its part.
+It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, some grant it to everybody, and some file servers
+hold it for a host that is gone until that host starts again. There files that only one process can create, with a heartbeat, take its
+part: from the first such file of a run on, they alone decide.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import HostIdentity, sees_processes_of, this_host
-from so_tui.runs.liveness import OLD_S, alive, identify, now_of
+from so_tui.runs.liveness import OLD_S, STALE_S, alive, identify, now_of
 from so_tui.runs.records import Process
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.reading import read_bounded
@@ -38,7 +39,8 @@ class Owner(Struct, frozen=True, kw_only=True):
 class RunLock:
     """A lock that is held. The holder must refresh it at least once a minute."""
 
-    def __init__(self, files: OwnerFiles | None, number: int = 0) -> None:
+    def __init__(self, files: OwnerFiles, number: int = 0) -> None:
+        """Hold the owner file with this number; with 0 only flock(2)."""
         self._files, self._number = files, number
 
     def refresh(self) -> None:
@@ -47,14 +49,14 @@ class RunLock:
         Raises:
             OSError: It cannot be shown, or another process has taken the lock over.
         """
-        if self._files is not None:
-            if self._files.path(self._number + 1).exists():
-                raise OSError(f"{self._files.path(self._number)} is out of date: another process has taken over")
+        if self._files.path(self._number + 1).exists():
+            raise OSError(f"{self._files.path(self._number + 1)} shows that another process has taken over")
+        if self._number:
             os.utime(self._files.path(self._number))
 
     def release(self) -> None:
         """Let other processes have the lock. Raises OSError."""
-        if self._files is not None:
+        if self._number:
             self._files.release(self._number)
 
 
@@ -65,8 +67,9 @@ class OwnerFiles:
     renamed: between two such steps of one process, a second one could take what it had not seen.
     """
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+    def __init__(self, run: RunDirectory, *, assume_dead: bool = False) -> None:
+        """Take or hold the files of a run; ``assume_dead`` as for ``run_lock``."""
+        self._run, self._assume_dead = run, assume_dead
         process = identify(os.getpid(), "supervisor")
         assert process is not None, "this process has an entry in /proc"
         self._owner = Owner(host=this_host(), process=process)
@@ -103,21 +106,28 @@ class OwnerFiles:
 
     def _is_free(self, number: int) -> bool:
         path = self.path(number)
-        age_s = now_of(self._run) - path.stat().st_mtime
         try:
             owner = decode_json(read_bounded(path, _LARGEST_BYTES), Owner)
         except msgspec.DecodeError:  # damaged
-            return age_s > OLD_S
+            return self.silent(path)
         if owner.released:
             return True
         if sees_processes_of(this_host(), owner.host):
             return not alive(owner.process)
-        return age_s > OLD_S
+        return self.silent(path)
+
+    def silent(self, path: Path) -> bool:
+        """Return whether a file that shows a living owner is so old that the owner counts as gone. Raises OSError."""
+        return now_of(self._run) - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
 
 
 @contextlib.contextmanager
-def run_lock(run: RunDirectory) -> Iterator[RunLock | None]:
+def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLock | None]:
     """Yield the lock of a run, or None if another process has it.
+
+    Args:
+        run: The run.
+        assume_dead: Take the user's word that a holder on another host is gone, if a minute has passed since its last sign of life.
 
     Raises:
         OSError: The run directory cannot be written.
@@ -125,15 +135,7 @@ def run_lock(run: RunDirectory) -> Iterator[RunLock | None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(run.supervisor_lock_path, flags, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            excludes = _excludes_others(run.supervisor_lock_path)
-        except BlockingIOError:
-            yield None
-            return
-        except OSError:  # this file system has no locks
-            excludes = False
-        lock = RunLock(None) if excludes else OwnerFiles(run).take()
+        lock = _take(run, descriptor, OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead)
         try:
             yield lock
         finally:
@@ -141,6 +143,22 @@ def run_lock(run: RunDirectory) -> Iterator[RunLock | None]:
                 lock.release()
     finally:
         os.close(descriptor)
+
+
+def _take(run: RunDirectory, descriptor: int, files: OwnerFiles, *, assume_dead: bool) -> RunLock | None:
+    refused = excludes = False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        excludes = _excludes_others(run.supervisor_lock_path)
+    except BlockingIOError:
+        refused = True
+    except OSError:  # this file system has no locks
+        pass
+    if files.path(1).exists():
+        return files.take()
+    if refused:
+        return files.take() if assume_dead and files.silent(run.state_path) else None
+    return RunLock(files) if excludes else files.take()
 
 
 def _excludes_others(path: Path) -> bool:

@@ -11,6 +11,8 @@ import stat
 from enum import StrEnum
 from pathlib import Path
 
+from so_tui.trust.reading import despite_replacement
+
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 """With an access control list the group bits are its mask, so a right that a list gives shows here too."""
 
@@ -54,6 +56,10 @@ def read_own(path: Path) -> bytes:
         NotOwnError: It is not this user's own, or no regular file.
         OSError: It cannot be read.
     """
+    return despite_replacement(lambda: _read_own(path))
+
+
+def _read_own(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -5,11 +5,16 @@ A pipe would block, a device never end, and a file of gigabytes fill the memory.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Callable
 from enum import StrEnum
 from io import BufferedReader, FileIO
 from pathlib import Path
+
+_TRIES = 5
+"""How often a file is opened that other hosts replace meanwhile. They do so about once a second."""
 
 
 class Unfit(StrEnum):
@@ -58,8 +63,26 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         UnfitFileError: It is not a regular file, or larger.
         OSError: It cannot be read.
     """
-    with BufferedReader(open_regular(path)) as file:
-        content = file.read(limit_bytes + 1)
+
+    def read() -> bytes:
+        with BufferedReader(open_regular(path)) as file:
+            return file.read(limit_bytes + 1)
+
+    content = despite_replacement(read)
     if len(content) > limit_bytes:
         raise UnfitFileError(path, Unfit.TOO_LARGE, limit_bytes)
     return content
+
+
+def despite_replacement(read: Callable[[], bytes]) -> bytes:
+    """Return what a function reads that opens a file, called again if another host replaced the file in between.
+
+    On a network file system the open file is gone then, and reading it fails with ESTALE. Raises OSError.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return read()

@@ -9,6 +9,7 @@ from so_tui.cli import call
 from so_tui.commands.parser import build_parser
 from so_tui.launch import lifecycle
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs.ended import ended_state
 from so_tui.spec import DataSpec, ModelSpec, RunSpec
 from tests.support.commands import problems_of
 
@@ -29,6 +30,13 @@ def test_stop_waits_for_another_host_and_then_says_that_it_cannot_know(
     assert "elsewhere" in capsys.readouterr().out
     assert (elsewhere.control_dir / "stop").exists()
     assert read_state(elsewhere).state == "training"
+
+
+def test_a_host_that_was_silent_while_stop_waited_is_gone_for_everybody(elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.3)
+    assert call(build_parser().parse_args(["stop", elsewhere.name])) == 1
+    assert read_state(elsewhere).state == "lost"
+    assert ended_state(elsewhere).state == "lost"
 
 
 def test_stop_records_the_end_by_the_users_word(elsewhere: RunDirectory) -> None:

@@ -26,6 +26,7 @@ struct control {
     char full[256];             /* writes to paths that contain this fail: the disk is full; empty: none */
     char unlocked[256];         /* locks of paths that contain this are not as they are */
     char late[256];             /* attributes of paths that contain this are late */
+    char replaced[256];         /* every other first read of paths that contain this fails: the file was replaced */
 };
 
 static const struct control no_faults;
@@ -88,6 +89,17 @@ ssize_t pwrite(int descriptor, const void *bytes, size_t count, off_t offset) {
 
 ssize_t pwrite64(int descriptor, const void *bytes, size_t count, off64_t offset) {
     FULL_OR(descriptor, count, offset, REAL(pwrite64)(descriptor, bytes, count, offset), REAL(pwrite64)(descriptor, bytes, part, offset));
+}
+
+/* Files that another host replaces: on a network file system the open one is gone then. */
+
+ssize_t read(int descriptor, void *bytes, size_t count) {
+    static __thread unsigned calls;
+    if (is_at(descriptor, control->replaced) && lseek(descriptor, 0, SEEK_CUR) == 0 && calls++ % 2 == 0) {
+        errno = ESTALE;
+        return -1;
+    }
+    return REAL(read)(descriptor, bytes, count);
 }
 
 /* Locks. */

@@ -1,4 +1,4 @@
-"""A library that makes the disk full, locks useless, attributes late or the clock wrong for the processes that preload it."""
+"""A library for processes that preload it: it fills the disk, makes locks useless and attributes late, replaces files, sets the clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 _SOURCE = Path(__file__).with_name("shim.c")
-_LAYOUT = struct.Struct("=qqq256s256s256s")
+_LAYOUT = struct.Struct("=qqq256s256s256s256s")
 _LOCKS = {"as they are": 0, "fail": 1, "lock nothing": 2}
 
 Locks = Literal["as they are", "fail", "lock nothing"]
@@ -39,6 +39,7 @@ class _Control(NamedTuple):
     full: bytes = b""
     unlocked: bytes = b""
     late: bytes = b""
+    replaced: bytes = b""
 
 
 class Shim:
@@ -68,6 +69,10 @@ class Shim:
     def delay_attributes(self, seconds: float, part: str) -> None:
         """Let each process see sizes and times of paths that contain ``part`` as up to ``seconds`` old."""
         self._set(self._control._replace(attributes_late_ms=round(seconds * 1000), late=os.fsencode(part)))
+
+    def replace_while_read(self, part: str) -> None:
+        """Let every other first read of paths that contain ``part`` fail as if another host had replaced the file."""
+        self._set(self._control._replace(replaced=os.fsencode(part)))
 
     def _set(self, control: _Control) -> None:
         self._control = control

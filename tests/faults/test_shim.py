@@ -89,6 +89,22 @@ print(time.time() - before[0], time.monotonic() - before[1])
     assert jumped - passed == pytest.approx(offset_s, abs=1)
 
 
+def test_every_other_read_of_a_file_that_is_replaced_fails(faults: shim.Shim, tmp_path: Path) -> None:
+    code = """
+for _ in range(3):
+    with open(sys.argv[1], "rb", buffering=0) as file:
+        try:
+            print(file.read(9).decode(), end=" ")
+        except OSError as error:
+            print(errno.errorcode[error.errno], end=" ")
+"""
+    path = tmp_path / "state.json"
+    path.write_text("{}")
+    assert told(faults, code, path) == "{} {} {}"
+    faults.replace_while_read(str(path))
+    assert told(faults, code, path) == "ESTALE {} ESTALE"
+
+
 def test_attributes_stay_what_they_were_for_a_while(faults: shim.Shim, tmp_path: Path) -> None:
     code = """
 sizes = []

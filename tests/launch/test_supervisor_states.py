@@ -15,7 +15,7 @@ from so_tui.machine import Machine
 from so_tui.plan.types import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.run_lock import RunLock
+from so_tui.runs.run_lock import OwnerFiles, RunLock
 from so_tui.spec import InputError, Problem, RunSpec
 
 
@@ -36,7 +36,7 @@ def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = Fal
 def test_a_run_is_forced_if_its_launch_was(forced: bool, tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
     """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays forced on resume."""
     run = attempt(tmp_path, two_ranks, machine, forced=forced)
-    assert Supervisor(run, 1, read_state(run), RunLock(None))._state.forced == forced
+    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._state.forced == forced
 
 
 def test_a_machine_that_cannot_be_inspected_fails_the_start(
@@ -47,7 +47,7 @@ def test_a_machine_that_cannot_be_inspected_fails_the_start(
 
     monkeypatch.setattr(job, "inspect_machine", fail)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run), RunLock(None)).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
     assert "has no CPUs" in state.reason
@@ -66,6 +66,8 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     monkeypatch.setattr(evidence, "less_gpu_memory", fail)
     monkeypatch.setattr(evidence, "less_host_memory", fail)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run), RunLock(None))._finish(Outcome(state="failed", code=code, who="rank", rank=0)) == 1
+    assert (
+        Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._finish(Outcome(state="failed", code=code, who="rank", rank=0)) == 1
+    )
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)

@@ -12,7 +12,7 @@ import pytest
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, read_state, write_state
 from so_tui.runs.deletion import delete_run
-from so_tui.runs.ended import ended_state, record_end
+from so_tui.runs.ended import ended_state, evidence, record_end
 from so_tui.runs.host import this_host
 from so_tui.runs.liveness import OLD_S, STALE_S, Liveness, identify, sighting, state_with_truth
 from so_tui.runs.outcome import OutcomeCode
@@ -107,13 +107,39 @@ def test_the_users_word_does_not_end_a_run_that_lives_here(run: RunDirectory) ->
 
 def test_a_living_supervisor_keeps_its_run_whatever_the_user_says(run: RunDirectory) -> None:
     """On a file system whose locks work between hosts, the lock shows that the supervisor lives."""
-    recorded(run, "elsewhere", AGES["old"])
+    recorded(run, "elsewhere", STALE_S - 10)
     with run_lock(run) as held:
         assert held is not None
         assert code_of(lambda: record_end(run)) == "run-is-live"
         assert code_of(lambda: delete_run(run, assume_dead=True)) == "run-is-live"
     assert read_state(run).state == "training"
     assert run.path.exists()
+
+
+@pytest.mark.parametrize("heartbeat", ["between", "old"])
+def test_a_lock_that_a_file_server_holds_for_a_host_that_is_gone_keeps_no_run(heartbeat: str, run: RunDirectory) -> None:
+    """Some servers hold it until that host starts again. The user's word and a minute without a sign of life are enough."""
+    recorded(run, "elsewhere", AGES[heartbeat])
+    with run_lock(run) as held:
+        assert held is not None
+        assert code_of(lambda: delete_run(run)) == "run-may-be-live"
+        assert record_end(run).state == "lost"
+        with pytest.raises(OSError, match="taken over"):
+            held.refresh()
+        delete_run(run)
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("ahead_s", [5.0, HOUR])
+@pytest.mark.parametrize("where", ["restarted", "container", "elsewhere"])
+def test_a_heartbeat_of_a_clock_that_is_ahead_needs_the_users_word(ahead_s: float, where: str, run: RunDirectory) -> None:
+    """A clock that is seconds ahead is no reason to doubt a heartbeat; one that is an hour ahead says nothing about life."""
+    state = recorded(run, where, -ahead_s)
+    seen = sighting(run, state)
+    assert seen.liveness is (Liveness.ALIVE if ahead_s < STALE_S else Liveness.UNKNOWN)
+    assert ("ahead" in evidence(state, seen)) == (ahead_s == HOUR)
+    assert code_of(lambda: ended_state(run)) == "run-may-be-live"
+    assert ended_state(run, assume_dead=True).state == "lost"
 
 
 def test_a_host_that_died_days_ago_does_not_keep_its_run(run: RunDirectory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.host import HostIdentity, this_host
-from so_tui.runs.liveness import OLD_S, identify
+from so_tui.runs.liveness import OLD_S, STALE_S, identify
 from so_tui.runs.records import Process
 from so_tui.runs.run_lock import Owner, run_lock
 from tests.faults import shim
@@ -174,3 +175,37 @@ def test_a_lock_is_free_again_after_each_of_many_holders(run: RunDirectory, monk
         with run_lock(run) as lock:
             assert lock is not None
             lock.refresh()
+
+
+@pytest.mark.parametrize(("age_s", "taken"), [(STALE_S - 10, False), (STALE_S + 10, True)], ids=["a moment ago", "a minute ago"])
+def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(age_s: float, taken: bool, run: RunDirectory) -> None:
+    owned(run, ELSEWHERE, DEAD, age_s)
+    with run_lock(run) as lock:
+        assert lock is None
+    with run_lock(run, assume_dead=True) as lock:
+        assert (lock is not None) == taken
+
+
+def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(run: RunDirectory) -> None:
+    """A file server may give up the lock of a host that is gone while another one supervises the run."""
+    os.utime(run.state_path, (1.0, 1.0))
+    with run_lock(run) as gone:
+        assert gone is not None
+        with run_lock(run, assume_dead=True) as taken:
+            assert taken is not None
+            with run_lock(run, assume_dead=True) as second:
+                assert second is None
+    with run_lock(run) as again:
+        assert again is not None
+
+
+def test_the_lock_is_held_after_the_server_gave_up_the_one_of_a_host_that_is_gone(run: RunDirectory) -> None:
+    os.utime(run.state_path, (1.0, 1.0))
+    ghost = os.open(run.supervisor_lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(ghost, fcntl.LOCK_EX)
+    with run_lock(run, assume_dead=True) as taken:
+        assert taken is not None
+        os.close(ghost)
+        with run_lock(run) as second:
+            assert second is None
+        taken.refresh()

@@ -20,6 +20,7 @@ from so_tui.launch.partition_machines import seen_machine
 from so_tui.runs import RunDirectory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import StepRecord
+from so_tui.spec import InputError
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitting import ended, submit, wait_for
 from tests.support.launching import records, tiny
@@ -59,7 +60,7 @@ def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> No
     elsewhere = msgspec.structs.replace(submission, cluster="another")
     write_submission(run, 1, elsewhere)
     assert current_state(run).state == "queued"  # another cluster's Slurm does not know the job, which means nothing
-    with pytest.raises(SlurmError):
+    with pytest.raises(InputError):
         stop(run)
     write_submission(run, 1, submission)
     busy.run("scancel", submission.job_id)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from so_tui.trust.reading import Unfit, UnfitFileError, read_bounded
+from tests.faults import shim
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -24,3 +27,25 @@ def test_devices_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
         with pytest.raises(UnfitFileError) as error:
             read_bounded(path, 100)
         assert error.value.unfit is Unfit.NOT_A_FILE
+
+
+def test_a_file_that_another_host_replaces_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    """As on a network file system, where a supervisor elsewhere replaces the state once a second."""
+    library = shim.build(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler")
+    faults = shim.Shim(library, tmp_path / "control")
+    path = tmp_path / "state.json"
+    path.write_text("{}")
+    path.chmod(0o600)
+    faults.replace_while_read(str(path))
+    code = """
+import sys
+from pathlib import Path
+from so_tui.trust.ownership import read_own
+from so_tui.trust.reading import read_bounded
+print({read(Path(sys.argv[1])) for read in (read_own, lambda path: read_bounded(path, 100)) for _ in range(3)})
+"""
+    argv = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(argv, env=os.environ | faults.environment(), capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "{b'{}'}\n"

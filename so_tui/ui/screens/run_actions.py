@@ -63,13 +63,17 @@ def _ask_to_leave_the_queue(app: SoTuiApp, run: RunDirectory, state: RunState) -
     app.push_screen(Question(f"Cancel {run.name}?", [line for line in lines if line], yes="Cancel it", no="Keep waiting"), answered)
 
 
-def _leave_queue(app: SoTuiApp, run: RunDirectory) -> None:
+def _leave_queue(app: SoTuiApp, run: RunDirectory, *, assume_dead: bool = False) -> None:
     """Take a run out of its queue. Runs in a thread."""
     from so_tui.launch import stop
 
     try:
-        stop(run)
+        stop(run, assume_dead=assume_dead)
     except SoTuiError as error:
+        if may_be_live(error):
+            anyway = partial(_in_thread, app, partial(_leave_queue, assume_dead=True), run, "take a run out of the queue")
+            app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
+            return
         app.post_message(messages.Failed(f"{run.name} was not cancelled", tuple(str(error).splitlines())))
     except OSError as error:
         app.post_message(messages.Failed(f"{run.name} could not be cancelled", (f"{run.path}: {error.strerror}",)))

@@ -11,14 +11,18 @@ import msgspec
 import pytest
 
 from so_tui.launch import stop
+from so_tui.launch.admission import refuse_start
 from so_tui.launch.current import current_state, queue_text
 from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError
 from so_tui.launch.executors.slurm.executor import SlurmExecutor, Submission, read_submission, write_submission
+from so_tui.launch.starter import new_token, record_token
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
+from so_tui.runs.deletion import delete_run
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
+from so_tui.spec import InputError
 from tests.support.launching import tiny
 
 SUBMITTED = Submission(job_id="7", cluster="here", partition="gh", site="generic", poll_s=30, submitted=0.0, planned_for="login")
@@ -188,6 +192,37 @@ def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(run: RunDirec
     assert current_state(run).state == "queued"  # sbatch may still be at work
     write_submission(run, 1, msgspec.structs.replace(now, submitted=now.submitted - 120))
     assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
+
+
+def test_a_queued_run_whose_scheduler_is_gone_ends_by_the_users_word(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should its job start all the same, it is refused."""
+
+    def gone() -> str:
+        raise SlurmError("scontrol is not installed here")
+
+    monkeypatch.setattr(commands, "cluster_name", gone)
+    with pytest.raises(InputError) as caught:
+        stop(run)
+    assert [problem.code for problem in caught.value.problems] == ["run-may-be-live"]
+    assert read_state(run).state == "queued"
+    assert stop(run, assume_dead=True).state == "stopped"
+    token = new_token()
+    record_token(run, 1, token)
+    with pytest.raises(InputError) as caught:
+        refuse_start(run, 1, read_state(run), token)
+    assert [problem.code for problem in caught.value.problems] == ["attempt-already-started"]
+    delete_run(run)
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("ahead_s", [-5.0, 5.0])
+def test_a_node_whose_clock_is_seconds_off_gets_the_schedulers_reason(
+    ahead_s: float, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = time.time() + ahead_s
+    write_state(run, RunState(name=run.name, state="failed", attempt=1, host="n1", code=OutcomeCode.RANK_LOST, ended=ended))
+    answer(monkeypatch, Job(id="7", state="PREEMPTED", folder=folder_of(run)))
+    assert current_state(run).code == OutcomeCode.PREEMPTED
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:

@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from so_tui.launch.attempt_files import read_launch
 from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError
@@ -82,19 +83,21 @@ class SlurmExecutor:
 
     def start(self, run: RunDirectory, attempt: int, token: str) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
-        plan = decode_json(read_own(run.plan_path(attempt)), Plan)
+        machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
+        planned_for = machine.removeprefix("machine.").removesuffix(".json")
+        launch = read_launch(run, attempt, planned_for)
+        plan = launch.plan
         name, site = site_of(plan.spec)
         script = _script(plan, site, run.path, attempt, _checkpoint_s(run))
-        machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
         submission = Submission(
             cluster=commands.cluster_name(),  # without it, nobody could tell later whose job it is
             partition=plan.spec.slurm.partition,
             site=name,
             poll_s=site.poll_s,
             submitted=time.time(),
-            planned_for=machine.removeprefix("machine.").removesuffix(".json"),
+            planned_for=planned_for,
         )
-        before, queued = _enter_queue(run, attempt, script, submission)
+        before, queued = _enter_queue(run, attempt, script, submission, assume_dead=launch.assume_dead)
         try:
             environment = {**os.environ, TOKEN_VARIABLE: token}
             job_id = commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
@@ -186,13 +189,13 @@ def write_submission(run: RunDirectory, attempt: int, submission: Submission) ->
     write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
 
 
-def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submission) -> tuple[RunState, RunState]:
+def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool) -> tuple[RunState, RunState]:
     """Write what the job needs and that the run is queued, and return the states before and after.
 
     Raises:
         SoTuiError: Another start of the run came first.
     """
-    with run_lock(run) as lock:
+    with run_lock(run, assume_dead=assume_dead) as lock:
         before = read_state(run)
         if lock is None or before.state == "queued":
             raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
