@@ -10,6 +10,10 @@ from so_tui.runs.records import GpuSample
 
 T = TypeVar("T")
 _MIB = 2**20
+_THROTTLING = {"power": 0x4, "heat": 0x20 | 0x40, "power-brake": 0x80}
+"""``nvmlClocksEventReason``: the software's power cap; heat, seen by software or hardware; the power supply's brake."""
+_HARDWARE = 0x8
+"""A slowdown by hardware, which comes with its cause where the driver knows it."""
 
 
 class GpuSampler:
@@ -51,37 +55,61 @@ class _Device:
         self._nvml = nvml
         self._index = gpu.index
         self._handle = handle
-        # A GPU on PCIe would report zeros, which look like an idle link.
-        self._link = _LinkCounter(nvml, handle) if gpu.c2c is not False else None
+        self._traffic = _Traffic(nvml, handle, c2c=gpu.c2c is not False)
 
     def sample(self) -> GpuSample:
         nvml, handle = self._nvml, self._handle
         memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-        power_mw = _asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-        to_gpu, to_host = self._link.rates() if self._link else (None, None)
+        module_w, module_limit_w = self._module_power_w()
+        reasons = _asked(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         return GpuSample(
             index=self._index,
             busy_percent=_asked(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
             memory_used_bytes=memory.used if memory else None,
             memory_total_bytes=memory.total if memory else None,
-            power_w=power_mw / 1000 if power_mw is not None else None,
+            power_w=_watts(_asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)),
+            power_limit_w=_watts(_asked(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            module_power_w=module_w,
+            module_power_limit_w=module_limit_w,
             clock_mhz=_asked(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
             temperature_c=_asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            c2c_to_gpu_bytes_per_s=to_gpu,
-            c2c_to_host_bytes_per_s=to_host,
+            throttling=throttling(reasons or 0),
+            **self._traffic.rates(),
         )
 
     def close(self) -> None:
-        if self._link:
-            self._link.close()
+        self._traffic.close()
+
+    def _module_power_w(self) -> tuple[float | None, float | None]:
+        """Return power and limit of the superchip; None where a GPU has a module of its own, and the driver therefore no such figures."""
+        nvml, scope = self._nvml, self._nvml.NVML_POWER_SCOPE_MODULE
+        wanted = [(nvml.NVML_FI_DEV_POWER_INSTANT, scope), (nvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, scope)]
+        values = _asked(nvml, nvml.nvmlDeviceGetFieldValues, self._handle, wanted) or ()
+        power, limit = (*(_watts(value.value.uiVal or None) if value.nvmlReturn == 0 else None for value in values), None, None)[:2]
+        return power, limit
 
 
-class _LinkCounter:
-    """NVLink-C2C traffic by GPM: the difference of two readings, which the driver converts to MiB/s."""
+def throttling(reasons: int) -> tuple[str, ...]:
+    """Return why a clock is held down, from NVML's event reasons, without those that the user or idleness asked for."""
+    found = tuple(name for name, bits in _THROTTLING.items() if reasons & bits)
+    return found or (("hardware",) if reasons & _HARDWARE else ())
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
+
+class _Traffic:
+    """Bytes over NVLink-C2C and PCIe by GPM: the difference of two readings, which the driver converts to MiB/s."""
+
+    def __init__(self, nvml: Any, handle: Any, *, c2c: bool) -> None:
         self._nvml = nvml
         self._handle = handle
+        self._metrics = {
+            "pcie_to_gpu_bytes_per_s": nvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
+            "pcie_to_host_bytes_per_s": nvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
+        }
+        if c2c:  # a GPU on PCIe would report zeros, which look like an idle link
+            self._metrics |= {
+                "c2c_to_gpu_bytes_per_s": nvml.NVML_GPM_METRIC_C2C_DATA_RX_PER_SEC,
+                "c2c_to_host_bytes_per_s": nvml.NVML_GPM_METRIC_C2C_DATA_TX_PER_SEC,
+            }
         self._readings: list[Any] = []
         support = _asked(nvml, nvml.nvmlGpmQueryDeviceSupport, handle)
         if support is not None and support.isSupportedDevice:
@@ -89,33 +117,37 @@ class _LinkCounter:
             self._readings = readings if all(reading is not None for reading in readings) else []
         self._started = False
 
-    def rates(self) -> tuple[float | None, float | None]:
-        """Return bytes per second (to the GPU, to the host) since the previous call; None if not measured."""
+    def rates(self) -> dict[str, float]:
+        """Return bytes per second since the previous call, by fields of a sample; those that are not measured are absent."""
         if not self._readings:
-            return None, None
+            return {}
         self._readings.reverse()
         newer = self._readings[1]
         if _asked(self._nvml, self._nvml.nvmlGpmSampleGet, self._handle, newer) is None:
-            return None, None
+            return {}
         first, self._started = not self._started, True
-        return (None, None) if first else self._between(*self._readings)
+        return {} if first else self._between(*self._readings)
 
     def close(self) -> None:
         for reading in self._readings:
             _asked(self._nvml, self._nvml.nvmlGpmSampleFree, reading)
         self._readings = []
 
-    def _between(self, older: Any, newer: Any) -> tuple[float | None, float | None]:
+    def _between(self, older: Any, newer: Any) -> dict[str, float]:
         query = self._nvml.c_nvmlGpmMetricsGet_t()
         query.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
         query.sample1, query.sample2 = older, newer
-        query.numMetrics = 2
-        query.metrics[0].metricId = self._nvml.NVML_GPM_METRIC_C2C_DATA_RX_PER_SEC
-        query.metrics[1].metricId = self._nvml.NVML_GPM_METRIC_C2C_DATA_TX_PER_SEC
+        query.numMetrics = len(self._metrics)
+        for metric, number in zip(query.metrics, self._metrics.values(), strict=False):
+            metric.metricId = number
         if _asked(self._nvml, self._nvml.nvmlGpmMetricsGet, query) is None:
-            return None, None
-        received, sent = (metric.value * _MIB if metric.nvmlReturn == 0 else None for metric in query.metrics[:2])
-        return received, sent
+            return {}
+        named = zip(self._metrics, query.metrics, strict=False)
+        return {name: round(metric.value * _MIB) for name, metric in named if metric.nvmlReturn == 0}
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
 
 
 def _asked(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from so_tui.launch.alert_command import MARKER as ALERT_MARKER
+from so_tui.launch.process_loads import is_own, pids
 from so_tui.machine.memory import pss_bytes
 from so_tui.runs.liveness import alive
 from so_tui.runs.process_stat import Stat, read_stat
@@ -34,7 +35,7 @@ _WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py
 
 def send(process: Process, signum: signal.Signals) -> None:
     """Send a signal to the process if it is still the recorded one and this user's. Raises PermissionError if the kernel refuses."""
-    if alive(process) and _is_own(process.pid):
+    if alive(process) and is_own(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signum)
 
@@ -48,7 +49,7 @@ class OwnProcesses:
     def carry(self, markers: frozenset[bytes]) -> bool:
         """Return whether a process carries all of these entries."""
         if self._environs is None:
-            living = (pid for pid in _pids() if _is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive)
+            living = (pid for pid in pids() if is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive)
             self._environs = tuple(map(_environ, living))
         return any(markers <= environ for environ in self._environs)
 
@@ -88,7 +89,7 @@ class ProcessTree:
 
     def scan(self, *, thorough: bool = False) -> None:
         """Find new and ended processes, and reap orphans. ``thorough`` examines every process of the host again."""
-        present = _pids()
+        present = pids()
         self._refresh()
         for pid in _parents_first(present) if thorough else sorted(present - self._seen):
             self._examine(pid)
@@ -162,7 +163,7 @@ class ProcessTree:
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
-        if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living or not _is_own(pid):
+        if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living or not is_own(pid):
             return
         environ = _environ(pid)
         if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
@@ -245,22 +246,10 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
     return "other"
 
 
-def _pids() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
-
-
-def _parents_first(pids: set[int]) -> list[int]:
+def _parents_first(present: set[int]) -> list[int]:
     """Return pids by the start of their processes, because the role of a process follows from its parent's."""
-    stats = ((pid, read_stat(pid)) for pid in pids)
+    stats = ((pid, read_stat(pid)) for pid in present)
     return [pid for _, pid in sorted((stat.start_time, pid) for pid, stat in stats if stat is not None)]
-
-
-def _is_own(pid: int) -> bool:
-    """Return whether a process belongs to this user. One that changed its user, as ``sudo`` does, belongs to that user."""
-    try:
-        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116 (as above)
-    except OSError:
-        return False
 
 
 def _command(pid: int) -> tuple[str, ...]:

@@ -1,24 +1,31 @@
-"""Samples of the host that trains, once a second: the load of each core, the memory of each NUMA node, and the GPUs.
+"""Samples of the host that trains, once a second: the load of each core, the memory of each NUMA node, the GPUs, and who else computes.
 
 Everything comes from a few small files and NVML calls, because sampling 288 cores must cost far less than one percent of one core.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
 
 from so_tui.launch.gpu_sampler import GpuSampler
 from so_tui.launch.high_water import HighWater
+from so_tui.launch.process_loads import ProcessLoads
 from so_tui.launch.processes import ProcessTree
 from so_tui.machine.memory import caught_up, sole_memory_node
 from so_tui.machine.types import Machine, NumaNode
-from so_tui.runs.records import NodeSample, Sample
+from so_tui.runs.records import ForeignProcess, NodeSample, Sample
+from so_tui.runs.rollup import MOST_FOREIGN
 
 MEMORY_INTERVAL_S = 10.0
-_MEMORY_COST_SHARE = 1 / 500
-"""Reading PSS walks the run's page tables, which is slow for hundreds of GB. Its interval grows so that it stays below this share."""
+_COST_SHARE = 1 / 500
+"""Reading PSS walks the run's page tables, which is slow for hundreds of GB, and naming foreign processes reads all processes. Their
+intervals grow so that each stays below this share of a core."""
+FOREIGN_INTERVAL_S = 5.0
+_FOREIGN_CORES = 0.5
+"""Cores that other processes keep busy before they are looked for: reading every process is slow on a host with thousands."""
 _MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
 
 
@@ -38,6 +45,9 @@ class Sampler:
         self._high_water = HighWater()
         self._memory_bytes: int | None = None
         self._memory_due = 0.0
+        self._loads = ProcessLoads()
+        self._foreign: tuple[ForeignProcess, ...] = ()
+        self._foreign_due = 0.0
 
     def sample(self) -> Sample:
         """Take a sample."""
@@ -47,17 +57,21 @@ class Sampler:
         spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
         if now >= self._memory_due:
             self._read_memory(now)
+        nodes = tuple(self._node_sample(node, before, cpu) for node in self._nodes)
+        run_cpu_s = self._tree.cpu_s()
+        self._read_foreign(now, sum(sum(node.cores) for node in nodes) / 100 - run_cpu_s / max(interval_s, 1e-3))
         peak = self._high_water.read(self._tree.alive)  # before the GPUs, which may answer late while they start
         return Sample(
             attempt=self._attempt,
             time=time.time(),
             interval_s=round(interval_s, 3),
-            nodes=tuple(self._node_sample(node, before, cpu) for node in self._nodes),
+            nodes=nodes,
             gpus=self._gpus.sample(),
-            run_cpu_s=round(self._tree.cpu_s(), 3),
+            run_cpu_s=round(run_cpu_s, 3),
             run_memory_bytes=self._memory_bytes,
             run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
+            foreign=self._foreign,
         )
 
     def close(self) -> None:
@@ -67,8 +81,17 @@ class Sampler:
     def _read_memory(self, now: float) -> None:
         started = time.process_time()
         self._memory_bytes = self._tree.memory_bytes()
-        cost_s = time.process_time() - started
-        self._memory_due = now + max(MEMORY_INTERVAL_S, cost_s / _MEMORY_COST_SHARE)
+        self._memory_due = now + max(MEMORY_INTERVAL_S, (time.process_time() - started) / _COST_SHARE)
+
+    def _read_foreign(self, now: float, busy_cores: float) -> None:
+        """Name the other processes if they keep ``busy_cores`` busy, which takes two readings."""
+        if busy_cores < _FOREIGN_CORES:
+            self._loads, self._foreign, self._foreign_due = ProcessLoads(), (), 0.0
+        elif now >= self._foreign_due:
+            started = time.process_time()
+            ours = {process.pid for process in self._tree.alive} | {os.getpid()}
+            self._foreign = self._loads.read(without=ours)[:MOST_FOREIGN]
+            self._foreign_due = now + max(FOREIGN_INTERVAL_S, (time.process_time() - started) / _COST_SHARE)
 
     def _node_sample(self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> NodeSample:
         memory = read_node_memory(self._root, node.id, sole=node.id == self._sole_memory_node)

@@ -183,8 +183,8 @@ class NodeSample(Struct, frozen=True, kw_only=True):
     file_cache_bytes: int
 
 
-class GpuSample(Struct, frozen=True, kw_only=True):
-    """Load of one GPU; None where the driver does not report a value."""
+class GpuSample(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Load of one GPU; None, and absent from files, where the driver does not report a value."""
 
     index: int
     busy_percent: int | None = None
@@ -195,6 +195,29 @@ class GpuSample(Struct, frozen=True, kw_only=True):
     temperature_c: int | None = None
     c2c_to_gpu_bytes_per_s: float | None = None
     c2c_to_host_bytes_per_s: float | None = None
+    pcie_to_gpu_bytes_per_s: float | None = None
+    pcie_to_host_bytes_per_s: float | None = None
+    power_limit_w: float | None = None
+    """What the driver enforces."""
+    module_power_w: float | None = None
+    """Of the whole superchip: on Grace Hopper, CPU and GPU share one limit."""
+    module_power_limit_w: float | None = None
+    throttling: tuple[str, ...] = ()
+    """Why its clock is held below what it could be: ``power``, ``heat``, ``power-brake``, ``hardware``; newer versions may have more."""
+
+
+class ForeignProcess(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process that computes on the host and does not belong to the run."""
+
+    pid: int
+    name: str
+    """As the kernel has it, at most 15 bytes. Its owner chose it."""
+    cores: float
+    """CPU seconds per second."""
+    cpu: int | None = None
+    """The CPU that it ran on last."""
+    own: bool = False
+    """Whether it belongs to the user of the run."""
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -213,6 +236,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     run_memory_peak_bytes: int | None = None
     """Peak memory of the run's processes so far, from the kernel's high-water marks, which include peaks of any length."""
     supervisor_cpu_s: float = 0.0
+    foreign: tuple[ForeignProcess, ...] = ()
+    """The busiest other processes, looked for less often than each second and only while others compute; the busiest first."""
 
 
 class Rollup(Struct, frozen=True, kw_only=True):

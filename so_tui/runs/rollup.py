@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from so_tui.runs.records import GpuSample, NodeSample, Rollup, Sample
+from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Rollup, Sample
 
 Weighted = list[tuple[Any, int]]
 """Values with their numbers of samples."""
 Combine = Callable[[Weighted], Any]
 
-_GPU_FIELDS = tuple(field.name for field in msgspec.structs.fields(GpuSample) if field.name != "index")
+_GPU_FIELDS = tuple(field.name for field in msgspec.structs.fields(GpuSample) if field.name not in ("index", "throttling"))
+MOST_FOREIGN = 3
+"""Foreign processes of a sample."""
 
 
 def single(sample: Sample) -> Rollup:
@@ -25,7 +27,8 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
     """Combine consecutive roll-ups (at least one) into one.
 
     The mean is weighted by samples; its ``interval_s`` and CPU seconds are sums over the interval. The peak takes the maximum of every
-    value separately; its CPU seconds are those of the busiest part, scaled to the interval.
+    value separately; its CPU seconds are those of the busiest part, scaled to the interval. Both name every reason for throttling, and the
+    busiest foreign processes.
     """
     weights = [part.samples for part in parts]
     means, peaks = [part.mean for part in parts], [part.peak for part in parts]
@@ -63,6 +66,7 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
             for gpu in newest.gpus
         ),
         run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
+        foreign=_busiest(process for sample in samples for process in sample.foreign),
     )
 
 
@@ -80,7 +84,14 @@ def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
 
 def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
     combined = {name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus]) for name in _GPU_FIELDS}
-    return GpuSample(index=gpus[-1][0].index, **combined)
+    reasons = sorted({reason for gpu, _ in gpus for reason in gpu.throttling})
+    return GpuSample(index=gpus[-1][0].index, throttling=tuple(reasons), **combined)
+
+
+def _busiest(processes: Iterable[ForeignProcess]) -> tuple[ForeignProcess, ...]:
+    """Return each process once, when it was busiest."""
+    ascending = sorted(processes, key=lambda process: process.cores)
+    return tuple(sorted({process.pid: process for process in ascending}.values(), key=lambda process: -process.cores)[:MOST_FOREIGN])
 
 
 def _mean(values: Weighted) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.gpu_sampler import GpuSampler
+from so_tui.launch.gpu_sampler import GpuSampler, throttling
+from so_tui.launch.process_loads import LEAST_CORES, ProcessLoads
 from so_tui.launch.processes import ProcessTree, role_of
 from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory
 from so_tui.machine import inspect_machine
@@ -84,6 +85,30 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     assert [process.pid for process in tree.gone] == [child.pid]
 
 
+def test_other_processes_that_compute_are_named() -> None:
+    program = "import ctypes\nctypes.CDLL(None).prctl(15, b'a (b) c')\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program]) as child:
+        loads = ProcessLoads()
+        assert loads.read() == (), "a first reading has nothing to compare with"
+        deadline = time.monotonic() + 10
+        while not (found := [load for load in loads.read() if load.pid == child.pid]) and time.monotonic() < deadline:
+            pass
+        ours = {load.pid for load in loads.read(without={child.pid})}
+        child.kill()
+    assert [(load.name, load.own) for load in found] == [("a (b) c", True)]
+    assert found[0].cores >= LEAST_CORES
+    assert found[0].cpu in read_cpu_times()
+    assert child.pid not in ours
+
+
+@pytest.mark.parametrize(
+    ("reasons", "named"),
+    [(0, ()), (0x1 | 0x2 | 0x10, ()), (0x4, ("power",)), (0x8 | 0x40, ("heat",)), (0x8 | 0x80, ("power-brake",)), (0x8, ("hardware",))],
+)
+def test_reasons_for_throttling(reasons: int, named: tuple[str, ...]) -> None:
+    assert throttling(reasons) == named
+
+
 @pytest.mark.gpu
 def test_gpus_are_sampled() -> None:
     gpus = inspect_machine().gpus
@@ -97,6 +122,9 @@ def test_gpus_are_sampled() -> None:
         assert sample.busy_percent is not None
         assert sample.memory_used_bytes is not None
         assert sample.power_w is not None
+        assert sample.power_limit_w is not None
+        assert sample.pcie_to_gpu_bytes_per_s is not None
+        assert (sample.module_power_w is not None) <= bool(gpu.c2c)
         assert (sample.c2c_to_gpu_bytes_per_s is not None) == bool(gpu.c2c)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.runs import RunDirectory, RunReader, SampleWriter
-from so_tui.runs.records import GpuSample, NodeSample, Sample
+from so_tui.runs.codec import decode_sample, encode_line
+from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Rollup, Sample
 from so_tui.runs.rollup import roll_up, single
 from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader
 
@@ -91,16 +93,49 @@ def test_the_size_limits_cover_hours_and_weeks_of_a_big_machine(run: RunDirector
         for i in range(4)
     )
     gpu = GpuSample(
-        busy_percent=99, memory_used_bytes=98765432109, memory_total_bytes=98765432109, power_w=654.321, clock_mhz=1755, index=0
+        index=0,
+        busy_percent=99,
+        memory_used_bytes=98765432109,
+        memory_total_bytes=98765432109,
+        clock_mhz=1755,
+        temperature_c=58,
+        **dict.fromkeys(("power_w", "power_limit_w", "module_power_w", "module_power_limit_w"), 654.321),
+        **dict.fromkeys(("c2c_to_gpu_bytes_per_s", "c2c_to_host_bytes_per_s"), 123456789012),
+        **dict.fromkeys(("pcie_to_gpu_bytes_per_s", "pcie_to_host_bytes_per_s"), 12345678901),
+        throttling=("power",),
     )
+    foreign = ForeignProcess(pid=1234567, name="x" * 15, cores=123.45, cpu=287)
     writer = SampleWriter(run, "node1")
-    big = Sample(attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4)
+    big = Sample(attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4, foreign=(foreign,) * 3)
     writer.append(big)
     writer.close()
     sizes = {resolution.stem: (run.samples_dir("node1") / f"{resolution.stem}000001.jsonl").stat().st_size for resolution in RESOLUTIONS}
     assert sum(resolution.cap_bytes for resolution in RESOLUTIONS) < 100_000_000
-    assert RESOLUTIONS[0].cap_bytes / sizes["raw-"] > 2.5 * 3600
-    assert RESOLUTIONS[-1].cap_bytes / sizes["600s-"] * 600 > 4 * 7 * 86400
+    assert RESOLUTIONS[0].cap_bytes / sizes["raw-"] > 2 * 3600
+    assert RESOLUTIONS[-1].cap_bytes / sizes["600s-"] * 600 > 3 * 7 * 86400
+
+
+def test_a_rollup_names_every_reason_for_throttling_and_the_busiest_foreign_processes() -> None:
+    def at(second: int, reasons: tuple[str, ...], **cores: float) -> Rollup:
+        gpu = GpuSample(index=0, clock_mhz=1000 + second, throttling=reasons)
+        foreign = tuple(ForeignProcess(pid=len(name), name=name, cores=load) for name, load in cores.items())
+        return single(msgspec.structs.replace(sample(second), gpus=(gpu,), foreign=foreign))
+
+    whole = roll_up([at(0, ("heat",), a=1.0, bb=2.0), at(1, (), a=3.0, ccc=0.5, dddd=0.2), at(2, ("heat", "power"))])
+    for part in (whole.mean, whole.peak):
+        assert part.gpus[0].throttling == ("heat", "power")
+        assert [(process.name, process.cores) for process in part.foreign] == [("a", 3.0), ("bb", 2.0), ("ccc", 0.5)]
+    assert (whole.mean.gpus[0].clock_mhz, whole.peak.gpus[0].clock_mhz) == (1001, 1002)
+
+
+def test_what_a_gpu_does_not_report_is_not_written() -> None:
+    gpu = GpuSample(index=0, busy_percent=0)
+    line = encode_line(msgspec.structs.replace(sample(0), gpus=(gpu,), run_memory_bytes=1, run_memory_peak_bytes=1))
+    assert b"null" not in line
+    assert b"power" not in line
+    found = decode_sample(line)
+    assert found is not None
+    assert found.gpus == (gpu,)
 
 
 def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
