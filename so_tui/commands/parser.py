@@ -229,11 +229,41 @@ def _add_run_commands(commands: _Commands) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
     export = add("export", "runs:export", "write a run's last checkpoint as a Hugging Face folder")
     export.add_argument("--to", metavar="DIR", help="folder to write (default: RUN/export)")
+    _add_generate(commands)
     text = "supervise a run's processes (started by `run`, not by hand)"
     supervise = commands.add("supervise", "run:supervise", text)
     supervise.add_argument("run", metavar="RUN")
     supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
     supervise.add_argument("--in-job", action="store_true", help="plan for this node of a scheduler's job first")
+
+
+def _add_generate(commands: _Commands) -> None:
+    json, _, runs_dir, *_ = commands.options
+    text = "let a run's last checkpoint or an exported folder answer prompts, and its base model beside it"
+    generate = commands.add("generate", "generate:generate", text, json, runs_dir)
+    _add_model_options(generate)
+    text = "what to answer; may be repeated (default: standard input)"
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the layout of a conversation")
+
+
+def _add_model_options(command: argparse.ArgumentParser) -> None:
+    """Add which model is asked, and how it answers."""
+    text = "a run's name or folder, an exported or other model's folder, or `latest` (the default)"
+    command.add_argument("model", nargs="?", default="latest", metavar="RUN|FOLDER", help=text)
+    command.add_argument("--compare", action="store_true", help="also ask the model that the training began with")
+    command.add_argument("--base", default="", metavar="MODEL", help="folder or hub id of the model to compare with; implies --compare")
+    command.add_argument("--system", default="", metavar="TEXT", help="system message")
+    text = "what logits are divided by; 0 always takes the most probable token (default %(default)g)"
+    command.add_argument("--temperature", type=number_from(0, 5), default=0.7, metavar="T", help=text)
+    text = "choose among the most probable tokens that together have this probability (default %(default)g)"
+    command.add_argument("--top-p", type=number_from(0.001, 1), default=0.95, metavar="P", help=text)
+    text = "longest answer (default %(default)d)"
+    command.add_argument("--max-tokens", type=integer_from(1, 32_768), default=256, metavar="N", help=text)
+    text = "the same seed gives the same answers (default %(default)d)"
+    command.add_argument("--seed", type=integer_from(0, 2**32 - 1), default=0, metavar="N", help=text)
+    text = "where to compute; `auto` takes a GPU that has the memory free (default)"
+    command.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help=text)
 
 
 def _add_records_commands(commands: _Commands, add: Callable[..., argparse.ArgumentParser]) -> None:

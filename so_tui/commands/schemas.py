@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from so_tui.commands.calibrate import Measured
 from so_tui.commands.compare import ComparedRuns
+from so_tui.commands.generate import Generated
 from so_tui.commands.machine import Findings, KnownMachines
 from so_tui.commands.presets import AddedPreset, Presets
 from so_tui.commands.published import PublishedFigures
@@ -47,6 +48,7 @@ _TYPES = {
     "run-detach": StartedRun,
     "runs": Runs,
     "compare": ComparedRuns,
+    "generate": Generated,
     "note": RunNotes,
     "settings": ShownSettings,
     "settings-file": Settings,

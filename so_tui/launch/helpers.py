@@ -83,41 +83,74 @@ class Cancel:
             self._process.terminate()
 
 
-def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None) -> Iterator[dict[str, Any]]:
-    """Run a helper process that reports progress, and yield its JSON lines as they come.
+class ToolProcess:
+    """A helper process that answers in lines, and may be asked more than once. Close it in the end."""
 
-    Closing the iterator ends the process, as ``cancel`` does; a cancelled iterator just ends. Raises the errors of ``call_tool``.
-    """
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(
+    def __init__(self, name: str, cancel: Cancel | None = None) -> None:
+        """Start the helper.
+
+        Args:
+            name: Its module.
+            cancel: Ends it from another thread; its answers then just end.
+        """
+        self._name, self._cancel = name, cancel
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `close` closes it
+        self._process = subprocess.Popen(
             _argv(name),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=self._errors,
             text=True,
             errors="replace",
             env=_environment(),
             bufsize=1,
         )
         if cancel is not None:
-            cancel.started(process)
-        assert process.stdin is not None
-        assert process.stdout is not None
+            cancel.started(self._process)
+
+    def send(self, request: str) -> None:
+        """Send a request, as JSON without line ends. A helper that has ended is found out by ``answers``."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{request}\n")
+            self._process.stdin.flush()
+
+    def end_requests(self) -> None:
+        """Tell the helper that no request follows."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """Yield the answers as they come, until the helper ends. Raises the errors of ``call_tool``."""
+        assert self._process.stdout is not None
         line = ""
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it ended immediately: its exit code and its output say why
-                process.stdin.write(json.dumps(request))
-                process.stdin.close()
-            for line in process.stdout:
-                yield _decoded(name, line)
-            if process.wait() != 0 and not (cancel is not None and cancel.requested):
-                errors.seek(0)
-                raise _failed(name, process.returncode, line, errors.read())
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            process.stdout.close()
+        for line in self._process.stdout:
+            yield _decoded(self._name, line)
+        if self._process.wait() != 0 and not (self._cancel is not None and self._cancel.requested):
+            self._errors.seek(0)
+            raise _failed(self._name, self._process.returncode, line, self._errors.read())
+
+    def close(self) -> None:
+        """End the helper."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self.end_requests()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+
+
+def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None) -> Iterator[dict[str, Any]]:
+    """Run a helper process that reports progress, and yield its JSON lines as they come.
+
+    Closing the iterator ends the process, as ``cancel`` does; a cancelled iterator just ends. Raises the errors of ``call_tool``.
+    """
+    with contextlib.closing(ToolProcess(name, cancel)) as process:
+        process.send(json.dumps(request))
+        process.end_requests()
+        yield from process.answers()
 
 
 def problem_of(entry: dict[str, Any]) -> Problem:

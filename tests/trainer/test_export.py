@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from so_tui.runs import RunDirectory, create_run
+from so_tui.runs import create_run
 from so_tui.runs.manifest import run_id
-from so_tui.spec import InputError, RunSpec
-from so_tui_trainer.checkpoint import Manifest, optimizer_folder
+from so_tui.spec import InputError
 from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
-from so_tui_trainer.model.build import PREFIX, load_config
+from so_tui_trainer.model import whole
+from so_tui_trainer.model.build import load_config
 from so_tui_trainer.tools.export import export_run
-from superoffload import checkpoint as on_disk
-from superoffload.sub_groups import SubGroupState
 from tests.support.launching import tiny
+from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
 from tests.support.models import ONE_OF_EACH, causal_model, load_pretrained, scaled_down
 from tests.support.problems import refusal
 
@@ -142,62 +141,15 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     assert [str(warning.message) for warning in warned if "transformers" in warning.filename] == []
     assert not any(info.values()), info
     assert loaded.dtype == torch.bfloat16
+    written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
     # Not model.bfloat16(), which rounds the frequencies of the rotary embedding too.
     expected: Any = causal_model(loaded.config, dtype=torch.bfloat16)
     expected.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
     ids = torch.arange(5, 69)[None]
     with torch.no_grad():
-        logits, wanted = (each.eval()(input_ids=ids).logits for each in (loaded, expected))
+        logits, wanted, from_checkpoint = (each.eval()(input_ids=ids).logits for each in (loaded, expected, written))
     assert torch.equal(logits, wanted)
-
-
-def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5, run: str = "") -> None:
-    """What two ranks that trained the model would have saved, as far as an export reads it."""
-    ranks, named = 2, [(f"{PREFIX}{name}", parameter.detach()) for name, parameter in model.named_parameters()]
-    groups = [named[: len(named) // 2], named[len(named) // 2 :]]
-    for rank in range(ranks):
-        states = [
-            SubGroupState("cpu", share, share, lambda share=share: (share, share), lambda first, second: None, 1, lambda step: None)  # type: ignore[misc]
-            for share in shares(groups, rank, ranks)
-        ]
-        members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]
-        manifest = on_disk.Manifest(
-            deepspeed="0.19.8",
-            mode="gpu",
-            engine="deepspeed",
-            ratio=0.0,
-            rank=rank,
-            ranks=ranks,
-            sub_groups=on_disk.records(states, members),
-        )
-        file = on_disk.StatesFile(optimizer_folder(folder), manifest)
-        for index, state in enumerate(states):
-            file.write(index, on_disk.tensors_of(state))
-        file.finish()
-    saved = Manifest(
-        run=run,
-        step=step,
-        total_steps=step,
-        ranks=ranks,
-        consumed_sequences=10,
-        useful_tokens=0,
-        trained_tokens=0,
-        data="",
-        last_loss=None,
-        spec=spec,
-    )
-    (folder / "checkpoint.json").write_bytes(msgspec.json.encode(saved))
-
-
-def shares(groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int) -> Iterator[torch.Tensor]:
-    """This rank's part of every sub-group, flat, each parameter padded to a multiple of the ranks."""
-    for group in groups:
-        parts = []
-        for _, parameter in group:
-            flat = parameter.flatten()
-            share = -(-len(flat) // ranks)
-            parts.append(torch.cat([flat, flat.new_zeros(share * ranks - len(flat))])[rank * share : (rank + 1) * share])
-        yield torch.cat(parts)
+    assert torch.equal(from_checkpoint, wanted)
 
 
 def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
@@ -222,16 +174,6 @@ def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export
     assert made.eos_token_id == [7, 1, STOP_ID]
     (base / "generation_config.json").unlink()
     assert exported(base, tmp_path).eos_token_id == STOP_ID
-
-
-def run_with_checkpoints(folder: Path, *steps: int) -> RunDirectory:
-    """A run of the embedded model, its checkpoints such that they are proven readable."""
-    spec = tiny(data__sequence_length="128")
-    run = create_run(spec, folder)
-    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    for step in steps:
-        checkpoint_of(model, spec, run.checkpoints_dir / f"step-{step:06d}", step, run_id(run))
-    return run
 
 
 def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer_one(tmp_path: Path) -> None:

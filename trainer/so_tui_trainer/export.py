@@ -16,6 +16,7 @@ from msgspec import Struct
 import so_tui
 import superoffload
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, resolve_source
+from so_tui.trust.decoding import read_json
 from so_tui.trust.ownership import Distrust, distrust_of_folder
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
@@ -30,13 +31,31 @@ if TYPE_CHECKING:
 _MARKER_NAME = "so_tui_export.json"
 
 
-class ExportMarker(Struct, frozen=True, kw_only=True):
+class ExportMarker(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """File in every export, which says what it was made from and that it may be replaced. Other model folders do not have it."""
 
     run: str
     step: int
     version: str
     """Version of so-tui."""
+    base: str = ""
+    """Hub id or folder of the model whose weights the training began with; empty if they were random."""
+    revision: str = ""
+    """Of the base model on the hub."""
+
+
+def read_marker(folder: Path) -> ExportMarker | None:
+    """Return what an export says about itself; None if the folder is no export, or says it in a way that cannot be read."""
+    try:
+        return read_json(folder / _MARKER_NAME, ExportMarker)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def marker_of(run_name: str, step: int, model: ModelSpec) -> ExportMarker:
+    """Return the marker of an export."""
+    base, revision = (model.id, model.revision) if model.weights == "pretrained" else ("", "")
+    return ExportMarker(run=run_name, step=step, version=so_tui.__version__, base=base, revision=revision)
 
 
 def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
@@ -67,13 +86,11 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
     state = weights(checkpoint, shapes)
-    if missing := shapes.keys() - state.keys():
-        raise _does_not_fit(checkpoint, f"lacks {', '.join(sorted(missing)[:5])}")
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)
     model.generation_config = generation_config(spec.model, config, tokenizer)
-    with replacing(folder, ExportMarker(run=run_name, step=manifest.step, version=so_tui.__version__)) as partial:
+    with replacing(folder, marker_of(run_name, manifest.step, spec.model)) as partial:
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
     return sum(path.stat().st_size for path in folder.iterdir())
@@ -105,6 +122,8 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, tor
         if name not in shapes or shapes[name].numel() != len(master):
             raise _does_not_fit(checkpoint, f"has {len(master)} elements for {name}, which are not the model's")
         found[name] = master.to(torch.bfloat16).view(shapes[name])
+    if missing := shapes.keys() - found.keys():
+        raise _does_not_fit(checkpoint, f"lacks {', '.join(sorted(missing)[:5])}")
     return found
 
 

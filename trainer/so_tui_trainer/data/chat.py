@@ -22,6 +22,8 @@ Span = tuple[int, int]
 """Start and end (exclusive) in the rendered text, in characters."""
 _CALLED = "so_tui_called_this"
 """Placeholder for the name of a tool. Letters only, since templates may write names as JSON or as plain text."""
+_ANSWER_HEADING = "### Response:\n"
+"""Of the Alpaca layout."""
 
 
 class Segment(NamedTuple):
@@ -134,6 +136,17 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
     return [Segment("".join(part.text for part in parts), any(part.trained for part in parts))] if loss == "all" else parts
 
 
+def question(chat: Chat, conversation: Conversation) -> str:
+    """Return a conversation as the text that a model is to continue with its next answer, as ``segments`` writes it for training.
+
+    Raises:
+        TemplateError: The template rejects the conversation.
+    """
+    if chat.templated:
+        return chat.render(conversation, ask=True)
+    return "".join(part.text for part in _alpaca(chat, conversation, frozenset())) + _ANSWER_HEADING
+
+
 def _without_stop_token(chat: Chat, message: Message) -> Message:
     """Remove a stop token that the data already have, so that it is not trained twice."""
     said = message.content.rstrip()
@@ -146,7 +159,7 @@ def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> 
     for index, message in enumerate(conversation):
         if message.role == "assistant":
             said = index in answers and bool(message.content.strip())
-            parts += [Segment("### Response:\n", False), Segment(message.content + chat.end, said)]
+            parts += [Segment(_ANSWER_HEADING, False), Segment(message.content + chat.end, said)]
             if index + 1 < len(conversation):
                 parts.append(Segment("\n\n", False))
         elif message.role in ("system", "developer"):

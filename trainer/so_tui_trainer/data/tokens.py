@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from so_tui.plan import workload
 from so_tui.plan.types import Workload
-from so_tui.spec import InputError, Problem, RunSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.types import DataSpec
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import cache
@@ -40,17 +40,22 @@ _NO_FILES = "Name one in `model.tokenizer`, or put the model's tokenizer files i
 
 
 def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a spec.
+    """Load the tokenizer of a spec, as ``tokenizer_of`` does."""
+    return tokenizer_of(spec.model)
+
+
+def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
 
     Raises:
         InputError: It cannot be loaded, or its folder has no tokenizer files.
     """
     from transformers import AutoTokenizer
 
-    name = resolve_source(spec.model.tokenizer or spec.model.id)
-    field, revision = ("model.tokenizer", "main") if spec.model.tokenizer else ("model.id", spec.model.revision)
+    name = resolve_source(model.tokenizer or model.id)
+    field, revision = ("model.tokenizer", "main") if model.tokenizer else ("model.id", model.revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=spec.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = first_line(error)
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."

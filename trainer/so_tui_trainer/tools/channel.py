@@ -1,4 +1,4 @@
-"""How a helper process answers: one request on stdin, lines of JSON on stdout, everything else on stderr."""
+"""How a helper process answers: a request on stdin, or one in each line; lines of JSON on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
     Returns:
         The exit code.
     """
+    return serve_lines(lambda lines: work(json.loads("".join(lines))))
+
+
+def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
+    """Answer requests on stdin as they come, one in each line; otherwise like ``serve``."""
     # Libraries print to stdout, which is reserved for answers.
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     code = 0
     try:
-        for answer in work(json.load(sys.stdin)):
+        for answer in work(iter(sys.stdin.readline, "")):
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
     except (SoTuiError, OffloadError) as error:

@@ -1,0 +1,186 @@
+"""How tokens are chosen and become text, when an answer ends, and what a model is given to answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from so_tui.spec import ModelSpec
+from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
+from so_tui_trainer.data.chat import Chat, chat_of, segments
+from so_tui_trainer.data.encoding import Encoder, leading_ids
+from so_tui_trainer.data.rows import TEXT, Message
+from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.export import marker_of
+from so_tui_trainer.generation import Detokenizer, Writer, Written, next_token, prompt_ids, stop_tokens
+from so_tui_trainer.model import whole
+from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.whole import placed
+from so_tui_trainer.tools.generate import base_of, in_turn
+from tests.support.launching import tiny
+from tests.support.models import causal_model
+from tests.support.problems import refusal
+
+GREEDY = Sampling(temperature=0, max_tokens=12)
+ASKED = Prompt(turns=(Turn("system", "Be brief."), Turn("user", "Add 2 and 3.")))
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return chat_of(load_tokenizer(tiny()))
+
+
+@pytest.fixture(scope="module")
+def templated() -> Chat:
+    tokenizer: Any = load_tokenizer(tiny())
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|bos|>{{ message.role + ': ' + message.content + '<|eos|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|bos|>assistant: {% endif %}"
+    )
+    return chat_of(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def causal() -> PreTrainedModel:
+    torch.manual_seed(1)
+    return placed(causal_model(shape(num_hidden_layers=2, max_position_embeddings=64, initializer_range=0.3)), torch.device("cpu"))
+
+
+def shape(**changes: object) -> Any:
+    """The embedded model's configuration, changed."""
+    model = tiny().model
+    return load_config(msgspec.structs.replace(model, config=model.config | changes))
+
+
+def written(parts: Iterator[str | Written]) -> Written:
+    *pieces, last = parts
+    assert isinstance(last, Written)
+    assert "".join(map(str, pieces)) == last.text
+    return last
+
+
+def test_tokens_are_drawn_from_the_most_probable_ones() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
+    source = torch.Generator().manual_seed(0)
+
+    def drawn(**changes: float) -> Counter[int]:
+        sampling = Sampling(temperature=changes.get("temperature", 1.0), top_p=changes.get("top_p", 1.0))
+        return Counter(next_token(logits, sampling, source) for _ in range(2000))
+
+    assert set(drawn(temperature=0)) == {1}
+    everything = drawn()
+    assert [everything[token] / 2000 for token in range(4)] == pytest.approx([0.1, 0.4, 0.3, 0.2], abs=0.05)
+    assert set(drawn(top_p=0.65)) == {1, 2}
+    assert set(drawn(top_p=0.01)) == {1}
+    assert drawn(temperature=0.2)[1] > everything[1]
+
+
+def test_text_comes_in_whole_characters(chat: Chat) -> None:
+    text = "Grüße an 日本 and 🙂, then\n\n  indented text."
+    detokenizer = Detokenizer(chat.tokenizer)
+    pieces = [detokenizer.add(token) for token in chat.tokenizer(text)["input_ids"]]
+    assert "".join(pieces) + detokenizer.rest() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > 10
+
+
+def test_an_unfinished_character_is_given_at_the_end(chat: Chat) -> None:
+    detokenizer = Detokenizer(chat.tokenizer)
+    assert [detokenizer.add(token) for token in chat.tokenizer("🙂")["input_ids"][:2]] == ["", ""]
+    assert detokenizer.rest() == "\ufffd"
+
+
+def test_it_writes_what_transformers_generates(chat: Chat, causal: PreTrainedModel) -> None:
+    writer = Writer(causal, chat, frozenset())
+    answer = written(writer.write(ASKED, GREEDY))
+    ids = torch.tensor([prompt_ids(chat, ASKED)])
+    generate: Any = causal.generate
+    expected = generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, ids.shape[1] :]
+    assert len(set(expected.tolist())) > 4
+    assert answer.text == chat.tokenizer.decode(expected, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert (answer.tokens, answer.ended) == (12, "length")
+
+
+def test_the_seed_decides(chat: Chat, causal: PreTrainedModel) -> None:
+    writer = Writer(causal, chat, frozenset())
+    first, again, other = (written(writer.write(ASKED, Sampling(max_tokens=8, seed=seed))).text for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_when_an_answer_ends(chat: Chat, causal: PreTrainedModel) -> None:
+    tokens = list(itertools.islice(Writer(causal, chat, frozenset())._tokens(prompt_ids(chat, ASKED), GREEDY), 4))
+    assert tokens[3] not in tokens[:3]
+    stopped = written(Writer(causal, chat, frozenset(tokens[3:])).write(ASKED, GREEDY))
+    assert (stopped.tokens, stopped.ended) == (4, "stop")
+    assert stopped.text == chat.tokenizer.decode(tokens[:3], skip_special_tokens=True)
+    writer = Writer(causal, chat, frozenset())
+    full = written(writer.write(Prompt(text="a " * 50), Sampling(temperature=0, max_tokens=500)))
+    assert full.ended == "context"
+    assert full.tokens + len(prompt_ids(chat, Prompt(text="a " * 50))) == 64
+    asked = iter([False, False, True])
+    assert written(writer.write(ASKED, GREEDY, lambda: next(asked)))[1::2] == (2, "cancelled")
+    assert refusal(lambda: list(writer.write(Prompt(text="a " * 400), GREEDY))).code == "prompt-too-long"
+
+
+def test_weights_that_are_not_finite_are_found(chat: Chat) -> None:
+    torch.manual_seed(1)
+    broken = placed(causal_model(shape(num_hidden_layers=1)), torch.device("cpu"))
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    assert refusal(lambda: list(Writer(broken, chat, frozenset()).write(ASKED, GREEDY))).code == "logits-not-finite"
+
+
+@pytest.mark.parametrize("layout", ["chat", "templated"])
+def test_a_question_is_given_as_training_writes_it(layout: str, request: pytest.FixtureRequest) -> None:
+    chat: Chat = request.getfixturevalue(layout)
+    said = [("system", "Be brief."), ("user", "Add 2 and 3."), ("assistant", "They make 5."), ("user", "And 7?"), ("assistant", "12.")]
+    (tokens, trained), *_ = Encoder(chat, "last-turn", 256).encode([segments(chat, tuple(Message(*turn) for turn in said), "last-turn")])
+    asked = Prompt(turns=tuple(Turn(role, content) for role, content in said[:-1]))  # type: ignore[arg-type]
+    leading = [] if chat.templated else leading_ids(chat.tokenizer)
+    context = tokens[: int(np.flatnonzero(trained)[0])].tolist()
+    assert prompt_ids(chat, asked) == [*leading, *context]
+
+
+def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
+    (tokens, _), *_ = Encoder(chat, "all", 256).encode([segments(chat, (Message(TEXT, "Once upon"),), "all")])
+    for each in (chat, templated):
+        assert prompt_ids(each, Prompt(text="Once upon")) == [*leading_ids(chat.tokenizer), *tokens[:-1].tolist()]
+
+
+def test_answers_end_at_any_stop_token_that_is_known(templated: Chat, causal: PreTrainedModel) -> None:
+    eos = templated.tokenizer.eos_token_id
+    assert isinstance(eos, int)
+    assert causal.generation_config is not None
+    causal.generation_config.eos_token_id = [7, eos]
+    assert stop_tokens(templated, causal) == {7, eos}
+
+
+def test_models_write_in_turn() -> None:
+    assert list(in_turn(iter([iter("abc"), iter("12345")]))) == list("a1b2c345")
+
+
+def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> None:
+    """A pickle is a program."""
+    proof = tmp_path / "proof"
+    causal.config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR.")
+    assert refusal(lambda: whole.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code == "model-unreadable"
+    assert not proof.exists()
+
+
+def test_the_base_model_is_what_the_training_began_with() -> None:
+    tuned = ModelSpec(id="owner/model", revision="v2")
+    assert base_of(LoadModel(run="/run"), tuned) == tuned
+    assert base_of(LoadModel(run="/run", base="owner/other"), tuned) == ModelSpec(id="owner/other")
+    assert refusal(lambda: base_of(LoadModel(run="/run"), tiny().model)).code == "base-model-unknown"
+    assert marker_of("run", 5, tuned).base == "owner/model"
+    assert marker_of("run", 5, tiny().model).base == ""

@@ -1,0 +1,234 @@
+"""Let a run's newest checkpoint or an exported model write, and its base model beside it: requests and events of
+``so_tui.spec.generation``, one in each line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec.generation import (
+    Answer,
+    Ask,
+    Cancel,
+    Event,
+    Loaded,
+    LoadModel,
+    ModelFacts,
+    Piece,
+    Progress,
+    Prompt,
+    Rejected,
+    Request,
+    Side,
+)
+from so_tui_trainer.tools import channel
+from so_tui_trainer.tools.checkpoints import refuse_code_of_others, with_newest
+from so_tui_trainer.tools.hub import stay_offline_when_cut_off
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from so_tui_trainer.generation import Writer
+
+Item = TypeVar("Item")
+Other = TypeVar("Other")
+Result = TypeVar("Result")
+Writers = dict[Side, "Writer"]
+
+
+def serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
+    """Load what the first line names, then answer until the input ends.
+
+    Yields:
+        Events.
+
+    Raises:
+        InputError: The model cannot be loaded.
+    """
+    stay_offline_when_cut_off()
+    load = msgspec.json.decode(next(lines), type=LoadModel)
+    writers = yield from _changed(_loading(load), msgspec.to_builtins)
+    requests = Requests(lines)
+    for ask in requests:
+        yield from map(msgspec.to_builtins, answers(writers, ask, requests))
+
+
+def _changed(steps: Generator[Item, None, Result], change: Callable[[Item], Other]) -> Generator[Other, None, Result]:
+    """Yield what ``steps`` yields, changed, and return what it returns."""
+    while True:
+        try:
+            item = next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        yield change(item)
+
+
+class Requests:
+    """The requests, read in a thread, so that one to cancel is seen while an answer is written."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._asks: SimpleQueue[Ask | msgspec.DecodeError | None] = SimpleQueue()
+        self._cancelled = 0
+        self._over = False
+        threading.Thread(target=self._read, args=(lines,), name="requests", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Ask]:
+        while (ask := self._asks.get()) is not None:
+            if isinstance(ask, msgspec.DecodeError):
+                raise ask
+            yield ask
+
+    def cancelled(self, number: int) -> bool:
+        """Return whether nobody waits for an answer any more."""
+        return self._over or number <= self._cancelled
+
+    def _read(self, lines: Iterator[str]) -> None:
+        try:
+            for line in lines:
+                request: Request = msgspec.json.decode(line, type=Request)
+                if isinstance(request, Cancel):
+                    self._cancelled = request.number
+                elif isinstance(request, Ask):
+                    self._asks.put(request)
+        except msgspec.DecodeError as error:
+            self._asks.put(error)
+        finally:
+            self._over = True
+            self._asks.put(None)
+
+
+def answers(writers: Writers, ask: Ask, requests: Requests) -> Iterator[Event]:
+    """Answer all prompts of a request, a token of each in turn.
+
+    Returns:
+        Pieces, and the answers.
+    """
+    return in_turn(_answer(writers[prompt.side], prompt, ask, requests) for prompt in ask.prompts)
+
+
+def _answer(writer: Writer, prompt: Prompt, ask: Ask, requests: Requests) -> Iterator[Event]:
+    try:
+        for part in writer.write(prompt, ask.sampling, lambda: requests.cancelled(ask.number)):
+            if isinstance(part, str):
+                yield Piece(number=ask.number, side=prompt.side, text=part)
+            else:
+                yield Answer(number=ask.number, side=prompt.side, **part._asdict())
+    except InputError as error:
+        yield Rejected(number=ask.number, side=prompt.side, problem=error.problems[0])
+
+
+def in_turn(iterators: Iterator[Iterator[Item]]) -> Iterator[Item]:
+    """Yield an item of each iterator in turn until all are exhausted."""
+    waiting = deque(iterators)
+    while waiting:
+        iterator = waiting.popleft()
+        for item in iterator:
+            yield item
+            waiting.append(iterator)
+            break
+
+
+def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
+    """Load the models of a request."""
+    from so_tui_trainer.data.chat import chat_of
+    from so_tui_trainer.data.tokens import tokenizer_of
+    from so_tui_trainer.generation import Writer, stop_tokens
+    from so_tui_trainer.model import whole
+
+    tuned, model, facts = yield from (_of_run(load) if load.run else _of_folder(load))
+    models: dict[Side, PreTrainedModel] = {"tuned": tuned}
+    known = [facts]
+    if load.compare:
+        base = base_of(load, model)
+        models["base"], its = yield from _of_base(base)
+        known.append(its)
+    chat = chat_of(tokenizer_of(tokenizer_source(load, model)))
+    device = whole.chosen_device(load.device, sum(each.parameters for each in known))
+    stop = stop_tokens(chat, tuned)
+    # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base model may know neither.
+    writers: Writers = {side: Writer(whole.placed(each, device), chat, stop) for side, each in models.items()}
+    yield Loaded(models=tuple(known), device=_name(device), layout=chat.name)
+    return writers
+
+
+def tokenizer_source(load: LoadModel, model: ModelSpec) -> ModelSpec:
+    """Return the model whose tokenizer is used: that of the run, or what is in the folder."""
+    return model if load.run else ModelSpec(id=load.folder)
+
+
+def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
+    """Return the base model: the one that is named, or else the one that the training began with.
+
+    Args:
+        load: The request.
+        model: The trained model, as a run or an export says.
+
+    Raises:
+        InputError: There is none: the training began with random weights, or nothing says with which (``base-model-unknown``).
+    """
+    if load.base:
+        return ModelSpec(id=load.base)
+    if model.weights == "pretrained" and model.id:
+        return model
+    message = "the training began with random weights" if load.run else "nothing in the folder says what the training began with"
+    remedy = "Name a model to compare with: --base FOLDER, or a hub id."
+    raise InputError([Problem(code="base-model-unknown", field="--compare", value="", message=message, remedy=remedy)])
+
+
+def _of_run(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+    from so_tui.runs import RunDirectory, read_spec
+    from so_tui_trainer.model import whole
+
+    run = RunDirectory(Path(load.run))
+    spec = read_spec(run)
+    refuse_code_of_others(run, spec)
+    steps = with_newest(run, spec, "loading", lambda found: (whole.of_checkpoint(found.path, spec), found.manifest.step))
+    causal, step = yield from _changed(steps, lambda answer: Progress(message=str(answer["message"])))
+    return causal, spec.model, ModelFacts(side="tuned", name=run.name, step=step, parameters=whole.parameter_count(causal))
+
+
+def _of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+    from so_tui.trust.ownership import distrust_of_folder
+    from so_tui_trainer.export import read_marker
+    from so_tui_trainer.model import whole
+
+    folder = Path(load.folder)
+    yield Progress(message=f"loading {folder}")
+    causal = whole.of_folder(folder, ModelSpec(id=load.folder))
+    marker = read_marker(folder)
+    base = ModelSpec(id=load.folder, weights="random")
+    if marker is not None and marker.base and distrust_of_folder(folder) is None:  # another user's export does not say what is downloaded
+        base = ModelSpec(id=marker.base, revision=marker.revision or "main")
+    step = marker.step if marker is not None else None
+    return causal, base, ModelFacts(side="tuned", name=folder.name, step=step, parameters=whole.parameter_count(causal))
+
+
+def _of_base(model: ModelSpec) -> Generator[Event, None, tuple[PreTrainedModel, ModelFacts]]:
+    from so_tui_trainer.model import pretrained, whole
+
+    yield Progress(message=f"loading the base model, {model.id}")
+    for line in pretrained.prepare_weights(model):
+        yield Progress(message=line)
+    causal = whole.of_folder(pretrained.weights_folder(model), model)
+    return causal, ModelFacts(side="base", name=model.id, parameters=whole.parameter_count(causal))
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(channel.serve_lines(serve))
