@@ -48,14 +48,15 @@ def validate(arguments: argparse.Namespace) -> int:
         print_rich(f"report: {folder / 'report.md'}")
         if arguments.share:
             print_rich(f"to share, without names of host, user and folders: {folder / SHARED / 'report.md'}")
-    return 1 if any(outcome.state == "failed" for outcome in found.outcomes) else 0
+    return 1 if any(outcome.state in reports.FAILURES for outcome in found.outcomes) else 0
 
 
 def summary(report: Report) -> str:
     """Return what was measured, in a sentence."""
     states = [outcome.state for outcome in report.outcomes]
     text = f"{states.count('measured')} of {len(states)} parts measured"
-    for state, said in (("failed", "failed"), ("left-out", "left out for lack of time: the same command continues")):
+    left_out = "left out for lack of time: the same command continues"
+    for state, said in (("failed", "failed"), ("timed-out", "took too long"), ("left-out", left_out)):
         text += f", {states.count(state)} {said}" if state in states else ""
     return text
 

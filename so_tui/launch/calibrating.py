@@ -19,24 +19,25 @@ from so_tui.plan.calibration import Rates, store
 from so_tui.spec import InputError, Refusal, Refused
 
 
-def measure_rates(machine: Machine, tell: Callable[[str], None]) -> tuple[Rates, Path]:
+def measure_rates(machine: Machine, tell: Callable[[str], None], *, timeout_s: float | None = None) -> tuple[Rates, Path]:
     """Measure this machine and store its rates, which plans use from then on.
 
     Args:
         machine: This machine.
         tell: Receives what was measured, in words.
+        timeout_s: How long it may take.
 
     Returns:
         The rates, and the file that has them now.
 
     Raises:
         Refused: A run uses a GPU (code ``gpu-in-use``).
-        ToolError: A measurement failed.
+        ToolError: A measurement failed, or took too long.
     """
     mine = visible_machine(machine, os.environ)
     answer: dict[str, Any] = {}
     with gpus_taken(mine, "calibrate"):
-        for answer in stream_tool("calibrate", request_of(mine)):
+        for answer in stream_tool("calibrate", request_of(mine), timeout_s=timeout_s):
             if message := answer.get("message"):
                 tell(message)
     rates = msgspec.convert(answer["rates"], Rates)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from so_tui.trust.printable import quoted
 
 _LOG = logging.getLogger(__name__)
 _STDERR_LINES = 5
+_TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL, and how long the kernel may take after that."""
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
@@ -51,7 +54,7 @@ def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ToolError(f"so_tui_trainer.tools.{name} gave no answer within {timeout_s:.0f} s") from error
+        raise ToolError(_late(name, timeout_s)) from error
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode != 0:
         raise _failed(name, done.returncode, last, done.stderr)
@@ -79,12 +82,12 @@ class Cancel:
                 self._end()
 
     def _end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+        if self._process is not None:
+            _signal(self._process, signal.SIGTERM)
 
 
 class ToolProcess:
-    """A helper process that answers in lines, and may be asked more than once. Close it in the end."""
+    """A helper process that answers in lines, and may be asked more than once. Close it in the end, with the processes it started."""
 
     def __init__(self, name: str, cancel: Cancel | None = None) -> None:
         """Start the helper.
@@ -104,6 +107,7 @@ class ToolProcess:
             errors="replace",
             env=_environment(),
             bufsize=1,
+            process_group=0,
         )
         if cancel is not None:
             cancel.started(self._process)
@@ -131,26 +135,70 @@ class ToolProcess:
             self._errors.seek(0)
             raise _failed(self._name, self._process.returncode, line, self._errors.read())
 
+    def end(self) -> None:
+        """End the helper's whole group. One that the kernel does not let go is left behind."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            _signal(self._process, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERMINATE_S)
+
     def close(self) -> None:
         """End the helper."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait()
+        self.end()
         self.end_requests()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
 
 
-def stream_tool(name: str, request: dict[str, Any], cancel: Cancel | None = None) -> Iterator[dict[str, Any]]:
+def stream_tool(
+    name: str, request: dict[str, Any], cancel: Cancel | None = None, *, timeout_s: float | None = None
+) -> Iterator[dict[str, Any]]:
     """Run a helper process that reports progress, and yield its JSON lines as they come.
 
-    Closing the iterator ends the process, as ``cancel`` does; a cancelled iterator just ends. Raises the errors of ``call_tool``.
+    Closing the iterator ends the process and those that it started, as ``cancel`` does; a cancelled iterator just ends. Raises the errors
+    of ``call_tool``; without ``timeout_s`` the helper may take as long as it wants.
     """
-    with contextlib.closing(ToolProcess(name, cancel)) as process:
+    with contextlib.closing(ToolProcess(name, cancel)) as process, _ended_after(timeout_s, process) as expired:
         process.send(json.dumps(request))
         process.end_requests()
-        yield from process.answers()
+        try:
+            yield from process.answers()
+        except ToolError as error:
+            if expired.is_set():
+                raise ToolError(_late(name, timeout_s)) from error
+            raise
+
+
+@contextlib.contextmanager
+def _ended_after(timeout_s: float | None, process: ToolProcess) -> Iterator[threading.Event]:
+    """End a helper that takes longer, and yield whether that happened."""
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        process.end()
+
+    if timeout_s is None:
+        yield expired
+        return
+    timer = threading.Timer(timeout_s, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield expired
+    finally:
+        timer.cancel()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _late(name: str, timeout_s: float | None) -> str:
+    return f"so_tui_trainer.tools.{name} gave no answer within {timeout_s or 0:.0f} s"
 
 
 def problem_of(entry: dict[str, Any]) -> Problem:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.launch.lifecycle import ensure_supervised, start
+from so_tui.launch.lifecycle import ensure_supervised, start, stop
 from so_tui.launch.preparation import Launch
+from so_tui.launch.shutdown import request_stop
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
 from so_tui.plan import make_plan
@@ -29,6 +30,8 @@ from so_tui.trust.printable import so_tui_command
 WARMUP_STEPS = 2
 MEASURED_STEPS = 4
 _POLL_S = 0.5
+_GRACE_S = 20.0
+"""What a run that is given up may take to stop before it is killed. It saves nothing."""
 
 Data = Literal["random", "spec"]
 """What a probe trains on: random weights and the embedded rows, so that nothing is downloaded, or the spec's own."""
@@ -73,10 +76,8 @@ def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], 
 
     Raises:
         InputError, Refused: As for ``start``.
-        SoTuiError: The run failed, or took too long and was asked to stop.
+        SoTuiError: The run failed, or took too long and was stopped, or killed.
     """
-    from so_tui.runs import control
-
     run = start(launch, runs_dir=runs_dir)
     reader, begun = RunReader(run), time.monotonic()
     try:
@@ -87,13 +88,14 @@ def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], 
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 break
             if time.monotonic() - begun > limit_s:
+                stop(run, grace_s=_GRACE_S)
                 raise SoTuiError(
                     f"{run.name} took longer than {limit_s:.0f} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
                 )
             ensure_supervised(run)
             time.sleep(_POLL_S)
-    except BaseException:
-        control.request(run, "stop")
+    except BaseException:  # also an interrupt, whose user does not wait
+        request_stop(run, grace_s=_GRACE_S)
         raise
     state = update.state
     if state.state != "finished":

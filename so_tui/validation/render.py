@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from so_tui.spec.files import write_atomic
 from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant
-from so_tui.validation.report import CopiesFound, MachineFound, Outcome, RatesFound, Report, TrainingFound
+from so_tui.validation.report import CopiesFound, MachineFound, Outcome, RatesFound, Report, TrainingFound, trained
 
 _TERMS = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "gpu_reserved_bytes", "host_bytes")
 _NAMES = dict(zip(_TERMS, ("step", "forward", "backward", "optimizer exposed", "GPU memory reserved", "host memory"), strict=True))
@@ -26,21 +27,16 @@ def write(folder: Path, report: Report) -> Path:
     return path
 
 
-def trained(report: Report) -> list[tuple[Outcome, TrainingFound]]:
-    """Return the training parts that were measured."""
-    return [(outcome, outcome.result) for outcome in report.outcomes if isinstance(outcome.result, TrainingFound)]
-
-
 def figures(report: Report) -> dict[str, str]:
     """Return the figures by the names of their files; none for what was not measured."""
-    found, drawn = trained(report), {}
+    found, drawn = _timed(report), {}
     if found:
         rows = [Bar(outcome.title, (result.useful_tokens_per_s,)) for outcome, result in found]
         drawn["tokens.svg"] = bars("useful tokens per second", ("measured",), rows, "tokens/s")
         both = [Bar(outcome.title, (result.measured.step_s, result.predicted.step_s or None)) for outcome, result in found]
         drawn["steps.svg"] = bars("seconds per step", ("measured", "planned"), both, "s")
-        losses = [Curve(outcome.title, tuple(enumerate(result.losses, start=1))) for outcome, result in found]
-        drawn["losses.svg"] = curves("loss by step", losses)
+    if lines := [Curve(outcome.title, _points(result.losses)) for outcome, result in _compared(report)]:
+        drawn["losses.svg"] = curves("loss by step", lines)
     for outcome in report.outcomes:
         if isinstance(outcome.result, CopiesFound):
             copies = [
@@ -49,6 +45,21 @@ def figures(report: Report) -> dict[str, str]:
             ]
             drawn["copies.svg"] = bars("copies from GPU to host", ("pinned", "pageable"), copies, "GB/s")
     return drawn
+
+
+def _timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
+    """Return the training parts whose speed counts."""
+    return [(outcome, result) for outcome, result in trained(report.outcomes) if not result.losses_only]
+
+
+def _compared(report: Report) -> list[tuple[Outcome, TrainingFound]]:
+    """Return the training parts whose losses are drawn: those of many steps, or what else there is."""
+    found = trained(report.outcomes)
+    return [(outcome, result) for outcome, result in found if result.losses_only] or found
+
+
+def _points(losses: Sequence[float | None]) -> tuple[tuple[float, float], ...]:
+    return tuple((step, math.nan if loss is None else loss) for step, loss in enumerate(losses, start=1))
 
 
 def markdown(report: Report) -> str:
@@ -99,7 +110,7 @@ def _part(outcome: Outcome) -> Iterator[str]:
 
 
 def _speeds(report: Report) -> Iterator[str]:
-    found = trained(report)
+    found = _timed(report)
     if not found:
         return
     rates = {outcome.key: result.useful_tokens_per_s for outcome, result in found}
@@ -122,33 +133,22 @@ def _speeds(report: Report) -> Iterator[str]:
     yield from _table(headings, rows)
 
 
-def loss_distances(found: Sequence[tuple[Outcome, TrainingFound]]) -> list[tuple[str, str, float]]:
-    """Return (title, title of the run it is compared with, largest relative distance of their losses at a step).
-
-    Each run is compared with the first one that clips as it does, and trained the same data with the same settings otherwise.
-    """
-    firsts: dict[float, tuple[Outcome, TrainingFound]] = {}
-    distances = []
-    for outcome, result in found:
-        first, other = firsts.setdefault(result.clipping, (outcome, result))
-        if first is not outcome:
-            pairs = zip(result.losses, other.losses, strict=False)
-            distances.append((outcome.title, first.title, max((abs(mine / theirs - 1) for mine, theirs in pairs if theirs), default=0.0)))
-    return distances
-
-
 def _agreement(report: Report) -> Iterator[str]:
-    distances = loss_distances(trained(report))
-    if not distances:
+    if not trained(report.outcomes):
         return
     yield from ["## Losses", "", "![losses](losses.svg)", ""]
-    yield from _table(
-        ("", "compared with", "largest difference at a step"), [(mine, other, f"{100 * by:.3f} %") for mine, other, by in distances]
-    )
+    titles = {outcome.key: outcome.title for outcome in report.outcomes}
+    rows = [(titles[one.key], titles[one.reference], str(len(one.by_step)), _share(one.largest)) for one in report.agreement]
+    if rows:
+        yield from _table(("", "compared with", "steps", "largest difference at a step"), rows)
+
+
+def _share(distance: float | None) -> str:
+    return "a loss is not finite" if distance is None else f"{100 * distance:.3f} %"
 
 
 def _plans(report: Report) -> Iterator[str]:
-    found = trained(report)
+    found = _timed(report)
     if not found:
         return
     yield from [

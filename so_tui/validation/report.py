@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,8 @@ HIDDEN = "[hidden]"
 """Stands in a shared report for names of the host, the user and folders."""
 _PATH = re.compile(r"(?<![\w.])~?/[\w.@%+-]+(?:/[\w.@%+-]+)*/?")
 
-State = Literal["pending", "measured", "failed", "left-out"]
+State = Literal["pending", "measured", "failed", "timed-out", "left-out"]
+FAILURES: tuple[State, ...] = ("failed", "timed-out")
 Placed = Literal["bound", "unbound", "wrong-node"]
 
 
@@ -106,8 +108,10 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     model_tflops_per_gpu: float
     example_tflops: float
     """By the formula of DeepSpeed's example script, summed over GPUs."""
-    losses: tuple[float, ...]
-    """Of all steps, warm-up included."""
+    losses: tuple[float | None, ...]
+    """Of all steps, warm-up included; None where it is not finite."""
+    losses_only: bool = False
+    """Whether it was trained for its losses: many steps of a model so small that its speed says nothing."""
 
 
 Result = MachineFound | RatesFound | CopiesFound | TrainingFound
@@ -127,6 +131,18 @@ class Outcome(Struct, frozen=True, kw_only=True):
     result: Result | None = None
 
 
+class LossAgreement(Struct, frozen=True, kw_only=True):
+    """How far a run's losses are from those of another one, which trained the same batches with the same clipping."""
+
+    key: str
+    reference: str
+    """Key of the other one: the first of those that can be compared."""
+    by_step: tuple[float | None, ...]
+    """|loss / reference loss - 1| at each step; None where a loss is not finite."""
+    largest: float | None
+    """None if a loss is not finite."""
+
+
 class Report(Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     so_tui: str
@@ -140,17 +156,43 @@ class Report(Struct, frozen=True, kw_only=True):
     shape: str
     """Preset and number of layers of the model that was trained; its weights are random."""
     outcomes: tuple[Outcome, ...]
+    agreement: tuple[LossAgreement, ...] = ()
+    """Of every training part that can be compared with an earlier one."""
 
     @property
     def complete(self) -> bool:
-        return all(outcome.state in ("measured", "failed") for outcome in self.outcomes)
+        return all(outcome.state in ("measured", *FAILURES) for outcome in self.outcomes)
 
     def with_outcome(self, outcome: Outcome) -> Report:
         """Return the report with an outcome in place of the one of the same key."""
-        return replace(self, outcomes=tuple(outcome if old.key == outcome.key else old for old in self.outcomes))
+        outcomes = tuple(outcome if old.key == outcome.key else old for old in self.outcomes)
+        return replace(self, outcomes=outcomes, agreement=agreement_of(outcomes))
 
 
 prepare(Report)
+
+
+def trained(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, TrainingFound]]:
+    """Return the training parts that were measured."""
+    return [(outcome, outcome.result) for outcome in outcomes if isinstance(outcome.result, TrainingFound)]
+
+
+def agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
+    """Return how the losses of each training part agree with the first one of the same steps that clips as it does."""
+    firsts: dict[tuple[bool, float], tuple[Outcome, TrainingFound]] = {}
+    found = []
+    for outcome, result in trained(outcomes):
+        first, other = firsts.setdefault((result.losses_only, result.clipping), (outcome, result))
+        if first is not outcome:
+            by_step = tuple(_distance(mine, theirs) for mine, theirs in zip(result.losses, other.losses, strict=False))
+            finite = [distance for distance in by_step if distance is not None]
+            largest = max(finite, default=None) if len(finite) == len(by_step) else None
+            found.append(LossAgreement(key=outcome.key, reference=first.key, by_step=by_step, largest=largest))
+    return tuple(found)
+
+
+def _distance(mine: float | None, theirs: float | None) -> float | None:
+    return abs(mine / theirs - 1) if mine is not None and theirs else None
 
 
 def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,14 +10,24 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from so_tui.spec.errors import SoTuiError
+from so_tui.spec.errors import SoTuiError, first_line
 from so_tui.validation.report import Outcome, Report, Result
+
+_LOG = logging.getLogger(__name__)
+OVERRUN_S = 60.0
+"""What a part may take beyond three times its estimate, or beyond the time of all parts, before it is given up."""
 
 
 class Tell(Protocol):
     """Receives what is being measured, and the share of all measurements' estimated time that is over."""
 
     def __call__(self, text: str, share: float) -> None: ...
+
+
+class Measure(Protocol):
+    """Measures, telling in words what it does. Gives up after ``limit_s`` seconds, and ends what it started. May raise anything."""
+
+    def __call__(self, tell: Callable[[str], None], limit_s: float, /) -> Result: ...
 
 
 @dataclass(frozen=True)
@@ -27,8 +38,7 @@ class Measurement:
     title: str
     estimate_s: float
     """About how long it takes."""
-    measure: Callable[[Callable[[str], None]], Result]
-    """Measures, telling what it does in words. Raises SoTuiError if it cannot."""
+    measure: Measure
 
     @property
     def pending(self) -> Outcome:
@@ -45,7 +55,8 @@ def run(report: Report, measurements: Sequence[Measurement], seconds: float, wri
     """Measure what the report lacks.
 
     Measurements are in the order of their importance. One that does not fit into what is left of the time is left out, and a shorter one
-    after it is tried. What failed is tried again by the next run.
+    after it is tried. One that fails, or takes much longer than its estimate, says so in the report, and the next one follows. What
+    failed is tried again by the next run.
 
     Args:
         report: What was measured before.
@@ -81,9 +92,12 @@ def _outcome(measurement: Measurement, deadline: float, tell: Callable[[str], No
     if measurement.estimate_s > left_s:
         reason = f"takes about {measurement.estimate_s:.0f} s, and {max(0.0, left_s):.0f} s were left"
         return replace(measurement.pending, state="left-out", reason=reason)
-    begun = time.monotonic()
+    begun, limit_s = time.monotonic(), min(3 * measurement.estimate_s, left_s) + OVERRUN_S
     try:
-        result = measurement.measure(tell)
-    except SoTuiError as error:
-        return replace(measurement.pending, state="failed", reason=str(error), seconds=time.monotonic() - begun)
+        result = measurement.measure(tell, limit_s)
+    except Exception as error:  # noqa: BLE001 - whatever stands in the way of one part is in the report, and the others go on
+        _LOG.info("%s failed", measurement.key, exc_info=True)
+        seconds = time.monotonic() - begun
+        reason = str(error) if isinstance(error, SoTuiError) else f"{type(error).__name__}: {first_line(error)}"
+        return replace(measurement.pending, state="timed-out" if seconds >= limit_s else "failed", reason=reason, seconds=seconds)
     return replace(measurement.pending, state="measured", result=result, seconds=time.monotonic() - begun)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,7 +15,7 @@ from msgspec.structs import replace
 from so_tui.folders import probes_dir
 from so_tui.launch.helpers import call_tool
 from so_tui.launch.preparation import launch_of, usable_machine
-from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end
+from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end
 from so_tui.machine.types import Machine
 from so_tui.model.architecture import architecture
 from so_tui.plan import make_plan
@@ -21,7 +23,7 @@ from so_tui.plan.published import with_layers
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
-from so_tui.spec import RunSpec, find_preset, with_values
+from so_tui.spec import RunSpec, SoTuiError, find_preset, with_values
 from so_tui.spec.as_published import EXAMPLE_SEQUENCES, as_published
 from so_tui.validation.report import Placed, TrainingFound
 from so_tui.validation.runner import Measurement
@@ -29,9 +31,13 @@ from so_tui.validation.runner import Measurement
 _GPU_SHAPE, _CPU_SHAPE = "qwen3-4b-random", "tiny"
 _LAYERS = (36, 28, 20, 14, 10, 6, 4)
 """Of the 4B shape, whose whole training should fit one GPU without offload."""
-_START_S, _STEPS = 60.0, WARMUP_STEPS + 4
+_START_S, _STEPS = 60.0, WARMUP_STEPS + MEASURED_STEPS
 """What starting, loading and ending take, and the steps of a run."""
 _CPU_RUN_S = 35.0
+
+_LOSS_STEPS = 200
+_LOSS_STEP_S = 0.1
+"""At most, of ``tiny`` on GPUs."""
 
 _PLAIN = {"offload.mode": "superoffload", "offload.engine": "so-tui", "train.gradient_clipping": "0", "offload.ratio": "0.9"}
 
@@ -46,6 +52,8 @@ class Part(Struct, frozen=True, kw_only=True):
     placed: Placed = "bound"
     published: bool = False
     """With the settings of DeepSpeed's SuperOffload examples."""
+    losses_only: bool = False
+    """Many steps of ``tiny`` in place of a few of the shape: for its losses, not for its speed."""
 
 
 def shape_for(machine: Machine) -> RunSpec:
@@ -81,6 +89,9 @@ def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         return
     yield Part(key="gpu", title="no offload", settings={"offload.mode": "gpu", "train.gradient_clipping": "0"})
     yield Part(key="ours", title="SuperOffload with our engine, ratio 0.9, without clipping", settings=_PLAIN)
+    for ranks in (1, 2, 4):
+        if ranks <= gpus:
+            yield from _loss_parts(ranks)
     yield Part(key="published", title="DeepSpeed's SuperOffload as published, its default for clipping", published=True)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
     yield Part(key="published-unclipped", title="DeepSpeed's SuperOffload as published, clipping 0", settings=explicit, published=True)
@@ -103,8 +114,19 @@ def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         yield Part(key=f"ours-{states}", title=f"our engine, {states}", settings=_PLAIN | {"offload.states": states})
 
 
+def _loss_parts(ranks: int) -> Iterator[Part]:
+    """Yield the runs whose losses must agree step by step, whatever the number of GPUs: clipped, because the norm is over all of them."""
+    where = "on 1 GPU" if ranks == 1 else f"on {ranks} GPUs, the same global batch"
+    clipped = {"train.gradient_clipping": "1"}
+    if ranks == 1:
+        yield Part(key="losses-gpu", title=f"tiny without offload {where}", settings=clipped | {"offload.mode": "gpu"}, losses_only=True)
+    yield Part(key=f"losses-{ranks}", title=f"tiny with our engine {where}", settings=_PLAIN | clipped, ranks=ranks, losses_only=True)
+
+
 def spec_of(shape: RunSpec, part: Part) -> RunSpec:
     """Return the spec of a part: as many sequences a step as the shape has, whatever the number of ranks."""
+    if part.losses_only:
+        shape = with_values(find_preset(_CPU_SHAPE).spec, {"train.steps": str(_LOSS_STEPS)})
     sequences = shape.train.micro_batch * shape.gradient_accumulation_steps
     ranks = {"gpus": str(part.ranks), "train.micro_batch": str(max(1, sequences // part.ranks))}
     spec = with_values(shape, ranks)
@@ -152,17 +174,24 @@ def measurements(machine: Machine, shape: RunSpec, parts: Sequence[Part]) -> lis
 def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
     if not machine.gpus:
         return _CPU_RUN_S
-    step_s = make_plan(spec_of(shape, part), machine).step_s
+    if part.losses_only:
+        return _START_S + _LOSS_STEPS * _LOSS_STEP_S
+    try:
+        step_s = make_plan(spec_of(shape, part), machine).step_s
+    except SoTuiError:  # when it is measured, the report says why
+        step_s = None
     return _START_S + _STEPS * (step_s or 10.0)
 
 
-def _measure(tell: Callable[[str], None], *, part: Part, shape: RunSpec, machine: Machine) -> TrainingFound:
+def _measure(tell: Callable[[str], None], limit_s: float, *, part: Part, shape: RunSpec, machine: Machine) -> TrainingFound:
     """Train a few steps of a part and return its figures beside the prediction. The run is deleted; one that failed keeps its folder."""
+    deadline = time.monotonic() + limit_s
     usable = usable_machine(machine, os.environ)
     if spec_of(shape, part).offload.mode == "zerooffload" or part.published:
         tell(f"{part.title}: DeepSpeed's CPU Adam is compiled unless it is cached")
-        call_tool("build_ops", {})
-    spec = probe_spec(spec_of(shape, part), "random")
+        call_tool("build_ops", {}, timeout_s=limit_s)
+    measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
+    spec = probe_spec(spec_of(shape, part), "random", measured_steps=measured_steps)
     plan = placed(make_plan(spec, usable), usable, part.placed)
     steps: list[StepRecord] = []
 
@@ -173,7 +202,7 @@ def _measure(tell: Callable[[str], None], *, part: Part, shape: RunSpec, machine
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    run = run_to_end(launch_of(plan, usable), probes_dir(), report)
+    run = run_to_end(launch_of(plan, usable), probes_dir(), report, limit_s=deadline - time.monotonic())
     found = measured_of(run, plan)
     _, predicted = predicted_of(plan.spec, usable, found.workload)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
@@ -191,5 +220,6 @@ def _measure(tell: Callable[[str], None], *, part: Part, shape: RunSpec, machine
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
         model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted) / seconds,
         example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
-        losses=tuple(step.loss for step in steps),
+        losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
+        losses_only=part.losses_only,
     )

@@ -20,6 +20,7 @@ from so_tui.spec.types import TrackingSpec
 from tests.support.plans import SOFTWARE, TINY, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refusal
 from tests.support.python_path import python_path
+from tests.support.rank_processes import gone
 
 
 def checks_of(launch: Launch, runs_dir: str | None = None) -> tuple[tuple[str, ...], bool]:
@@ -184,6 +185,19 @@ class TestHelpers:
             helpers.call_tool("probe", {"lines": [], "code": 7})
         with pytest.raises(helpers.ToolError, match="no JSON"):
             helpers.call_tool("probe", {"lines": ["Downloading..."]})
+
+    def test_a_helper_that_hangs_is_ended_with_the_processes_that_it_started(self, tmp_path: Path) -> None:
+        (tmp_path / "so_tui_trainer" / "tools" / "hangs.py").write_text(
+            "import json, signal, subprocess\n"
+            "child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
+            "print(json.dumps({'child': child.pid}), flush=True)\n"
+            "signal.pause()\n"
+        )
+        answers: list[dict[str, int]] = []
+        with pytest.raises(helpers.ToolError, match="no answer within"):
+            answers.extend(helpers.stream_tool("hangs", {}, timeout_s=3.0))
+        (answer,) = answers
+        assert gone([answer["child"]])
 
 
 def test_a_helper_without_the_training_software_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

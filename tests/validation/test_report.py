@@ -26,7 +26,7 @@ FIGURES = Figures(
 )
 
 
-def trained(key: str, losses: tuple[float, ...], clipping: float = 0.0) -> Outcome:
+def trained(key: str, losses: tuple[float | None, ...], clipping: float = 0.0, *, losses_only: bool = False) -> Outcome:
     result = TrainingFound(
         settings={},
         ranks=1,
@@ -39,6 +39,7 @@ def trained(key: str, losses: tuple[float, ...], clipping: float = 0.0) -> Outco
         model_tflops_per_gpu=200.0,
         example_tflops=300.0,
         losses=losses,
+        losses_only=losses_only,
     )
     return Outcome(key=key, title=f"<{key}> & more", estimate_s=1, state="measured", result=result)
 
@@ -56,10 +57,33 @@ REPORT = replace(
 )
 
 
-def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping() -> None:
-    ((mine, other, by),) = render.loss_distances(render.trained(REPORT))
-    assert (mine, other) == ("<ours> & more", "<gpu> & more")
-    assert by == pytest.approx(0.01)
+def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping(tmp_path: Path) -> None:
+    report = EMPTY
+    for outcome in REPORT.outcomes:
+        report = replace(report, outcomes=(*report.outcomes, outcome)).with_outcome(outcome)
+    (found,) = report.agreement
+    assert (found.key, found.reference) == ("ours", "gpu")
+    assert found.by_step == pytest.approx((0.0, 0.01, 0.0))
+    assert found.largest == max(one for one in found.by_step if one is not None)
+    reports.write(tmp_path, report)
+    assert reports.read(tmp_path) == report
+    valid("validate", (tmp_path / reports.FILE).read_text())
+
+
+def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
+    (found,) = reports.agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
+    assert (found.by_step, found.largest) == ((0.0, None), None)
+
+
+def test_losses_of_many_steps_have_a_figure_of_their_own_and_no_speed() -> None:
+    outcomes = (trained("gpu", (8.0, 7.0)), trained("losses-gpu", (8.0, 6.0, 5.0), 1.0, losses_only=True))
+    more = (trained("losses-1", (8.0, 6.0, 5.0), 1.0, losses_only=True), trained("losses-2", (8.0, None, 5.0), 1.0, losses_only=True))
+    report = replace(EMPTY, outcomes=(*outcomes, *more), agreement=reports.agreement_of((*outcomes, *more)))
+    assert [(one.key, one.reference) for one in report.agreement] == [("losses-1", "losses-gpu"), ("losses-2", "losses-gpu")]
+    drawn = render.figures(report)
+    assert "losses-2" in drawn["losses.svg"]
+    assert ";gpu" not in drawn["losses.svg"]
+    assert "losses" not in drawn["tokens.svg"]
 
 
 def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
@@ -107,13 +131,18 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     assert states.keys() == {"machine", "rates", "ours", "zerooffload", "ours-clipped"}
     assert {key: state for key, (state, _) in states.items()}["ours"] == "measured", states
     assert not [key for key, (state, _) in states.items() if state == "failed"], states
-    found = {outcome.key: result for outcome, result in render.trained(report)}
-    assert found["ours"].losses[-1] < found["ours"].losses[0]
+    found = {outcome.key: result for outcome, result in reports.trained(report.outcomes)}
+    first, *_, last = found["ours"].losses
+    assert first is not None
+    assert last is not None
+    assert last < first
     assert valid("validate", (tmp_path / reports.FILE).read_text())["host"] == machine.hostname
     assert "TFLOPS by DeepSpeed's example" in (tmp_path / "report.md").read_text()
     assert machine.hostname not in (tmp_path / "shared" / "report.md").read_text()
-    for _, _, by in render.loss_distances(render.trained(report)):
-        assert by < 0.02
+    assert report.agreement
+    for one in report.agreement:
+        assert one.largest is not None
+        assert one.largest < 0.02
 
 
 def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:

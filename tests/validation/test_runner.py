@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from so_tui.machine.types import Software
 from so_tui.spec import InputError, SoTuiError
 from so_tui.validation import report as reports
+from so_tui.validation import runner
 from so_tui.validation.report import MachineFound, Report
 from so_tui.validation.runner import Measurement, run
 
@@ -21,7 +23,7 @@ EMPTY = Report(so_tui="1", begun="2026-11-25T00:00:00+00:00", host="alps", gpus=
 
 
 def part(key: str, estimate_s: float, done: list[str], fails: Callable[[], BaseException | None] = lambda: None) -> Measurement:
-    def measure(_tell: Callable[[str], None]) -> MachineFound:
+    def measure(_tell: Callable[[str], None], _limit_s: float) -> MachineFound:
         done.append(key)
         if (error := fails()) is not None:
             raise error
@@ -84,13 +86,39 @@ def test_a_stopped_run_keeps_what_it_measured(tmp_path: Path) -> None:
 def test_time_that_measurements_take_counts() -> None:
     done: list[str] = []
 
-    def slowly(_tell: Callable[[str], None]) -> MachineFound:
+    def slowly(_tell: Callable[[str], None], _limit_s: float) -> MachineFound:
         time.sleep(0.3)
         return FOUND
 
     slow = Measurement("slow", "slow", 0.1, slowly)
     found = run(EMPTY, [slow, part("b", 0.2, done)], 0.4, lambda _: None, lambda *_: None)
     assert [outcome.state for outcome in found.outcomes] == ["measured", "left-out"]
+
+
+@pytest.mark.parametrize("error", [SoTuiError("no"), OSError("no"), ValueError("no"), KeyError("no")])
+def test_whatever_stands_in_the_way_of_a_part_is_only_its_own_failure(error: Exception) -> None:
+    done: list[str] = []
+    found = run(EMPTY, [part("a", 1, done, lambda: error), part("b", 1, done)], 60.0, lambda _: None, lambda *_: None)
+    assert [outcome.state for outcome in found.outcomes] == ["failed", "measured"]
+    assert "no" in found.outcomes[0].reason
+
+
+def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def hang(_tell: Callable[[str], None], limit_s: float) -> MachineFound:
+        limits.append(limit_s)
+        threading.Event().wait(limit_s)
+        raise SoTuiError("was ended")
+
+    monkeypatch.setattr(runner, "OVERRUN_S", 0.1)
+    done: list[str] = []
+    found = run(EMPTY, [Measurement("a", "a", 0.05, hang), part("b", 0.1, done)], 60.0, lambda _: None, lambda *_: None)
+    assert limits == [pytest.approx(0.25)]
+    assert [outcome.state for outcome in found.outcomes] == ["timed-out", "measured"]
+    assert found.complete
+    run(EMPTY, [Measurement("a", "a", 0.5, hang)], 0.6, lambda _: None, lambda *_: None)
+    assert limits[1] == pytest.approx(0.7, abs=0.05), "no part goes on for long after the time of all parts"
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 1}', "[]", "\x00"])

@@ -9,6 +9,7 @@ from so_tui.launch.ds_config import ds_config
 from so_tui.launch.preparation import launch_of
 from so_tui.machine.described import named_machine
 from so_tui.plan import make_plan
+from so_tui.spec import find_preset
 from so_tui.validation.training import Part, measurements, parts_of, placed, shape_for, spec_of
 from tests.support.machines import x86
 
@@ -33,8 +34,10 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
     for one in parts:
         plan = make_plan(spec_of(SHAPE, one), QUAD)
         assert plan.possible, (one.key, plan.reason_texts)
-        assert plan.tokens_per_step == SHAPE.train.micro_batch * SHAPE.data.sequence_length
-        assert plan.spec.train.learning_rate == SHAPE.train.learning_rate
+        trained = find_preset("tiny").spec if one.losses_only else SHAPE
+        sequences = trained.train.micro_batch * trained.gradient_accumulation_steps
+        assert plan.tokens_per_step == sequences * trained.data.sequence_length
+        assert plan.spec.train.learning_rate == trained.train.learning_rate
     assert all(measurement.estimate_s > 60 for measurement in measurements(QUAD, SHAPE, parts))
 
 
@@ -45,6 +48,16 @@ def test_fewer_gpus_have_fewer_parts() -> None:
     assert not {"wrong-node", "ours-2"} & keys
     assert "ours-2" in {one.key for one in parts_of(QUAD, 2)}
     assert "ours-4" not in {one.key for one in parts_of(QUAD, 2)}
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])])
+def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of_gpus(gpus: int, expected: list[str]) -> None:
+    parts = [one for one in parts_of(QUAD, gpus) if one.losses_only]
+    assert [one.key for one in parts] == [f"losses-{name}" for name in expected]
+    specs = [spec_of(SHAPE, one) for one in parts]
+    assert {spec.offload.mode for spec in specs} == {"gpu", "superoffload"}
+    assert {spec.train.gradient_clipping for spec in specs} == {1.0}
+    assert [spec.ranks for spec in specs] == [one.ranks for one in parts]
 
 
 def test_as_published_means_deepspeeds_block_with_and_without_a_clipping_key() -> None:
