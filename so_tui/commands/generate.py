@@ -1,17 +1,32 @@
-"""``generate``: let a run's newest checkpoint or a model's folder answer prompts, and its base model beside it."""
+"""``generate`` and ``chat``: let a run's newest checkpoint or a model's folder answer, and its base model beside it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 
 from msgspec import Struct
 
-from so_tui.commands.common import note, print_json
+from so_tui.commands.common import note, print_json, usable_terminal
 from so_tui.spec import InputError, Problem
-from so_tui.spec.generation import Answer, Ended, Event, Loaded, ModelFacts, Piece, Progress, Prompt, Rejected, Sampling, Side, Turn
+from so_tui.spec.generation import (
+    Answer,
+    Ended,
+    Event,
+    Loaded,
+    LoadModel,
+    ModelFacts,
+    Piece,
+    Progress,
+    Prompt,
+    Rejected,
+    Sampling,
+    Side,
+    Turn,
+)
 from so_tui.trust.printable import printable_line
 from so_tui.units import duration, plural
 
@@ -38,10 +53,10 @@ class Generated(Struct, frozen=True, kw_only=True):
 
 def generate(arguments: argparse.Namespace) -> int:
     """Print the answers to each prompt as they are written, or all of them as JSON."""
-    from so_tui.launch.writing import ModelProcess, named_model
+    from so_tui.launch.writing import ModelProcess
 
     prompts = arguments.prompt or [_standard_input()]
-    load = named_model(arguments.model, arguments.runs_dir, compare=arguments.compare, base=arguments.base, device=arguments.device)
+    load = _named(arguments)
     sampling = given_sampling(arguments)
     printer = _Printer(arguments, headings=load.compare or len(prompts) > 1)
     found = []
@@ -59,6 +74,26 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(Generated(models=loaded.models, device=loaded.device, sampling=sampling, prompts=tuple(found)))
     return 0
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """Open the screen of a conversation."""
+    from so_tui.settings.file import load_settings
+    from so_tui.ui.chat_app import ChatApp
+
+    if not usable_terminal():
+        print("so-tui: a conversation needs a terminal; `so-tui generate` needs none", file=sys.stderr)
+        return 2
+    load = _named(arguments)
+    logging.disable(logging.INFO)  # --verbose would write over the screen
+    ChatApp(load, given_sampling(arguments), arguments.system, load_settings()).run()
+    return 0
+
+
+def _named(arguments: argparse.Namespace) -> LoadModel:
+    from so_tui.launch.writing import named_model
+
+    return named_model(arguments.model, arguments.runs_dir, compare=arguments.compare, base=arguments.base, device=arguments.device)
 
 
 def given_sampling(arguments: argparse.Namespace) -> Sampling:

@@ -245,6 +245,8 @@ def _add_generate(commands: _Commands) -> None:
     text = "what to answer; may be repeated (default: standard input)"
     generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the layout of a conversation")
+    text = "talk to a run's last checkpoint or an exported folder on a screen, with its base model beside it"
+    _add_model_options(commands.add("chat", "generate:chat", text, runs_dir))
 
 
 def _add_model_options(command: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ Ended = Literal["stop", "length", "context", "cancelled"]
 """By a stop token, at ``max_tokens``, at the longest sequence of the model, or on request."""
 
 
-class Sampling(Struct, frozen=True, kw_only=True):
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the next token is chosen from the model's probabilities."""
 
     temperature: Annotated[float, Meta(ge=0, le=5)] = 0.7

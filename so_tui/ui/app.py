@@ -27,7 +27,6 @@ from so_tui.ui.glyphs import GlyphName, PlainCharacters
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
 from so_tui.ui.text import Content, plural
-from so_tui.ui.themes import fallback_variables
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
@@ -116,9 +115,6 @@ class SoTuiApp(AnnouncingApp[None]):
         self.set_reactive(SoTuiApp.glyphs, self.glyphs_at_start())
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
-
-    def get_theme_variable_defaults(self) -> dict[str, str]:
-        return fallback_variables(self.current_theme.to_color_system().generate())
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._after_first_paint)

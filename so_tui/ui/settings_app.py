@@ -18,7 +18,7 @@ from so_tui.ui import messages
 from so_tui.ui.glyphs import GlyphName, chosen_glyphs, environment_at_start
 from so_tui.ui.printable import PrintableApp
 from so_tui.ui.standard_themes import DARK
-from so_tui.ui.themes import THEMES
+from so_tui.ui.themes import THEMES, fallback_variables
 
 if TYPE_CHECKING:
     from so_tui.settings.file import Loaded
@@ -61,6 +61,9 @@ class SettingsApp(PrintableApp[Result]):
         if screen.layout == "compact":
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT  # Textual reads them from the instance
         self.set_keymap(self.settings.keys.bindings)
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return fallback_variables(self.current_theme.to_color_system().generate())
 
     def glyphs_at_start(self) -> GlyphName:
         """Return the characters to draw with: by the environment, else the settings, else what locale and terminal can show."""

@@ -63,6 +63,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "logs": [["logs", "RUN"], ["logs", HOSTILE]],
     "export": [["export", HOSTILE]],
     "generate": [["generate", HOSTILE, "--prompt", "a"], ["generate", "RUN", "--prompt", "a", "--base", "\0" + HOSTILE]],
+    "chat": [["chat", HOSTILE], ["chat", "RUN"]],
     "export-metrics": [["export-metrics", HOSTILE], ["export-metrics", "RUN", "--to", HOSTILE]],
     "compare": [["compare", "RUN", "RUN"], ["compare", "RUN", "RUN", "--json"], ["compare", "RUN", HOSTILE]],
     "note": [
@@ -76,7 +77,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "completion": [["completion", "zsh"], ["completion", HOSTILE]],
     "supervise": [["supervise", HOSTILE, "--attempt", "1"], ["supervise", "RUN", "--attempt", HOSTILE]],
 }
-WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "generate", "export-metrics", "compare", "note", "supervise")
+WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "generate", "chat", "export-metrics", "compare", "note", "supervise")
 OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
 
 

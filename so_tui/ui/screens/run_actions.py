@@ -241,6 +241,19 @@ def copy_path(app: SoTuiApp, run: RunDirectory) -> None:
     app.notify(f"Copied {run.path}", markup=False)
 
 
+def chat(app: SoTuiApp, run: RunDirectory) -> None:
+    """Open a conversation with the last checkpoint of ``run``, and with its base model if it has one."""
+    from so_tui.spec.generation import LoadModel, Sampling
+    from so_tui.ui.screens.chat import ChatScreen
+
+    try:
+        compare = read_spec(run).model.weights == "pretrained"
+    except InputError as error:
+        app.post_message(messages.Failed(f"{run.name} cannot be asked", tuple(map(str, error.problems))))
+    else:
+        app.push_screen(ChatScreen(LoadModel(run=str(run.path), compare=compare), Sampling()))
+
+
 def _state(app: SoTuiApp, run: RunDirectory) -> RunState | None:
     """Return the state of ``run``; report it and return None where it cannot be read, as when the folder was deleted.
 

@@ -77,6 +77,7 @@ class RunsScreen(Page):
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
         Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
         Binding("E", "export", "Export", id="export", tooltip="Every step (CSV, Parquet), the chart (SVG), or the model"),
+        Binding("C", "chat", "Chat", show=False, id="chat", tooltip="Talk to its last checkpoint, beside the model that it began with"),
         Binding("A", "attempts", "Earlier logs", show=False, id="attempts", tooltip="What the processes of earlier attempts wrote last"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
         Binding("y", "copy", "Copy path", show=False, id="copy"),
@@ -327,6 +328,10 @@ class RunsScreen(Page):
     def action_copy(self) -> None:
         if (run := self.chosen_run) is not None:
             run_actions.copy_path(self.app, run)
+
+    def action_chat(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.chat(self.app, run)
 
     # The filter.
 

@@ -1,0 +1,101 @@
+"""The conversation: with the real helper process, and what is said to each model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from textual.widgets import Input
+
+from so_tui.launch.writing import named_model
+from so_tui.runs import RunDirectory, create_run
+from so_tui.spec.generation import LoadModel, Sampling, Turn
+from so_tui.ui.conversation import Conversation, read_sampling, sampling_text
+from so_tui.ui.screens.chat import ChatScreen, Column
+from tests.support.launching import tiny
+from tests.support.problems import refusal
+from tests.support.screen import Driver, opened
+
+SLOW_S = 120
+"""A helper process imports transformers, which takes its time on a busy machine."""
+GREEDY = Sampling(temperature=0, max_tokens=8)
+
+
+def test_each_model_goes_on_from_its_own_answers() -> None:
+    conversation = Conversation("Be brief.")
+    assert conversation.ask("tuned", "One?").turns == (Turn("system", "Be brief."), Turn("user", "One?"))
+    conversation.ask("base", "One?")
+    conversation.answered("tuned", "1")
+    conversation.take_back("base")
+    tuned, base = conversation.ask("tuned", "Two?"), conversation.ask("base", "Two?")
+    assert [turn.content for turn in tuned.turns] == ["Be brief.", "One?", "1", "Two?"]
+    assert [turn.content for turn in base.turns] == ["Be brief.", "Two?"]
+    assert (tuned.side, base.side) == ("tuned", "base")
+
+
+def test_sampling_can_be_edited_as_text() -> None:
+    sampling = Sampling(temperature=0.25, top_p=0.5, max_tokens=9, seed=7)
+    assert read_sampling(sampling_text(sampling)) == sampling
+    assert read_sampling("seed=3") == Sampling(seed=3)
+    for wrong in ("seed", "top-k=3", "temperature=9", "max-tokens=1.5"):
+        assert refusal(partial(read_sampling, wrong)).code == "sampling"
+
+
+async def talk(ui: Driver, load: LoadModel) -> ChatScreen:
+    screen = ChatScreen(load, GREEDY)
+    ui.app.push_screen(screen)
+    await ui.until(lambda: ui.screen is screen)
+    return screen
+
+
+@pytest.mark.parametrize("size", [(80, 24)])
+async def test_both_models_answer_side_by_side(size: tuple[int, int], runs_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.export import export_run
+    from tests.support.model_checkpoints import run_with_checkpoints
+
+    run = run_with_checkpoints(runs_dir, 5)
+    list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    async with opened(runs_dir, size) as ui:
+        screen = await talk(ui, named_model(str(run.path), base=str(tmp_path / "model"), device="cpu"))
+        question = screen.query_one("#question", Input)
+        assert question.disabled
+        await ui.until(lambda: not question.disabled, SLOW_S)
+        await ui.type_text("Add 2 and 3.")
+        await ui.press("enter")
+        await ui.until(lambda: ui.text().count("8 tokens in") == 2)
+        left, right = (screen.query_one(f"#{side}", Column).region for side in ("tuned", "base"))
+        assert left.right <= right.x
+        assert ui.text().count("> Add 2 and 3.") == 2
+        assert "step 5" in ui.text()
+        await ui.press("f2")
+        await ui.type_text("max-tokens=2000 temperature=0", replace=True)
+        await ui.press("enter")
+        await ui.until(lambda: "max-tokens=2000" in ui.shown("#chat-sampling"))
+        await ui.type_text("More.")
+        await ui.press("enter")
+        await ui.press("escape")
+        await ui.until(lambda: ui.text().count("stopped") == 2)
+        assert ui.screen is screen, "the first esc stops"
+        await ui.press("f3")
+        await ui.until(lambda: "Add 2 and 3." not in ui.text())
+        end = screen._end
+        assert end is not None
+        process = end._process
+        assert process is not None
+        await ui.press("escape")
+        await ui.until(lambda: process.poll() is not None)
+        assert ui.screen is not screen
+
+
+async def test_why_a_run_cannot_be_asked_is_shown(runs_dir: Path) -> None:
+    pytest.importorskip("transformers")
+    run: RunDirectory = create_run(tiny(), runs_dir)
+    async with opened(runs_dir) as ui:
+        await ui.until(lambda: ui.app.runs)
+        await ui.press("4", "C")
+        await ui.until(lambda: "has no checkpoint yet" in ui.text(), SLOW_S)
+        assert run.name in ui.text()
+        await ui.press("escape")
+        await ui.until(lambda: ui.app.current_mode == "runs" and not isinstance(ui.screen, ChatScreen))
