@@ -82,9 +82,10 @@ def planned(home: Path, *arguments: str) -> str:
 def test_the_table_of_plans_that_is_explained_is_what_so_tui_prints(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "choose.md").read_text()
     rows = re.findall(r"^[a-z0-9.-]+ +[★✗ ].*/s.*$|^[a-z0-9.-]+ +✗.*$", page, re.MULTILINE)
-    assert len(rows) == 4
-    printed = [line.split() for line in planned(tmp_path, "--machine", "gh200-quad-120").splitlines()]
-    assert [row for row in rows if row.split() not in printed] == []
+    assert len(rows) == 6
+    for options, explained in (((), rows[:4]), (("--nodes", "3"), rows[4:])):
+        printed = [line.split() for line in planned(tmp_path, "--machine", "gh200-quad-120", *options).splitlines()]
+        assert [row for row in explained if row.split() not in printed] == []
 
 
 def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import argparse
 from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, machine_for, note, print_json, print_rich
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.spec import InputError, Problem, find_preset, load_catalog
+from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -46,9 +46,9 @@ def plan(arguments: argparse.Namespace) -> int:
                 )
         return 0 if chosen.fits else 3
     machine = _machine_of_table(arguments)
-    counts = _counts(arguments)
+    counts, nodes = _counts(arguments), _nodes(arguments)
     catalog = load_catalog()
-    rows = plan_table(list(catalog.presets.values()), machine, counts)
+    rows = plan_table(list(catalog.presets.values()), machine, counts, nodes)
     if arguments.json:
         print_json(plans_json([cell for row in rows for cell in row.cells.values()]))
     else:
@@ -73,8 +73,7 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     Raises:
         InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code ``not-a-count``).
     """
-    of_a_preset = (("--set", arguments.set), ("--nodes", arguments.nodes), ("--as-given", arguments.as_given))
-    given = next((name for name, value in of_a_preset if value), "")
+    given = next((name for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given)) if value), "")
     if given:
         remedy = f"Name one: so-tui plan PRESET {given} ..."
         raise InputError([Problem(code="preset-needed", field=given, value="", message="needs a preset", remedy=remedy)])
@@ -85,6 +84,14 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
         message, remedy = "is a list of GPUs", "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2."
         raise InputError([Problem(code="not-a-count", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
     return (count,)
+
+
+def _nodes(arguments: argparse.Namespace) -> int:
+    """Return the hosts of the table. Raises InputError with the problems of the key ``nodes``."""
+    nodes = parse_value(arguments.nodes, field_index()["nodes"]) if arguments.nodes is not None else 1
+    if wrong := [problem for problem in problems_in({"nodes": nodes}) if problem.field == "nodes"]:
+        raise InputError(wrong)
+    return int(nodes)
 
 
 def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:

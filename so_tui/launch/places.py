@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from datetime import datetime
 
+from msgspec.structs import replace
+
 from so_tui.launch.partition_machines import seen_machine
 from so_tui.machine import inspect_machine
-from so_tui.machine.types import Machine
+from so_tui.machine.types import Machine, Network
 from so_tui.spec import Refusal, Refused, RunSpec
 from so_tui.trust.printable import so_tui_command
 
@@ -21,7 +23,24 @@ def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
         spec: What is planned.
         here: This machine, if it has been inspected already.
     """
-    return machine_of_partition(spec.slurm.partition, here)
+    machine = machine_of_partition(spec.slurm.partition, here)
+    return with_network(machine, spec) if spec.nodes > 1 and spec.slurm.partition else machine
+
+
+def with_network(machine: Machine, spec: RunSpec) -> Machine:
+    """Return the machine of a spec's partition with the network that its site profile publishes, unless a job has seen its adapters.
+
+    Raises:
+        InputError: There is no such profile, or it is wrong.
+    """
+    from so_tui.launch.executors.slurm.executor import site_of
+
+    if machine.network is not None and seen_machine(spec.slurm.partition) is not None:
+        return machine
+    _, site = site_of(spec)
+    if not site.network_gbit_per_s:
+        return machine
+    return replace(machine, network=Network(gbit_per_s=site.network_gbit_per_s, source=f"{site.title}: {site.source}"))
 
 
 def machine_of_partition(partition: str, here: Machine | None = None) -> Machine:

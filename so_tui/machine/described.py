@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from so_tui.machine.store import load_machine
-from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+from so_tui.machine.types import Gpu, Machine, Mpam, Network, NumaNode, Software
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.wording import nearest, shown
 
@@ -40,6 +40,7 @@ class Description(Struct, frozen=True, kw_only=True):
     gpu_mib: int
     gpu_nodes: tuple[int, ...] = ()
     """NUMA nodes of the GPUs' own memory; none where the GPU is on PCIe."""
+    network: Network | None = None
 
 
 MACHINES: dict[str, Description] = {
@@ -60,6 +61,7 @@ MACHINES: dict[str, Description] = {
         gpu="NVIDIA GH200 120GB",
         gpu_mib=97_280,
         gpu_nodes=(1,),
+        network=Network(gbit_per_s=400, source="one NDR adapter, TACC Vista's documentation"),
     ),
     "gh200-quad-120": Description(
         title="4 x GH200 120GB",
@@ -69,6 +71,7 @@ MACHINES: dict[str, Description] = {
         gpu="NVIDIA GH200 120GB",
         gpu_mib=97_280,
         gpu_nodes=(4, 12, 20, 28),
+        network=Network(gbit_per_s=800, source="four adapters of 200 Gb/s, documentation of NCSA DeltaAI and JUPITER"),
     ),
     "gh200-2": Description(
         title="GH200 NVL2: 2 x 144 GB of HBM3e",
@@ -99,6 +102,7 @@ MACHINES: dict[str, Description] = {
         node_mib=1_031_000,
         gpu="NVIDIA H100 80GB HBM3",
         gpus_per_node=4,
+        network=Network(gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H100 user guide"),
         gpu_mib=81_559,
     ),
     "h200-8": Description(
@@ -111,6 +115,7 @@ MACHINES: dict[str, Description] = {
         node_mib=1_031_000,
         gpu="NVIDIA H200",
         gpus_per_node=4,
+        network=Network(gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H200 user guide"),
         gpu_mib=143_771,
     ),
 }
@@ -162,6 +167,7 @@ def _machine(name: str, of: Description) -> Machine:
         software=Software(),
         numa_nodes=(*nodes, *on_gpus),
         gpus=gpus,
+        network=of.network,
         smt_siblings=tuple(_siblings(of)),
         live=False,
         notes=(f"{name} is described from publications ({of.source}), not measured",),

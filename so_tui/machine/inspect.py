@@ -17,6 +17,7 @@ from so_tui.machine.cpus import (
 from so_tui.machine.gpus import read_gpus
 from so_tui.machine.memory import host_memory, page_size_bytes, shared_memory
 from so_tui.machine.mpam import read_mpam
+from so_tui.machine.network import read_network
 from so_tui.machine.numa import read_nodes
 from so_tui.machine.nvml import NvmlAnswer, query_nvml
 from so_tui.machine.software import read_software
@@ -56,6 +57,7 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         online_cpus=online,
         allowed_cpus=allowed,
         host_memory_bytes=memory.total_bytes,
+        network=read_network(files),
         shm_total_bytes=shm.total_bytes,
         shm_free_bytes=shm.free_bytes,
         mpam=read_mpam(files, cpu.architecture),

@@ -82,6 +82,8 @@ def _title(machine: Machine) -> Text:
         second.append(f"/dev/shm {memory_size(machine.shm_total_bytes)}")
     if machine.page_size_bytes:
         second.append(f"{memory_size(machine.page_size_bytes)} pages")
+    if machine.network is not None:
+        second.append(f"network {machine.network.gbit_per_s:g} Gb/s")
     second.append(f"MPAM {machine.mpam.state}")
     return Text.assemble((machine.label, "bold"), "  ", printable_line(" · ".join(facts)), "\n", (" · ".join(second), "dim"))
 

@@ -57,6 +57,15 @@ class Gpu(Struct, frozen=True, kw_only=True):
     vendor: Literal["nvidia", "amd"] = "nvidia"
 
 
+class Network(Struct, frozen=True, kw_only=True):
+    """What joins a host with others like it."""
+
+    gbit_per_s: Annotated[float, Meta(gt=0, le=1e6)]
+    """Line rate of all adapters together, each way."""
+    source: str
+    """The adapters that were read, or where the figure is published; empty where it is assumed."""
+
+
 class Mpam(Struct, frozen=True, kw_only=True):
     """Support for memory bandwidth partitioning (MPAM) on this host, as far as an unprivileged user can see."""
 
@@ -114,6 +123,8 @@ class Machine(Struct, frozen=True, kw_only=True):
     software: Software
     numa_nodes: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...]
+    network: Network | None = None
+    """None if the host has no adapters of a cluster's network, or nothing is published of them."""
     memory_limit_bytes: Size | None = None
     """Memory limit of the control group, if it is below the host's memory."""
     smt_siblings: tuple[tuple[int, ...], ...] = ()

@@ -11,6 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.machine.types import Network
 from so_tui.model.activations import Policy
 from so_tui.spec.attention import AttentionBackend, Obstacle
 from so_tui.spec.errors import Problem
@@ -300,6 +301,21 @@ class NextBest(_Fact, frozen=True):
     """How much longer its step takes, as a share."""
 
 
+class AcrossHosts(_Fact, frozen=True):
+    """Weights, gradients and optimizer states are sharded over the ranks of several hosts, and travel between them."""
+
+    machines: int
+    ranks: int
+    bytes_per_step: int
+    """That enter each host, and leave it."""
+    network: Network
+    """Of each host."""
+    seconds: float | None
+    """What the network needs for them; None where the speed of the machine is not known."""
+    longer_s: float | None
+    """How much shorter the step would be if hosts were joined as the GPUs within one are."""
+
+
 class NoNextBest(_Fact, frozen=True):
     fits: bool
     """Whether the chosen settings leave the margin."""
@@ -407,6 +423,7 @@ Choice = (
     | StepsEarly
     | SavesBehind
     | AttentionFallsBack
+    | AcrossHosts
     | SpeedUnknown
     | NextBest
     | NoNextBest

@@ -19,6 +19,7 @@ from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
 from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
 from so_tui.plan.memory import memory_terms
+from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
@@ -271,21 +272,27 @@ def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
 
 
 def _step(placement: Placement, target: Target) -> StepTime | None:
+    if (model := step_model(placement, target)) is None:
+        return None
+    step, mode = model.step_time(), cast(Mode, placement.spec.offload.mode)
+    return corrected_step(step, mode, placement.layout.ranks, target.probes) if target.probes else step
+
+
+def step_model(placement: Placement, target: Target) -> StepModel | None:
+    """Return what predicts the step of a placed spec; None where the speed is not known, or it cannot run."""
     resources = target.resources
     if resources.speed is None or resources.problem:
         return None
-    mode = cast(Mode, placement.spec.offload.mode)
-    cores = resources.adam_cores if mode == "superoffload" else resources.cores
-    model = StepModel(
+    share = resources.ranks / max(1, len(resources.machine.gpus))
+    return StepModel(
         placement=placement,
         speed=resources.speed,
-        adam_cores=cores,
+        adam_cores=resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores,
         ranks_per_node=resources.ranks_per_node,
         workload=target.workload,
         attention=attention_of(placement.spec, placement.profile, resources).backend,
+        between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share) if target.hosts > 1 else None,
     )
-    step = model.step_time()
-    return corrected_step(step, mode, placement.layout.ranks, target.probes) if target.probes else step
 
 
 def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:

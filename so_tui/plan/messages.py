@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, assert_never
 
 from so_tui.machine.cpulist import cpu_ranges
+from so_tui.machine.types import Machine, Network
 from so_tui.model.activations import Policy
 from so_tui.plan import facts
 from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvice, NodeNeed, Remedy, Shortage
+from so_tui.plan.network import assumed_network
 from so_tui.spec.attention import OBSTACLES
 from so_tui.trust.printable import printable_line
 from so_tui.units import memory_size, thousands
@@ -138,8 +140,8 @@ def _remedy(fact: Remedy) -> str:
             parts = f"{fact.gpus} x GH200 with {fact.host_bytes / 1e9:.0f} GB of host memory each"
             return f"{parts} would fit the run{_with_micro_batch(fact.micro_batch)} ({memory_size(fact.needs_bytes)} needed per node)"
         case facts.MoreMachinesFit():
-            machines = f"{fact.machines} machines like this one ({fact.gpus} GPUs)"
-            return f"{machines} would fit the run{_with_micro_batch(fact.micro_batch)}; so-tui itself trains on one machine so far"
+            machines = f"{fact.machines} hosts like this one ({fact.gpus} GPUs)"
+            return f"{machines} would fit the run{_with_micro_batch(fact.micro_batch)}; --nodes {fact.machines} plans for them"
         case facts.OtherMachineNeeded():
             return "use a machine with a GPU, a smaller model, or fewer ranks"
     assert_never(fact)
@@ -199,6 +201,8 @@ def _choice(fact: Choice) -> str:
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
         case facts.AttentionFallsBack():
             return f"attention runs on {fact.backend}: {fact.fastest} {OBSTACLES[fact.obstacle]}"
+        case facts.AcrossHosts():
+            return _across_hosts(fact)
         case facts.TokensReached():
             each = f"{thousands(fact.tokens)}, {thousands(fact.tokens_per_pass)} in each micro-batch of all ranks"
             return f"accumulation {fact.accumulation} comes nearest to {thousands(fact.target)} tokens a step: {each}"
@@ -330,6 +334,23 @@ def _caution(fact: Caution) -> str:
         case facts.MoreGpusKeepMargin():
             return f"{fact.gpus} GPUs of this machine leave the margin"
     assert_never(fact)
+
+
+def network_text(machine: Machine) -> str:
+    """Return how fast a host's network is, and who says so."""
+    return f"network of {_network(machine.network or assumed_network(len(machine.gpus)))} each"
+
+
+def _network(network: Network) -> str:
+    return f"{network.gbit_per_s:g} Gb/s ({network.source or 'assumed: 200 for each GPU'})"
+
+
+def _across_hosts(fact: facts.AcrossHosts) -> str:
+    spread = f"{fact.machines} hosts: weights, gradients and optimizer states are sharded over all {fact.ranks} GPUs"
+    moved = f"{fact.bytes_per_step / 1e9:.0f} GB enter and leave each host in a step, over a network of {_network(fact.network)}"
+    if fact.seconds is None or fact.longer_s is None:
+        return f"{spread}; {moved}"
+    return f"{spread}; {moved}: {fact.seconds:.1f} s, which makes the step {fact.longer_s:.1f} s longer than if the GPUs were in one"
 
 
 def speed_source_text(source: SpeedSource | str) -> str:

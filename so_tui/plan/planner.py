@@ -36,6 +36,7 @@ from so_tui.plan.facts import (
     TokensReached,
 )
 from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, node_needs, target_of
+from so_tui.plan.hosts import across_hosts
 from so_tui.plan.messages import message, pool_name, speed_source_text
 from so_tui.plan.resources import Gpus, Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, rate, with_fitting_cores
@@ -129,14 +130,14 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     return replace(plan, recommended=plan.verdict == "fits"), chosen
 
 
-def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = ()) -> tuple[PlanRow, ...]:
-    """Return the recommended plan of every preset on every GPU count, by default ``rank_counts``.
+def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (), nodes: int = 1) -> tuple[PlanRow, ...]:
+    """Return the recommended plan of every preset on every GPU count, by default ``rank_counts``, of each of ``nodes`` hosts.
 
     In each row the count with the most tokens/s per GPU is marked, or the smallest of those that are alike. Presets that cannot be planned
     (``unplannable``) are left out.
     """
     counts = gpu_counts or rank_counts(machine)
-    return tuple(_row(preset.spec, machine, counts) for preset in presets if not unplannable(preset.spec))
+    return tuple(_row(replace(preset.spec, nodes=nodes), machine, counts) for preset in presets if not unplannable(preset.spec))
 
 
 def unplannable(spec: RunSpec) -> str:
@@ -230,6 +231,7 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         active_parameters=spec.model.parameter_count - profile_of(spec.model).idle_parameters,
         sequence_length=spec.data.sequence_length,
         cells=cells,
+        nodes=spec.nodes,
     )
 
 
@@ -306,6 +308,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
+    yield from across_hosts(found)
     attention = attention_of(found.spec, found.target.profile, found.target.resources)
     if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in ("not-installed", "other-gpu"):
         yield AttentionFallsBack(backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle)

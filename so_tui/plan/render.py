@@ -15,7 +15,7 @@ from so_tui.plan.binding import cpu_ranges
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import example_tflops
 from so_tui.plan.facts import MemoryPool
-from so_tui.plan.messages import deepspeed_text, message, rates_text, speed_source_text, workload_text
+from so_tui.plan.messages import deepspeed_text, message, network_text, rates_text, speed_source_text, workload_text
 from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.trust.printable import printable_line
@@ -32,7 +32,7 @@ _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
 
 def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
-    parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows)]
+    parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows, machine)]
     if not any(plan.recommended for row in rows for plan in row.cells.values()):
         parts.append(Text("No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
     return Group(*parts)
@@ -57,8 +57,9 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     if not narrow:
         table.add_column("parameters", justify="right", no_wrap=True)
         table.add_column("tokens", justify="right", no_wrap=True)
+    hosts = "".join({f"{row.nodes} x " for row in rows if row.nodes > 1})
     for count in counts:
-        table.add_column(f"{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
+        table.add_column(f"{hosts}{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
     for row in rows:
         facts = [] if narrow else [_parameters(row), str(row.sequence_length)]
         cells = [cell(row.cells[count], narrow=narrow, compact=compact) if count in row.cells else Text("") for count in counts]
@@ -197,10 +198,12 @@ def _machine_line(machine: Machine) -> Text:
     return Text.assemble((machine.label, "bold"), printable_line(f"   {gpus} · {host}"))
 
 
-def _legend(rows: Sequence[PlanRow]) -> Text:
+def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
     text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
     text.append("\n243 > 106: GiB needed > GiB there (GPU, host node, memory limit or /dev/shm)")
+    for nodes in {row.nodes for row in rows if row.nodes > 1}:
+        text.append(f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; {network_text(machine)}")
     return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
 
 

@@ -10,11 +10,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.numa import distance
-from so_tui.machine.types import Gpu, Machine, NumaNode, version_numbers
+from so_tui.machine.types import Gpu, Machine, Network, NumaNode, version_numbers
 from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, calibration_of, speed_of
 from so_tui.plan.constants import Speed
 from so_tui.plan.facts import Blocker, NoSuchGpu, NotBindable, TooFewGpus
+from so_tui.plan.network import assumed_network
 from so_tui.plan.types import RankBinding
 from so_tui.spec.errors import InputError
 
@@ -54,6 +55,8 @@ class Resources:
     """Cores of the smallest rank."""
     adam_cores: int
     """Of these, those that run CPU Adam beside the training process."""
+    network: Network
+    """That of the machine, or an assumed one."""
     speed: Speed | None
     calibration: Calibration | None
     """What was measured of the machine."""
@@ -118,6 +121,7 @@ def _resources(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, cal
         nodes=tuple(memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback) for rank in bound),
         cores=min((len(rank.cpus) for rank in bound), default=1) or 1,
         adam_cores=min((len(rank.adam_cpus) for rank in bound), default=1) or 1,
+        network=machine.network or assumed_network(len(machine.gpus)),
         speed=speed_of(machine, name, calibration),
         calibration=calibration,
         pinned_rounded=bool(machine.gpus) and version_numbers(machine.software.torch) < UNROUNDED_PINNING,

@@ -71,6 +71,8 @@ class StepModel:
     """Ranks that share their node's memory."""
     workload: Workload = field(default_factory=Workload)
     attention: AttentionBackend = "torch-flash"
+    between_hosts_bytes_per_s: float | None = None
+    """How fast a collective enters and leaves each of several hosts; None on one."""
     use: StepConstants = field(default_factory=lambda: constants().step)
 
     def step_time(self) -> StepTime:
@@ -86,8 +88,16 @@ class StepModel:
     @cached_property
     def all_gather_s(self) -> float:
         """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as much."""
+        rates = [self.between_hosts_bytes_per_s] if self.between_hosts_bytes_per_s else []
+        if self.between_hosts_bytes_per_s is None or self.placement.local_ranks > 1:
+            rates.append(self.speed.peer_bytes_per_s)
+        return self.gathered_bytes / min(rates)
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes that each rank, and each host, receives in one all-gather of all weights."""
         layout = self.placement.layout
-        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / self.speed.peer_bytes_per_s
+        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks
 
     @cached_property
     def one_pass(self) -> Pass:

@@ -178,4 +178,6 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     """Used by one token; fewer than ``parameters`` in mixture-of-experts models."""
     sequence_length: int
     cells: dict[int, Plan]
-    """GPU count (ranks on a machine without GPUs) -> the best plan there; ``recommended`` marks at most one of them."""
+    """GPU count of each host (ranks on a machine without GPUs) -> the best plan there; ``recommended`` marks at most one of them."""
+    nodes: int = 1
+    """Hosts."""

@@ -244,7 +244,8 @@ def test_two_ways_to_give_the_number_of_gpus_must_agree() -> None:
     contradicting = problems_of("run", "tiny", "--dry-run", "--gpus", "2", "--set", "gpus=1")
     assert contradicting == [("contradicting-options", "--gpus", "2")]
     assert problems_of("plan", "tiny", "--nodes", "0") == [("out-of-range", "nodes", "0")]
-    assert problems_of("plan", "--nodes", "2") == [("preset-needed", "--nodes", "")]
+    assert problems_of("plan", "--nodes", "0") == [("out-of-range", "nodes", "0")]
+    assert problems_of("plan", "--nodes", "many") == [("wrong-type", "nodes", '"many"')]
     assert main(["run", "tiny", "--dry-run", "--gpus", "1", "--set", "gpus=1"]) == 0
 
 

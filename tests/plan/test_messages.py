@@ -8,6 +8,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from so_tui.machine.types import Network
 from so_tui.plan import facts as plan_facts
 from so_tui.plan import plan_tree, recommend
 from so_tui.plan.constants import Calibrated, SpeedSource
@@ -109,6 +110,7 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         "present": (0,),
         "model": "org/model",
         "revision": "main",
+        "network": Network(gbit_per_s=200, source=""),
     }
     for kind in kinds:
         given = {field.name: values.get(field.name, 1) for field in msgspec.structs.fields(kind) if field.required}

@@ -67,6 +67,8 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the one that submits."""
     step_options: tuple[Option, ...] = ()
     """Options of ``srun``, such as the container to enter."""
+    network_gbit_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0
+    """Line rate of a node's network, all adapters together, each way; 0 if it is not published."""
     poll_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
     """The least seconds between two questions to the scheduler."""
     warning_s: Annotated[int, Meta(ge=30, le=86_400)] = 300
