@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     _interrupt_on_termination(arguments)
     launch = _prepared(spec, arguments)
     if not arguments.no_preflight:
-        _report_warnings(arguments, preflight(launch, runs_dir=arguments.runs_dir))
+        launch, warnings = preflight(launch, runs_dir=arguments.runs_dir)
+        _report_warnings(arguments, warnings)
     return _show(start(launch, runs_dir=arguments.runs_dir), arguments, owner=True)
 
 

@@ -30,6 +30,7 @@ class _Start(Struct, frozen=True, kw_only=True):
     changes: dict[str, str] = {}
     start_over: bool = False
     assume_dead: bool = False
+    checks_s: float | None = None
 
 
 def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
@@ -45,6 +46,7 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
         changes=launch.changes,
         start_over=launch.start_over,
         assume_dead=launch.assume_dead,
+        checks_s=launch.checks_s,
     )
     write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
     write_run_file(run, run.plan_path(attempt), indented(launch.plan))
@@ -73,6 +75,7 @@ def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
         changes=start.changes,
         start_over=start.start_over,
         assume_dead=start.assume_dead,
+        checks_s=start.checks_s,
     )
 
 

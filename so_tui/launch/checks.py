@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from so_tui.folders import default_runs_dir
 from so_tui.launch import locks
@@ -25,25 +28,32 @@ from so_tui.units import disk_size, memory_size
 _CHECK_TIMEOUT_S = 180.0
 
 
-def preflight(launch: Launch, *, runs_dir: Path | str | None = None) -> tuple[str, ...]:
-    """Check everything that can be known before the start, and return warnings. Model, tokenizer and data need a helper process.
+def preflight(launch: Launch, *, runs_dir: Path | str | None = None) -> tuple[Launch, tuple[str, ...]]:
+    """Check everything that can be known before the start. Return the launch with how long that took, and warnings.
 
-    Of a run that starts elsewhere, only files and disk are checked: this host may lack the training packages.
+    Model, tokenizer and data need a helper process. Of a run that starts elsewhere, only files and disk are checked: this host may lack the
+    training packages.
 
     Raises:
         InputError: A data file is missing or has the wrong columns, the model is gated or absent, there is no token ...
         Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code ``doctor-blocks``, forceable).
     """
+    began = time.monotonic()
+    warnings = _warnings(launch, runs_dir)
+    return replace(launch, checks_s=time.monotonic() - began), (*launch.plan.warning_texts, *warnings)
+
+
+def _warnings(launch: Launch, runs_dir: Path | str | None) -> tuple[str, ...]:
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
-        return launch.plan.warning_texts
+        return ()
     warnings = quick_checks(launch, runs_dir=runs_dir)
     if not launch.forced:
         _refuse_what_doctor_blocks(launch.plan, launch.machine)
     answer = call_tool("check_inputs", {"spec": spec_tree(launch.spec)}, timeout_s=_CHECK_TIMEOUT_S)
     if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)
-    return (*launch.plan.warning_texts, *warnings, *(str(warning) for warning in answer.get("warnings", [])))
+    return (*warnings, *(str(warning) for warning in answer.get("warnings", [])))
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:

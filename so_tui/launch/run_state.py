@@ -14,7 +14,15 @@ from so_tui.runs.records import EndRecord, Process, RunState, State
 
 
 def first_state(
-    name: str, attempt: int, host: HostIdentity, supervisor: Process | None, before: RunState, *, forced: bool, start_over: bool = False
+    name: str,
+    attempt: int,
+    host: HostIdentity,
+    supervisor: Process | None,
+    before: RunState,
+    *,
+    forced: bool,
+    start_over: bool = False,
+    checks_s: float | None = None,
 ) -> RunState:
     """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
     now = time.time()
@@ -36,6 +44,7 @@ def first_state(
         earlier_s=before.took_s or 0.0,
         heartbeat=before.heartbeat + 1,
         forced=forced,
+        checks_s=checks_s,
         supervisor=supervisor,
         alerts=before.alerts,
     )

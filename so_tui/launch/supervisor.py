@@ -307,6 +307,7 @@ class Supervisor:
             found,
             forced=self._job.launch.forced,
             start_over=self._job.launch.start_over,
+            checks_s=self._job.launch.checks_s,
         )
 
     def _install_signals(self) -> None:

@@ -48,6 +48,11 @@ class PhaseRecord(Record, frozen=True, kw_only=True):
 
     phase: Literal["loading", "training", "saving"]
     detail: str = ""
+    stage: str = ""
+    """Part of loading: ``ranks``, ``data``, ``weights``, ``optimizer``, ``checkpoint``. Empty otherwise, and in older records."""
+    done: int = 0
+    """Files of weights that have been read, of ``total``; both are 0 in other stages."""
+    total: int = 0
 
 
 class RankBindingReport(Struct, frozen=True, kw_only=True):
@@ -298,6 +303,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     attempt_started: float | None = None
     earlier_s: float = 0.0
     """Duration of the attempts before this one, without the time between them."""
+    checks_s: float | None = None
+    """Duration of the checks before the attempt was started; None if there were none, and in older states."""
     heartbeat: int = 0
     """Counter that increases while the supervisor is alive; readers time it with their own clock."""
     exit_code: int | None = None

@@ -1,4 +1,4 @@
-"""The application: five screens, the state they share (presets, machine, runs), and starting runs.
+"""The application: five screens, and the state they share (presets, machine, runs).
 
 Nothing is computed before the first paint. Named workers compute presets, machine, plans and runs in threads.
 """
@@ -24,12 +24,12 @@ from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.announcing import AnnouncingApp
 from so_tui.ui.glyphs import GlyphName, PlainCharacters
+from so_tui.ui.launching import Checking, go_back, start_launch
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
-from so_tui.ui.text import Content, plural
+from so_tui.ui.text import plural
 
 if TYPE_CHECKING:
-    from so_tui.launch import Launch
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
@@ -79,6 +79,8 @@ class SoTuiApp(AnnouncingApp[None]):
     glyphs: var[GlyphName] = var[GlyphName]("braille")
     starting: var[str] = var("")
     """What is being started, which takes seconds. Starts wait for each other, because the thread of a start cannot be cancelled."""
+    checking: var[Checking | None] = var(None)
+    """The launch whose checks the dashboard shows; None once its run exists."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class SoTuiApp(AnnouncingApp[None]):
         self._given = (catalog, machine, machine_file)
         self.runs_dir = Path(runs_dir) if runs_dir else None
         self.opened = open_run
-        self._start = start
+        self.start_run = start
         self._lister: RunLister | None = None
         self._quit_question: Question | None = None
         self._listing: Worker[None] | None = None
@@ -212,11 +214,12 @@ class SoTuiApp(AnnouncingApp[None]):
         """End the state of starting when its worker ends, and report workers that failed unexpectedly."""
         if event.worker.group == "launch" and event.worker.is_finished:
             self.starting = ""
+            go_back(self)
         error = event.worker.error
         if event.state is WorkerState.ERROR and error is not None:
             self.notify(f"{event.worker.name}: {type(error).__name__}: {error}", title="Unexpected error", severity="error", markup=False)
 
-    # Starting and opening runs.
+    # Starting runs (launching.py) and opening them.
 
     def may_start(self) -> bool:
         """Return whether a run may be started now; notify the user where another start is under way."""
@@ -225,70 +228,25 @@ class SoTuiApp(AnnouncingApp[None]):
             self.notify(text, title="Not started", severity="warning", markup=False)
         return not self.starting
 
-    def ask_launch(self, launch: Launch, facts: Iterable[Content]) -> None:
-        """Ask once, then start ``launch`` where its spec says."""
-        from so_tui.launch.executors import executor_of
-        from so_tui.ui.screens.dialogs import Question
-
-        if not self.may_start():
-            return
-        if self.machine_file and self.machine is not None and executor_of(launch.spec).here:
-            there = f"This plan is for {self.machine.label} ({self.machine_file}), but runs start on the machine that so-tui runs on."
-            back = "Start it on that machine, or press o and leave the field empty to plan for this one."
-            self.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))
-            return
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.launch(launch)
-
-        self.push_screen(Question(f"Launch {launch.spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
-
-    def launch(self, launch: Launch) -> None:
-        """Start ``launch`` unless something else is being started."""
-        if self.may_start():
-            self.starting = launch.spec.label
-            from so_tui.ui.page import Page
-
-            if isinstance(page := self.screen_stack[0], Page):
-                page.action_leave_field()  # or the user would still be typing when the run has started
-            self._launch(launch)
-
-    @work(thread=True, group="launch", name="launch", exit_on_error=False)
-    def _launch(self, launch: Launch) -> None:
-        """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons."""
-        from msgspec.structs import replace
-
-        from so_tui.spec.errors import Refused, SoTuiError
-
-        try:
-            if self._start is not None:
-                run = self._start(launch, runs_dir=self.runs_dir)
-            else:
-                from so_tui.launch import preflight, start
-
-                for warning in preflight(launch, runs_dir=self.runs_dir):
-                    self.call_from_thread(self.notify, warning, severity="warning", markup=False)
-                run = start(launch, runs_dir=self.runs_dir)
-        except SoTuiError as error:
-            retry = replace(launch, forced=True) if isinstance(error, Refused) and error.forceable else None
-            self.post_message(messages.Failed(f"{launch.spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
-        else:
-            self.post_message(messages.Launched(run))
-
     def on_launched(self, message: messages.Launched) -> None:
         self.list_runs()
-        if isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input):
+        watched = self.checking is not None and self.current_mode == "dashboard"
+        self.checking = None
+        if not watched and (isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input)):
             self.notify(f"{message.run.name} was started. Close this with esc; 4 lists the run and enter opens it.", markup=False)
         else:
             self.open_run(message.run)
+
+    def on_not_launched(self, message: messages.NotLaunched) -> None:
+        go_back(self)
+        self.on_failed(message)
 
     def on_failed(self, message: messages.Failed) -> None:
         from so_tui.ui.screens.dialogs import Notice
 
         def answered(forced: bool | None) -> None:
             if forced and message.retry_forced is not None:
-                self.launch(message.retry_forced)
+                start_launch(self, message.retry_forced)
 
         offer = "Launch anyway" if message.retry_forced is not None else ""
         self.push_screen(Notice(message.title, message.lines, offer=offer), answered)

@@ -62,7 +62,7 @@ class Snapshot:
     start: StartRecord | None
     phase: PhaseRecord | None
     phases: tuple[PhaseRecord, ...]
-    """What it did before the first step; empty once there is one."""
+    """What it did before the first step of its newest attempt; empty once there is one."""
     binding: BindingRecord | None
     end: EndRecord | None
     latest: StepRecord | None
@@ -108,6 +108,11 @@ class Snapshot:
     def training(self) -> bool:
         """Whether steps are being made, so that the newest figures are current."""
         return self.live and not self.checking and self.state is not None and self.state.state == "training"
+
+    @property
+    def starting(self) -> bool:
+        """Whether the newest attempt is on its way to its first step."""
+        return self.live and _starting(self.state, self.latest)
 
     @property
     def on_gpus(self) -> bool:
@@ -164,6 +169,12 @@ class Snapshot:
         """Return the median of a field of the newest step records; NaN where none has it."""
         values = [value for record in self.recent if (value := getattr(record, name)) is not None]
         return statistics.median(values) if values else math.nan
+
+
+def _starting(state: RunState | None, latest: StepRecord | None) -> bool:
+    """Return whether a state is one before the first step of its attempt; ``latest`` is the last step of all attempts."""
+    begun = state is not None and latest is not None and latest.attempt >= state.attempt
+    return state is not None and not begun and state.state in ("starting", "loading", "training")
 
 
 class RunFollower:
@@ -303,7 +314,7 @@ class RunFollower:
             state=state,
             start=reader.start,
             phase=reader.phase,
-            phases=reader.metrics.phases if reader.latest is None else (),
+            phases=reader.metrics.phases if _starting(state, reader.latest) else (),
             binding=reader.binding,
             end=reader.end,
             latest=reader.latest,

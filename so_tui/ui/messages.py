@@ -43,6 +43,10 @@ class Failed(Message):
         super().__init__()
 
 
+class NotLaunched(Failed):
+    """A launch was refused, or failed before its run was in a supervisor's hands."""
+
+
 class Launched(Message):
     """A run was started and is in the supervisor's hands."""
 

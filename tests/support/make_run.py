@@ -154,7 +154,7 @@ def write_run(
 def _write_start(metrics: MetricsWriter, attempt: int, machine: Machine, plan: Plan, total: int, began: float) -> None:
     """Write what a run records before its first step."""
     host = machine.hostname
-    metrics.append(PhaseRecord(attempt=attempt, time=began, phase="loading", detail="reading the weights, shard 3 of 8"))
+    metrics.append(PhaseRecord(attempt=attempt, time=began, phase="loading", detail="loading the model", stage="weights", done=3, total=8))
     metrics.append(
         StartRecord(
             attempt=attempt,

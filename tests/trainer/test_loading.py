@@ -86,7 +86,11 @@ def _compare(folder: Path) -> str:
     folders = sorted(folder.iterdir())
     for path in folders:
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        causal = build(_spec(path), torch.device("cpu"), DS_CONFIG).causal
+        heard: list[tuple[int, int]] = []
+        causal = build(_spec(path), torch.device("cpu"), DS_CONFIG, lambda *read, heard=heard: heard.append(read)).causal
+        files = len(list(path.glob("*.safetensors")))
+        assert heard == sorted(heard)
+        assert (heard[0], heard[-1]) == ((0, files), (files, files))
         whole = dict(plain.named_parameters())
         assert whole.keys() == dict(causal.named_parameters()).keys()
         for name, parameter in causal.named_parameters():

@@ -217,7 +217,7 @@ async def test_before_the_first_step_the_phase_is_shown(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
     async with opened(runs_dir, (80, 24), open_run=run) as ui:
         await ui.state_shown("loading")
-        assert "reading the weights" in ui.text()
+        assert "weights 3 of 8  loading the model" in ui.text()
 
 
 def offered(ui: Driver) -> set[str]:

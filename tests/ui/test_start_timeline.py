@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Literal
 
-from so_tui.runs import MetricsWriter, read_state
+from msgspec.structs import replace
+
+from so_tui.runs import MetricsWriter, read_state, write_state
 from so_tui.runs.records import PhaseRecord
-from so_tui.ui.start_timeline import FIRST_STEP, LAUNCH, stages, timeline_lines
+from so_tui.ui.start_timeline import CHECKS, FIRST_STEP, LAUNCHER, stages, timeline_lines
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -25,12 +28,31 @@ def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
     ]
     found = stages(phases, 2, 100.0, 160.0)
     assert [(stage.name, stage.seconds, stage.running) for stage in found] == [
-        (LAUNCH, 3.0, False),
+        (LAUNCHER, 3.0, False),
         ("starting the ranks", 7.0, False),
         ("loading Phi-4", 40.0, False),
         (FIRST_STEP, 10.0, True),
     ]
     assert stages([phase(90, "a clock that is behind")], 2, 100.0, 95.0)[0].seconds == 0.0
+
+
+def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first() -> None:
+    def loading(at: float, stage: str, done: int = 0, total: int = 0) -> PhaseRecord:
+        return PhaseRecord(attempt=2, time=at, phase="loading", detail=f"doing {stage}", stage=stage, done=done, total=total)
+
+    begun = [loading(103, "ranks"), loading(105, "data"), loading(106, "data"), loading(110, "weights")]
+    counted = [loading(110 + done, "weights", done, 8) for done in range(4)]
+    found = stages([*begun, *counted], 2, 100.0, 120.0, checks_s=7.5)
+    assert [(stage.name, stage.seconds) for stage in found] == [
+        (CHECKS, 7.5),
+        (LAUNCHER, 3.0),
+        ("ranks", 2.0),
+        ("data", 5.0),
+        ("weights 3 of 8", 10.0),
+    ]
+    assert [stage.detail for stage in found] == ["", "", "", "", "doing weights"]
+    last = stages([*begun, *counted, loading(130, "optimizer"), loading(131, "checkpoint"), phase(140, "", "training")], 2, 100.0, 141.0)
+    assert [stage.name for stage in last][3:] == ["weights 3 of 8", "optimizer", "saved states", FIRST_STEP]
 
 
 def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
@@ -50,10 +72,20 @@ async def test_the_dashboard_shows_it_until_the_first_step(runs_dir: Path) -> No
     run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
     started = read_state(run).started or 0.0
     writer = MetricsWriter(run, 1)
-    writer.append(PhaseRecord(attempt=1, time=started + 12, phase="loading", detail="preparing the optimizer"))
+    writer.append(PhaseRecord(attempt=1, time=started + 12, phase="loading", detail="preparing the optimizer", stage="optimizer"))
     writer.close()
     async with opened(runs_dir, (80, 24), open_run=run) as ui:
         await ui.state_shown("loading")
-        await ui.until(lambda: "▸ preparing the optimizer" in ui.text())
-        assert "✓ reading the weights" in ui.text()
+        await ui.until(lambda: "▸ optimizer  preparing the optimizer" in ui.text())
+        assert "✓ weights 3 of 8" in ui.text()
         assert "12.0 s" in ui.text()
+
+
+async def test_a_resumed_run_has_a_timeline_too(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=5, state="loading")
+    state = read_state(run)
+    write_state(run, replace(state, attempt=2, attempt_started=time.time() - 9, checks_s=4.0))
+    async with opened(runs_dir, (80, 24), open_run=run) as ui:
+        await ui.state_shown("loading")
+        await ui.until(lambda: "▸ launcher" in ui.text())
+        assert "✓ checks" in ui.text()

@@ -10,7 +10,8 @@ from textual.widgets import Button, DataTable
 
 from so_tui.launch import Launch
 from so_tui.runs import RunDirectory
-from so_tui.spec import RunSpec
+from so_tui.spec import Refusal, Refused, RunSpec
+from so_tui.ui.screens.dialogs import Notice
 from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.screen import SIZES, opened
@@ -87,10 +88,49 @@ async def test_a_dialog_is_not_covered_by_the_run_that_was_started(runs_dir: Pat
     start = Starter(runs_dir, ready=False)
     async with opened(runs_dir, start=start) as ui:
         await ui.presets()
-        await ui.press("l", "y", "question_mark")
+        await ui.press("l", "y", "1", "question_mark")
         start.ready.set()
         await ui.until(lambda: any("was started" in note for note in ui.notes()))
         assert ui.app.current_mode == "presets"
+
+
+async def test_the_checks_are_shown_on_the_dashboard_until_the_run_exists(runs_dir: Path) -> None:
+    start = Starter(runs_dir, ready=False)
+    before = write_run(runs_dir, steps=3, seconds_of_samples=2, name="before")
+    async with opened(runs_dir, start=start, open_run=before) as ui:
+        await ui.state_shown("before")
+        await ui.press("1")
+        await ui.presets()
+        await ui.press("l", "y")
+        await ui.until(lambda: "▸ checks" in ui.text())
+        assert ui.app.current_mode == "dashboard"
+        assert "before" not in ui.text()
+        assert "s Stop" not in ui.key_line, "the run that was shown cannot be meant"
+        await ui.press("question_mark")
+        start.ready.set()
+        await ui.until(lambda: not ui.app.starting)
+        await ui.press("escape")
+        await ui.until(lambda: ui.find("#loss", Chart).lines and "▸ checks" not in ui.text())
+        assert ui.app.opened != before
+
+
+async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(runs_dir: Path) -> None:
+    ready = threading.Event()
+
+    def start(*_: object, **__: object) -> RunDirectory:
+        ready.wait(15)
+        raise Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")])
+
+    async with opened(runs_dir, start=start) as ui:
+        await ui.configure()
+        await ui.press("l", "y")
+        await ui.until(lambda: "▸ checks" in ui.text())
+        ready.set()
+        await ui.until(lambda: isinstance(ui.screen, Notice))
+        assert "GPU 0 is used by another run" in ui.text()
+        assert ui.app.current_mode == "configure"
+        await ui.press("escape", "3")
+        assert "No run yet" in ui.text()
 
 
 async def test_quitting_says_that_a_start_goes_on(runs_dir: Path) -> None:
@@ -133,3 +173,4 @@ async def test_a_worker_that_fails_is_reported(runs_dir: Path) -> None:
         await ui.presets()
         await ui.press("l", "y")
         await ui.until(lambda: any("ZeroDivisionError" in note for note in ui.notes()))
+        await ui.until(lambda: ui.app.current_mode == "presets")

@@ -49,6 +49,8 @@ from so_tui_trainer.rounding import rounding_warnings
 from so_tui_trainer.trackers import trackers_of
 from superoffload.settings import Settings
 
+LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
+
 
 def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, *, start_over: bool = False) -> int:
     """Load, train, save, and write the end record.
@@ -100,7 +102,7 @@ class Session:
         """
         # DeepSpeed uses a deprecated name of torch.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        self._phase("loading", "starting the ranks")
+        self._load_stage("ranks", "starting the ranks")
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
         bindings = ranks.all_gather(self.report, RankBindingReport)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
@@ -178,8 +180,8 @@ class Session:
         """
         self._seed(0)
         control.stop_early()
-        self._phase("loading", "reading the data")
-        data = training_data.read(self.spec, ranks, lambda doing: self._phase("loading", doing), self._warn)
+        self._load_stage("data", "reading the data")
+        data = training_data.read(self.spec, ranks, lambda doing: self._load_stage("data", doing), self._warn)
         control.stop_early()
         loop = self._loop(ranks, data, control, found)
         control.stop_early()
@@ -228,15 +230,16 @@ class Session:
         )
 
     def _loop(self, ranks: Ranks, data: training_data.TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
-        self._phase("loading", f"loading {self.spec.label}")
+        loading = f"loading {self.spec.label}"
+        self._load_stage("weights", loading)
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
-        model = build(self.spec, ranks.device, ds_config)
+        model = build(self.spec, ranks.device, ds_config, lambda done, total: self._load_stage("weights", loading, done, total))
         if takes_boundaries(model.attention):
             data.lay_end_to_end()
         training_data.check_sizes(model.causal.config, data.documents, self.spec, self._warn)
         parameters = parameter_count(model)
         control.stop_early()
-        self._phase("loading", "preparing the optimizer")
+        self._load_stage("optimizer", "preparing the optimizer")
         mine = self.plan.binding[self.rank]
         settings = engine_settings(self.spec, mine, self.plan.optional)
         self._warn_of_less_memory(settings)
@@ -280,7 +283,7 @@ class Session:
             )
 
     def _resume(self, loop: Loop, found: checkpoint.Found, data: training_data.TrainingData, ranks: Ranks) -> None:
-        self._phase("loading", f"resuming from step {found.manifest.step}")
+        self._load_stage("checkpoint", f"resuming from step {found.manifest.step}")
         before, now = found.manifest.spec, self.spec
         if found.manifest.data != data.fingerprint or _order(before) != _order(now):
             message = (
@@ -331,8 +334,12 @@ class Session:
             export(Path(outcome.saved), self.run.path / "export", self.run.name, self.spec)
         ranks.barrier()
 
-    def _phase(self, phase: Literal["loading", "training", "saving"], detail: str) -> None:
+    def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
         self.recorder.write(PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail))
+
+    def _load_stage(self, stage: LoadStage, detail: str, done: int = 0, total: int = 0) -> None:
+        record = PhaseRecord(attempt=self.attempt, time=time.time(), phase="loading", detail=detail, stage=stage, done=done, total=total)
+        self.recorder.write(record)
 
     def _warn(self, code: str, message: str, suggestion: str) -> None:
         record = WarningRecord(attempt=self.attempt, time=time.time(), code=code, message=message, suggestion=suggestion)

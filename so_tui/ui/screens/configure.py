@@ -16,7 +16,7 @@ from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
 from so_tui.spec import InputError, RunSpec, field_index, with_values
-from so_tui.ui import planning
+from so_tui.ui import launching, planning
 from so_tui.ui.drafts import Drafts
 from so_tui.ui.field_notes import field_note, impossible_field, partition_note, problems_by_row
 from so_tui.ui.form import (
@@ -310,7 +310,7 @@ class ConfigureScreen(Page):
             title = f"{planned.plan.spec.label} does not fit here"
             self.app.post_message(Failed(title, planned.plan.reason_texts, retry_forced=planned.launch))
         elif planned.launch is not None:
-            self.app.ask_launch(planned.launch, plan_view.launch_facts(planned.plan))
+            launching.ask_to_launch(self.app, planned.launch, plan_view.launch_facts(planned.plan))
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         texts = [*map(problem_text, planned.problems), *(planned.plan.reason_texts if planned.plan else ())]

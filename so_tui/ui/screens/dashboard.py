@@ -95,7 +95,7 @@ class DashboardScreen(ChartedPage):
 
     def body(self) -> Iterable[Widget]:
         glyphs = self.app.glyphs
-        yield Static(Content.from_markup(EMPTY), id="empty")
+        yield Static(id="empty")
         yield RunHeader()
         with VerticalScroll(id="panels", can_focus=False):
             yield ChartPanel(load_settings(), glyphs=glyphs)
@@ -106,7 +106,7 @@ class DashboardScreen(ChartedPage):
         yield FindField("search the log: enter and n go back through the matches, esc ends", id="search")
 
     def on_mount(self) -> None:
-        self._show_panels(False)
+        self.watch(self.app, "checking", self._checks_changed)
         self.set_interval(POLL_S, self.tick)
         if self.app.opened is not None:
             self.follow(self.app.opened)
@@ -117,8 +117,19 @@ class DashboardScreen(ChartedPage):
         self.query_one("#empty").display = not shown
         self.panels.display = shown
 
+    def _checks_changed(self) -> None:
+        """Show the checks of a launch in place of a run until it has a run of its own, or comes to nothing."""
+        self.header.display = self.app.checking is None
+        self._show_panels(self.run_shown is not None and self.app.checking is None)
+        self._show_checks()
+        self.refresh_bindings()
+
+    def _show_checks(self) -> None:
+        checking, empty = self.app.checking, self.query_one("#empty", Static)
+        empty.update(Content.from_markup(EMPTY) if checking is None else checking.lines(empty.content_size.width or self.size.width))
+
     def _take_newest(self) -> None:
-        if self.run_shown is None and self.app.runs:
+        if self.run_shown is None and self.app.runs and self.app.checking is None:
             self.follow(self.app.runs[0].run)
 
     # Following.
@@ -143,6 +154,9 @@ class DashboardScreen(ChartedPage):
 
     def tick(self) -> None:
         """Have the run polled, unless this screen is hidden."""
+        if self.app.checking is not None:
+            self._show_checks()
+            return
         if self._follower is None or not self.is_current:
             return
         self._due.set()
@@ -270,7 +284,7 @@ class DashboardScreen(ChartedPage):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "checkpoint", "resume"):
             snapshot = self.snapshot
-            if snapshot is None or snapshot.state is None or snapshot.deleted:
+            if snapshot is None or snapshot.state is None or snapshot.deleted or self.app.checking is not None:
                 return False
             if action == "resume":
                 return snapshot.state.state in run_actions.RESUMABLE

@@ -14,6 +14,7 @@ from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
+from so_tui.ui import launching
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.screens.save_preset import ask_to_delete, is_own
@@ -296,7 +297,7 @@ class PresetsScreen(Page):
         except Refused as error:
             self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
             return
-        self.app.ask_launch(launch, plan_view.launch_facts(plan))
+        launching.ask_to_launch(self.app, launch, plan_view.launch_facts(plan))
 
     def action_train_tiny(self) -> None:
         row = next((row for row in self.rows if row.preset == "tiny"), None)

@@ -124,8 +124,8 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int) -> Content:
     """
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
-    if state is not None and since and snapshot.live and snapshot.phases:
-        return timeline_lines(stages(snapshot.phases, state.attempt, since, now), width)
+    if state is not None and since and snapshot.starting:
+        return timeline_lines(stages(snapshot.phases, state.attempt, since, now, state.checks_s), width)
     if not snapshot.recent:
         return Content.styled("step anatomy: after the first step", "$faint")
     values = [max(0.0, snapshot.recent_median(name)) for name in PARTS]

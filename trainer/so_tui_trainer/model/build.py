@@ -117,20 +117,23 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
         raise InputError([_problem("model-config-unreadable", model, message, remedy)]) from error
 
 
-def build(spec: RunSpec, device: torch.device, ds_config: dict[str, Any]) -> TrainedModel:
+def build(
+    spec: RunSpec, device: torch.device, ds_config: dict[str, Any], on_files: loading.OnFiles = lambda done, total: None
+) -> TrainedModel:
     """Build the model in bf16, sharded as ``ds_config`` says, ready to train.
 
     Args:
         spec: The run's spec.
         device: The rank's device.
         ds_config: DeepSpeed's configuration.
+        on_files: Called with how many files of weights have been read, and how many there are.
 
     Raises:
         InputError: The model cannot be loaded, the weights are not the model's, or this kind of model is not supported.
     """
     config = load_config(spec.model)
     disable_dropout(config)
-    causal, implementation = _causal(spec.model, config, device, ds_config, deterministic=spec.train.deterministic)
+    causal, implementation = _causal(spec.model, config, device, ds_config, on_files, deterministic=spec.train.deterministic)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
@@ -202,7 +205,13 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
 
 
 def _causal(
-    spec: ModelSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any], *, deterministic: bool
+    spec: ModelSpec,
+    config: PretrainedConfig,
+    device: torch.device,
+    ds_config: dict[str, Any],
+    on_files: loading.OnFiles,
+    *,
+    deterministic: bool,
 ) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
     model_class = _model_class(config, spec)
@@ -218,7 +227,7 @@ def _causal(
     found = matching.match(meta, index)
     matching.refuse(found, spec)
     causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
-    loading.load(causal, meta, found, index)
+    loading.load(causal, meta, found, index, on_files)
     return causal, implementation
 
 

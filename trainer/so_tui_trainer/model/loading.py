@@ -7,7 +7,9 @@ be assembled (experts stored one by one) is assembled as a whole on each rank, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 
 import superoffload
 from so_tui_trainer.model import matching
-from so_tui_trainer.model.matching import Match
+from so_tui_trainer.model.matching import Conversion, Match
 from so_tui_trainer.model.stored import Stored
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 64 << 20
 """Bytes of a file that are read together."""
+OnFiles = Callable[[int, int], None]
+"""Called with a number of files that have been read, and that of all files."""
 
 
 def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
@@ -66,7 +70,7 @@ def initialise(causal: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Mapping[str, Stored]) -> None:
+def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Mapping[str, Stored], on_files: OnFiles) -> None:
     """Fill the model's weights and stored buffers from a checkpoint that matches it.
 
     Args:
@@ -74,10 +78,14 @@ def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Ma
         meta: The same model on meta tensors.
         found: How the stored tensors become the model's.
         index: The stored tensors.
+        on_files: Called before the first file, and after the last conversion that needs one.
 
     Raises:
         OSError: A file cannot be read.
     """
+    left = Counter(path for conversion in found.conversions for path in _files(conversion, index))
+    files, read = len(left), 0
+    on_files(read, files)
     tensors: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(causal.named_buffers())
     done: set[int] = set()
     for conversion in found.conversions:
@@ -91,6 +99,15 @@ def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Ma
             for name, tensor in wanted.items():
                 part, start = _local_shard(tensor)
                 part.copy_(made[name].flatten()[start : start + len(part)])
+        paths = _files(conversion, index)
+        left.subtract(paths)
+        if completed := sum(not left[path] for path in paths):
+            read += completed
+            on_files(read, files)
+
+
+def _files(conversion: Conversion, index: Mapping[str, Stored]) -> set[Path]:
+    return {index[name].path for _, name in conversion.sources}
 
 
 def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
