@@ -1,12 +1,15 @@
-"""What a chart of the dashboard can show: one or several numbers of the step records, with their title, unit and way of writing."""
+"""What a chart can show: one or several numbers of the step records or of the samples, with their title, unit and way of writing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from so_tui.runs.records import GpuSample
+from so_tui.ui.loads import sampled_value
 from so_tui.ui.text import GIB, rate, significant
+from so_tui.units import thousands
 
 EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
@@ -15,6 +18,11 @@ EVALUATIONS = "evaluation"
 def percent(share: float) -> str:
     """Return ``43.6 %``."""
     return f"{100 * share:.3g} %"
+
+
+def whole(value: float) -> str:
+    """Return ``1,755``."""
+    return thousands(round(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +40,22 @@ class Metric:
     per: float = 1.0
     """What values are divided by before they are written."""
     zero: bool = False
+    ceiling: float | None = None
     smoothing: Literal["mean", "wanted", "never"] = "wanted"
     """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
     roles: tuple[str, ...] = ()
     """Colours of several lines."""
     names: tuple[str, ...] = ()
     """Their names."""
+    samples: tuple[str, ...] = ()
+    """Numbers of the samples instead, a line for each GPU, node or host (``loads.sampled_value``)."""
+    limit: str = ""
+    """Number of the samples that those above stay below."""
+    marked: str = ""
+    """Number of the samples whose presence is marked on the axis."""
 
 
-METRICS: tuple[Metric, ...] = (
+STEP_METRICS: tuple[Metric, ...] = (
     Metric("loss", "loss", "mean cross-entropy of the trained tokens, with evaluations", ("loss",), smoothing="mean"),
     Metric("throughput", "throughput", "model TFLOPS, without recomputation", ("model_tflops_per_gpu",), zero=True),
     Metric("norm", "gradient norm", "before clipping", ("gradient_norm",), smoothing="mean"),
@@ -78,6 +93,86 @@ METRICS: tuple[Metric, ...] = (
     Metric("router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"),
     Metric("slowest", "slowest rank", "the rank that took longest", ("slowest_rank",), zero=True, smoothing="never"),
 )
+HARDWARE: tuple[Metric, ...] = (
+    Metric(
+        "gpu-busy", "GPU busy", "share of the time in which a kernel runs", samples=("gpu.busy_percent",), unit="%", zero=True, ceiling=100
+    ),
+    Metric(
+        "gpu-power",
+        "GPU power",
+        "with the limit that the driver enforces",
+        samples=("gpu.power_w",),
+        limit="gpu.power_limit_w",
+        unit="W",
+        zero=True,
+    ),
+    Metric(
+        "gpu-clock",
+        "GPU clock",
+        "▼ marks where power or heat hold it down",
+        samples=("gpu.clock_mhz",),
+        marked="gpu.throttled",
+        unit="MHz",
+        format_value=whole,
+    ),
+    Metric("gpu-temperature", "GPU temperature", "of the die", samples=("gpu.temperature_c",), unit="°C"),
+    Metric(
+        "gpu-used",
+        "GPU memory in use",
+        "by any process, as the driver counts",
+        samples=("gpu.memory_used_bytes",),
+        limit="gpu.memory_total_bytes",
+        unit="GiB",
+        per=GIB,
+        zero=True,
+    ),
+    Metric(
+        "module-power",
+        "module power",
+        "of the superchip, where CPU and GPU share a limit",
+        samples=("gpu.module_power_w",),
+        limit="gpu.module_power_limit_w",
+        unit="W",
+        zero=True,
+    ),
+    Metric(
+        "c2c",
+        "NVLink-C2C",
+        "traffic between CPU and GPU of a superchip",
+        samples=("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"),
+        names=("to GPU", "to host"),
+        unit="GB/s",
+        per=1e9,
+        zero=True,
+    ),
+    Metric(
+        "pcie",
+        "PCIe",
+        "traffic between host and GPU",
+        samples=("gpu.pcie_to_gpu_bytes_per_s", "gpu.pcie_to_host_bytes_per_s"),
+        names=("to GPU", "to host"),
+        unit="GB/s",
+        per=1e9,
+        zero=True,
+    ),
+    Metric("cores", "cores", "load of each node's cores", samples=("node.busy_percent",), unit="%", zero=True, ceiling=100),
+    Metric(
+        "node-memory",
+        "memory of nodes",
+        "in use, with the file cache, which gives way",
+        samples=("node.memory_used_bytes",),
+        limit="node.memory_total_bytes",
+        unit="GiB",
+        per=GIB,
+        zero=True,
+    ),
+    Metric(
+        "file-cache", "file cache", "memory of nodes that holds files", samples=("node.file_cache_bytes",), unit="GiB", per=GIB, zero=True
+    ),
+    Metric("foreign", "foreign load", "cores that other processes keep busy", samples=("host.foreign_cores",), unit="cores", zero=True),
+)
+"""What the supervisors sample, in the order in which a machine is looked at."""
+METRICS = (*STEP_METRICS, *HARDWARE)
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
@@ -87,6 +182,22 @@ def smoothed_fields(metrics: tuple[Metric, ...], ema: float | None) -> tuple[str
     return tuple(dict.fromkeys(field for metric in metrics if metric.smoothing in wanted for field in metric.fields))
 
 
+def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
+    """Return the charts of HARDWARE for which there are figures, given the newest sample of each GPU."""
+    newest = tuple(gpus)
+    return tuple(
+        metric.key
+        for metric in HARDWARE
+        if not metric.samples[0].startswith("gpu.") or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
+    )
+
+
 def fields_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
     """Return the fields of the step records that these charts draw; never none."""
     return tuple(dict.fromkeys(field for metric in metrics for field in metric.fields)) or ("loss",)
+
+
+def samples_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
+    """Return the numbers of the samples that these charts draw."""
+    wanted = (name for metric in metrics for name in (*metric.samples, metric.limit, metric.marked))
+    return tuple(dict.fromkeys(name for name in wanted if name))

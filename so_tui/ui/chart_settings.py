@@ -13,7 +13,7 @@ import msgspec
 from so_tui.folders import state_home
 from so_tui.spec.files import write_atomic
 from so_tui.trust.decoding import read_json
-from so_tui.ui.chart_metrics import BY_KEY, Metric, fields_of, smoothed_fields
+from so_tui.ui.chart_metrics import BY_KEY, Metric, fields_of, samples_of, smoothed_fields
 
 _log = logging.getLogger(__name__)
 
@@ -85,11 +85,12 @@ class ChartPage:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What charts need to know of the steps."""
+    """What charts need to know of the steps and samples."""
 
     fields: tuple[str, ...]
     smoothed: tuple[str, ...]
     ema: float | None
+    samples: tuple[str, ...] = ()
 
 
 def page_of(settings: ChartSettings, number: int, width: int) -> ChartPage:
@@ -105,7 +106,7 @@ def page_of(settings: ChartSettings, number: int, width: int) -> ChartPage:
 
 def wanted_by(page: ChartPage, ema: float | None) -> Wanted:
     """Return what the charts of a page need."""
-    return Wanted(fields_of(page.metrics), smoothed_fields(page.metrics, ema), ema or None)
+    return Wanted(fields_of(page.metrics), smoothed_fields(page.metrics, ema), ema or None, samples_of(page.metrics))
 
 
 def settings_path() -> Path:

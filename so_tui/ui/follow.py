@@ -11,6 +11,7 @@ import statistics
 from array import array
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from so_tui.machine import load_machine
@@ -34,7 +35,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_settings import Wanted
-from so_tui.ui.loads import GpuView, Loads, NodeView
+from so_tui.ui.loads import GpuView, Loads, NodeView, Sampled
 from so_tui.ui.series import Axis, Line, Series
 from so_tui.ui.step_series import FollowedSteps, StepSeries, mean_of, mean_steps
 
@@ -81,6 +82,8 @@ class Snapshot:
     """The window that was zoomed to, where the whole run shows several steps per row."""
     nodes: tuple[NodeView, ...]
     gpus: tuple[GpuView, ...]
+    sampled: Mapping[str, tuple[Sampled, ...]]
+    """Numbers of the samples that charts want, by name."""
     averaged: bool
     """Nodes and GPUs show means over the training, because the run has ended and its host now does other work."""
     log_lines: tuple[LogLine, ...]
@@ -232,6 +235,8 @@ class RunFollower:
                 if not update.more or (update.unread_share and count + 1 >= MOST_POLLS_OF_EARLIER):
                     break
             self._draw_steps(update.unread_share)
+            if wanted is not None:
+                self._loads.want(wanted.samples)
             while self._new_samples:
                 host, samples = self._new_samples.popleft()
                 self._loads.add(host, samples, self._whole.begin[1])
@@ -329,6 +334,7 @@ class RunFollower:
             closer=self._closer,
             nodes=self._loads.nodes(self._machine),
             gpus=self._loads.gpus(),
+            sampled=self._loads.sampled(),
             averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunReader
@@ -16,7 +17,13 @@ from so_tui.runs.records import FINAL_STATES, GpuSample, NodeSample, Sample
 from so_tui.runs.rollup import roll_up
 from so_tui.ui.series import Line, Series
 
-HISTORY_ROWS = 1500
+HISTORY_ROWS = 600
+"""Rows that history is asked for; it has up to ten times as many, since one resolution is ten times as fine as the next."""
+MOST_ROWS = 8000
+"""Rows of a host after which its history is loaded anew in fewer: a screen may be open for weeks."""
+BUSY = "busy_percent"
+BAND = "band"
+"""Least and greatest load of a node's cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +59,117 @@ class GpuView:
         return Line(self.busy, self.length, self.times, None, "gpu")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One number of the samples over time, of one GPU, node or host."""
+
+    host: str
+    index: int
+    series: Series
+    times: array[float]
+    length: int
+
+    def line(self, role: str) -> Line:
+        """Return it as a line of a chart."""
+        return Line(self.series, self.length, self.times, None, role)
+
+
 class _Load:
-    mean: Series = field(default_factory=Series)
-    band: Series = field(default_factory=Series)
-    times: array[float] = field(default_factory=lambda: array("d"))
+    """What is known of one node, GPU or host over time: rows of several series."""
+
+    __slots__ = ("series", "times")
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.series: dict[str, Series] = {}
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def add(self, name: str, value: float | None) -> None:
+        """Add a value to the row that ``times`` begins."""
+        self.of(name).append(math.nan if value is None else float(value))
+
+    def of(self, name: str) -> Series:
+        """Return a series, created where it is absent."""
+        return self.series.setdefault(name, Series())
+
+
+class LoadStore:
+    """Samples of hosts as series: the load of every node and GPU, and whatever else is wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: tuple[str, ...] = ()
+        """Names of ``sampled_value`` that are kept, from the first sample on."""
+        self._loads: dict[tuple[str, str, int], _Load] = {}
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._loads = {}
+
+    def append(self, host: str, sample: Sample) -> None:
+        """Add a newer sample of a host."""
+        for kind, index, part in _parts(sample):
+            load = self._loads.setdefault((kind, host, index), _Load())
+            load.times.append(sample.time)
+            if isinstance(part, NodeSample):
+                load.add(BUSY, sum(part.cores) / len(part.cores))
+                load.of(BAND).append_range(float(min(part.cores)), float(max(part.cores)))
+            elif isinstance(part, GpuSample):
+                load.add(BUSY, part.busy_percent)
+            for name in self.wanted:
+                if name != f"{kind}.{BUSY}" and name.startswith(f"{kind}."):
+                    load.add(name.partition(".")[2], sampled_value(name, part))
+
+    def rows(self) -> int:
+        """Return the number of samples of the host that has most."""
+        return max(map(len, self._loads.values()), default=0)
+
+    def node(self, host: str, node: NodeSample, cpus: Mapping[int, tuple[int, ...]]) -> NodeView | None:
+        """Return a node with cores, which ``cpus`` numbers; None for any other."""
+        load = self._loads.get(("node", host, node.id))
+        if load is None or not node.cores:
+            return None
+        known = cpus.get(node.id, ())
+        numbers = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
+        return NodeView(host, node.id, numbers, node, load.of(BUSY), load.of(BAND), load.times, len(load))
+
+    def gpu(self, host: str, gpu: GpuSample) -> GpuView | None:
+        """Return a GPU; None if none of its samples has been added."""
+        load = self._loads.get(("gpu", host, gpu.index))
+        return None if load is None else GpuView(host, gpu, load.of(BUSY), load.times, len(load))
+
+    def sampled(self) -> dict[str, tuple[Sampled, ...]]:
+        """Return what was wanted, by name."""
+        found: dict[str, list[Sampled]] = {}
+        for (kind, host, index), load in self._loads.items():
+            for name, series in load.series.items():
+                if (whole := f"{kind}.{name}") in self.wanted and len(series) == len(load):
+                    found.setdefault(whole, []).append(Sampled(host, index, series, load.times, len(load)))
+        return {name: tuple(lines) for name, lines in found.items()}
+
+
+def _parts(sample: Sample) -> Iterator[tuple[str, int, NodeSample | GpuSample | Sample]]:
+    """Yield the parts of a sample with their kind and number."""
+    yield from (("node", node.id, node) for node in sample.nodes if node.cores)
+    yield from (("gpu", gpu.index, gpu) for gpu in sample.gpus)
+    yield "host", 0, sample
+
+
+def sampled_value(name: str, part: NodeSample | GpuSample | Sample) -> float | None:
+    """Return a number of a part of a sample by its kind and field, such as ``gpu.power_w``.
+
+    Besides fields there are ``gpu.throttled``, the clock while it is held down, and ``host.foreign_cores``, the cores that are busy with
+    what does not belong to the run.
+    """
+    field_name = name.partition(".")[2]
+    if isinstance(part, GpuSample) and field_name == "throttled":
+        return part.clock_mhz if part.throttling else None
+    if isinstance(part, Sample):
+        busy = sum(sum(node.cores) for node in part.nodes) / 100
+        return max(0.0, busy - part.run_cpu_s / part.interval_s) if part.interval_s > 0 else None
+    value: float | None = getattr(part, field_name)
+    return value
 
 
 class Loads:
@@ -64,8 +177,8 @@ class Loads:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._nodes: dict[tuple[str, int], _Load] = {}
-        self._gpus: dict[tuple[str, int], _Load] = {}
+        self._store = LoadStore()
+        self._begun = math.nan
         self._latest: dict[str, Sample] = {}
         self._means: dict[str, Sample] = {}
 
@@ -76,20 +189,32 @@ class Loads:
 
     def add(self, host: str, samples: tuple[Sample, ...], begun: float) -> None:
         """Add newer samples of a host. The first also load its history since the run began: ``begun``, the time of its first step."""
+        self._begun = begun
         if host not in self._latest and samples:
             self._add_history(host, samples[0].time, begun)
         for sample in samples:
-            self._append(host, sample)
+            self._store.append(host, sample)
             self._latest[host] = sample
+        if self._store.rows() > MOST_ROWS:
+            self.restart(begun)
+
+    def want(self, names: tuple[str, ...]) -> None:
+        """Keep these numbers of the samples too, from the begin of the run on."""
+        if not set(names) <= set(self._store.wanted):
+            self._store.wanted = names
+            self.restart(self._begun)
 
     def restart(self, begun: float) -> None:
-        """Load the history again, now that earlier steps are known."""
-        self._nodes.clear()
-        self._gpus.clear()
+        """Load the history again, now that earlier steps are known, other numbers are wanted, or there are more rows than anybody sees."""
+        self._store.clear()
         self._means = {}
         for host, sample in self._latest.items():
             self._add_history(host, sample.time, begun)
-            self._append(host, sample)
+            self._store.append(host, sample)
+
+    def sampled(self) -> dict[str, tuple[Sampled, ...]]:
+        """Return the numbers that were wanted, by name."""
+        return self._store.sampled()
 
     def _add_history(self, host: str, until: float, begun: float) -> None:
         """Add the samples of a host from the begin of the run to just before ``until``."""
@@ -98,7 +223,7 @@ class Loads:
         since = min([*([begun] if begun > 0 else []), *([start.time] if start is not None else [])], default=until)
         if until - since > 2:
             for rollup in self._reader.sample_history(host, since, math.nextafter(until, 0), HISTORY_ROWS):
-                self._append(host, rollup.mean)
+                self._store.append(host, rollup.mean)
 
     def average(self, steps_at: array[float]) -> None:
         """Once a run has ended, average each host from the first step of its last attempt to the last step."""
@@ -116,34 +241,12 @@ class Loads:
     def nodes(self, machine: Machine | None) -> tuple[NodeView, ...]:
         """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
-        views = []
-        for host, sample in (self._latest | self._means).items():
-            for node in sample.nodes:
-                load = self._nodes.get((host, node.id))
-                if load is not None and node.cores:
-                    known = cpus.get(node.id, ())
-                    numbers = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
-                    views.append(NodeView(host, node.id, numbers, node, load.mean, load.band, load.times, len(load.mean)))
-        return tuple(views)
+        samples = (self._latest | self._means).items()
+        views = (self._store.node(host, node, cpus) for host, sample in samples for node in sample.nodes)
+        return tuple(view for view in views if view is not None)
 
     def gpus(self) -> tuple[GpuView, ...]:
         """Return the GPUs of every host."""
-        return tuple(
-            GpuView(host, gpu, load.mean, load.times, len(load.mean))
-            for host, sample in (self._latest | self._means).items()
-            for gpu in sample.gpus
-            if (load := self._gpus.get((host, gpu.index))) is not None
-        )
-
-    def _append(self, host: str, sample: Sample) -> None:
-        for node in sample.nodes:
-            if not node.cores:
-                continue
-            load = self._nodes.setdefault((host, node.id), _Load())
-            load.times.append(sample.time)
-            load.mean.append(sum(node.cores) / len(node.cores))
-            load.band.append_range(float(min(node.cores)), float(max(node.cores)))
-        for gpu in sample.gpus:
-            load = self._gpus.setdefault((host, gpu.index), _Load())
-            load.times.append(sample.time)
-            load.mean.append(math.nan if gpu.busy_percent is None else float(gpu.busy_percent))
+        samples = (self._latest | self._means).items()
+        views = (self._store.gpu(host, gpu) for host, sample in samples for gpu in sample.gpus)
+        return tuple(view for view in views if view is not None)

@@ -59,7 +59,7 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
 
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
     save_settings(ChartSettings(shown=tuple(metric.key for metric in METRICS), grid=(3, 3)))
-    run = write_run(runs_dir, steps=60, seconds_of_samples=2)
+    run = write_run(runs_dir, steps=60, seconds_of_samples=20)
     async with opened(runs_dir, (200, 50), open_run=run) as ui:
         await ui.state_shown("training")
         seen: list[str] = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
@@ -14,6 +15,7 @@ from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
 from so_tui.ui.chart_settings import ChartSettings, Flag, Wanted, page_of, wanted_by
 from so_tui.ui.follow import Snapshot
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.step_series import mean_name
@@ -62,6 +64,7 @@ class ChartPanel(Container):
         Binding("W", "smooth(-1)", "Less smoothing", show=False, id="smooth-less", tooltip="Back to the smoothing before"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic y axis of the chart with the focus"),
         Binding("R", "robust_scale", "Robust y", show=False, id="robust-scale", tooltip="Leave outliers out of its y axis"),
+        Binding("H", "hardware", "Hardware", show=False, id="hardware", tooltip="What GPUs and nodes did instead of metrics; again: back"),
         Binding("v", "overlay", "Overlay", show=False, id="overlay", tooltip="Lay other runs over every chart"),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
@@ -70,6 +73,8 @@ class ChartPanel(Container):
         self._glyphs = glyphs
         self.settings = settings
         self._number = 0
+        self.instead: tuple[str, ...] = ()
+        """Keys of metrics that are shown instead of those that the user chose."""
         self.page = page_of(settings, 0, self.app.size.width)
         super().__init__(id=id)
 
@@ -79,16 +84,7 @@ class ChartPanel(Container):
 
     def _new_charts(self) -> Iterator[Chart]:
         for metric in self.page.metrics:
-            chart = Chart(
-                metric.title,
-                unit=metric.unit,
-                format_value=metric.format_value,
-                per=metric.per,
-                zero=metric.zero,
-                mark_gaps=metric.key == "loss",
-                glyphs=self._glyphs,
-                id=metric.key,
-            )
+            chart = chart_of(metric, self._glyphs)
             self._set_scales(chart)
             yield chart
 
@@ -144,7 +140,8 @@ class ChartPanel(Container):
         """Show what ``settings`` say, some pages further. Return whether other charts are shown than before."""
         self._number = max(0, self.page.number + turned) if turned >= 0 else (self.page.number + turned) % self.page.pages
         self.settings = settings
-        page = page_of(settings, self._number, self.app.size.width)
+        shown = msgspec.structs.replace(settings, shown=self.instead) if self.instead else settings
+        page = page_of(shown, self._number, self.app.size.width)
         before, self.page = self.page, page
         for chart in self.charts:
             self._set_scales(chart)
@@ -179,7 +176,8 @@ class ChartPanel(Container):
         snapshot = shown.snapshot
         pairs = _lines(metric, chart, shown)
         measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
-        known = metric.key == EVALUATIONS or all(snapshot.has(field) for field in metric.fields)
+        sampled = all(name in snapshot.sampled for name in metric.samples[:1])
+        known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
         chart.waiting = run_lines.waiting_text(snapshot)
         if snapshot.length and not measured:
             chart.waiting = "reading …" if not known else "not measured in this run"
@@ -194,6 +192,7 @@ class ChartPanel(Container):
             [name for _, name in (*pairs, *others)],
             shown.axis,
             marks=marks,
+            marked=marked_lines(metric, snapshot.sampled),
             cursor=shown.view.cursor,
             notes=[*(shown.view.range_notes if loss else ()), *own, *notes],
             alarm=_nan_text(snapshot) if loss else "",
@@ -208,7 +207,9 @@ def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]
     evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
     if metric.key == EVALUATIONS:
         return [(line, newest) for line in evaluations]
-    if not all(snapshot.has(field) for field in metric.fields):
+    if metric.samples:
+        return sampled_lines(metric, snapshot.sampled)
+    if not all(map(snapshot.has, metric.fields)):
         return []
     if metric.roles:
         named = zip(metric.fields, metric.roles, metric.names, strict=True)

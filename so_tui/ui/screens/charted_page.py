@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.reactive import var
 
 from so_tui.runs import RunDirectory
+from so_tui.ui.chart_metrics import hardware_keys
 from so_tui.ui.chart_settings import ChartSettings, save_settings
 from so_tui.ui.follow import Snapshot
 from so_tui.ui.overlay import Overlaid
@@ -148,6 +149,12 @@ class ChartedPage(Page):
 
     async def action_page(self, turned: int) -> None:
         await self._arrange(self.charts.settings, turned)
+
+    async def action_hardware(self) -> None:
+        """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""
+        if self.snapshot is not None:
+            self.charts.instead = () if self.charts.instead else hardware_keys(view.sample for view in self.snapshot.gpus)
+            await self._arrange(self.charts.settings, turned=-self.charts.page.number)
 
     async def action_smooth(self, direction: int) -> None:
         await self._arrange(self.charts.settings.smoother(direction))

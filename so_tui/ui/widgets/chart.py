@@ -41,6 +41,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         "label",
         "mark",
         "bad",
+        "limit",
         "cursor",
         "title",
         "value",
@@ -73,6 +74,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         .chart--label { color: $faint; }
         .chart--mark { color: $success; }
         .chart--bad { color: $error; }
+        .chart--limit { color: $warning; }
         .chart--cursor { color: $warning; }
         .chart--title { text-style: bold; }
         .chart--value { color: $accent; text-style: bold; }
@@ -109,6 +111,8 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self.lines: tuple[Line, ...] = ()
         self.names: tuple[str, ...] = ()
         self.marks: tuple[Mark, ...] = ()
+        self.marked: tuple[Line, ...] = ()
+        """Lines that are not drawn, but whose values are marked on the axis."""
         self.cursor: float | None = None
         self.waiting = "waiting for the first step"
         self._strips: list[Strip] = []
@@ -125,6 +129,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         axis: Axis | None,
         *,
         marks: Sequence[Mark] = (),
+        marked: Sequence[Line] = (),
         cursor: float | None = None,
         notes: Sequence[str] = (),
         alarm: str = "",
@@ -136,11 +141,11 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """
         self.alarm, self.progress = alarm, progress
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
-        self.marks, self.cursor, self.notes = tuple(marks), cursor, tuple(notes)
+        self.marks, self.marked, self.cursor, self.notes = tuple(marks), tuple(marked), cursor, tuple(notes)
         window = None if axis is None else (axis.unit, axis.low, axis.high)
         # Series grow in place, so their length says whether there is anything new.
         shown = (
-            tuple((id(line.series), line.length, line.role) for line in lines),
+            tuple((id(line.series), line.length, line.role) for line in (*lines, *marked)),
             self.names,
             window,
             self.marks,
@@ -204,12 +209,18 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
-        """Return the marks, and one for each of ``width`` columns where the first line has a gap: those cover the others."""
-        if not self.mark_gaps or not self.lines[0].series.missing(self.lines[0].length):
-            return self.marks
+        """Return the marks, and one for each of ``width`` columns where the first line has a gap or a marked one values.
+
+        Those cover the others.
+        """
+        signs: dict[int, str] = {}
+        for line in self.marked:
+            signs |= {column: "▼" for column, found in enumerate(spans(line, axis, width)[0]) if found is not None}
+        if self.mark_gaps and self.lines[0].series.missing(self.lines[0].length):
+            signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
         edges = axis.edges(width)
-        middles = [(edges[column] + edges[column + 1]) / 2 for column in spans(self.lines[0], axis, width)[1]]
-        return [*self.marks, *(Mark(middle, middle, "✗", "bad") for middle in middles)]
+        middles = {(edges[column] + edges[column + 1]) / 2: sign for column, sign in signs.items()}
+        return [*self.marks, *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items())]
 
     def _plot(self, width: int, height: int, styles: dict[str, Style]) -> tuple[list[list[Segment]], Scale]:
         """Return the plot area, cached while neither range nor lines change; values beyond the range are no change."""

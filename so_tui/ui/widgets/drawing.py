@@ -89,8 +89,9 @@ def plot_rows(
         scale = fit([found for found, _ in measured])
     for layer, (found, gaps) in enumerate(measured):
         role = lines[layer].role
-        # In a plot of one or two rows a GPU's line would hide that of its node all along.
-        beside = frozenset(other for other in range(layer) if lines[other].role != "band") if role == "gpu" else frozenset[int]()
+        # In a plot of one or two rows a GPU's line would hide that of its node all along, and a value the limit that it is close to.
+        below = [(other, line.role) for other, line in enumerate(lines[:layer])]
+        beside = frozenset(other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band"))
         canvas.draw(found, gaps, scale, layer, connect=role != "band", beside=beside)
     empty = styles["empty"]
     rows = [[Segment(text, empty if layer < 0 else styles[lines[layer].role]) for text, layer in canvas.row(row)] for row in range(height)]

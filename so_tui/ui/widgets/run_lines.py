@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from so_tui.runs.records import FINAL_STATES, StepRecord
+from so_tui.trust.printable import brief_line
 from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
 from so_tui.ui.start_timeline import stages, timeline_lines
@@ -193,14 +194,24 @@ def _gpu_line(view: GpuView, width: int) -> Content:
         text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
         pieces.append(fill(share, bar, usage_style(share)) + f" {text}" if width > 60 else Content(text))
     if gpu.power_w is not None:
-        pieces.append(Content(f"{gpu.power_w:.0f} W"))
+        limit = f" of {gpu.power_limit_w:.0f}" if gpu.power_limit_w else ""
+        pieces.append(Content(f"{gpu.power_w:.0f}{limit} W"))
     if gpu.clock_mhz is not None:
-        pieces.append(Content(f"{thousands(gpu.clock_mhz)} MHz"))
+        held = f" ▼ {brief_line(', '.join(gpu.throttling), 24)}" if gpu.throttling else ""
+        pieces.append(Content.assemble(f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")))
     if gpu.temperature_c is not None:
         pieces.append(Content(f"{gpu.temperature_c} °C"))
-    if gpu.c2c_to_host_bytes_per_s is not None and gpu.c2c_to_gpu_bytes_per_s is not None:
-        link = f"{gpu.c2c_to_host_bytes_per_s / 1e9:.0f} GB/s out, {gpu.c2c_to_gpu_bytes_per_s / 1e9:.0f} in"
-        pieces.append(Content.assemble(("C2C ", "$faint"), link))
+    pieces += [
+        Content.assemble((f"{name} ", "$faint"), f"{to_host / 1e9:.0f} GB/s out, {to_gpu / 1e9:.0f} in")
+        for name, to_host, to_gpu in (
+            ("C2C", gpu.c2c_to_host_bytes_per_s, gpu.c2c_to_gpu_bytes_per_s),
+            ("PCIe", gpu.pcie_to_host_bytes_per_s, gpu.pcie_to_gpu_bytes_per_s),
+        )
+        if to_host is not None and to_gpu is not None
+    ]
+    if gpu.module_power_w is not None:
+        limit = f" of {gpu.module_power_limit_w:.0f}" if gpu.module_power_limit_w else ""
+        pieces.append(Content.assemble(("module ", "$faint"), f"{gpu.module_power_w:.0f}{limit} W"))
     for piece in pieces:
         if line.cell_length + piece.cell_length + 2 > width:
             break

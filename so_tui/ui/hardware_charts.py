@@ -1,0 +1,50 @@
+"""Charts of what was sampled: a line for each GPU, node or host, its limit, and marks of throttling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from so_tui.ui.chart_metrics import Metric
+from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.loads import Sampled
+from so_tui.ui.series import Line
+from so_tui.ui.widgets.chart import RUN_ROLES, Chart
+
+_ROLES_OF_ONE = ("main", "second")
+"""Colours of the lines where there is one GPU, node or host."""
+
+
+def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
+    """Return an empty chart of a metric."""
+    return Chart(
+        metric.title,
+        unit=metric.unit,
+        format_value=metric.format_value,
+        per=metric.per,
+        zero=metric.zero,
+        ceiling=metric.ceiling,
+        mark_gaps=metric.key == "loss",
+        glyphs=glyphs,
+        id=metric.key,
+    )
+
+
+def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[tuple[Line, str]]:
+    """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them."""
+    pairs = [(limit.line("limit"), "limit" if not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
+    for number, name in enumerate(metric.samples):
+        lines = sampled.get(name, ())
+        called = metric.names[number] if metric.names else ""
+        if len(lines) == 1:
+            pairs.append((lines[0].line(_ROLES_OF_ONE[number]), called or "."))
+            continue
+        kind = name.partition(".")[0].replace("gpu", "GPU")
+        for at, line in enumerate(lines):
+            word = str(line.index) if at else f"{called} {kind} {line.index}".strip()
+            pairs.append((line.line(RUN_ROLES[at % len(RUN_ROLES)]), word))
+    return pairs
+
+
+def marked_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[Line]:
+    """Return the lines whose values are marked on the axis."""
+    return [line.line("bad") for line in sampled.get(metric.marked, ())]
