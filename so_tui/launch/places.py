@@ -1,57 +1,81 @@
-"""The machine that a spec's place has: this one, or the one that a partition's jobs have seen."""
+"""The machine that a spec's place has: this one, or that of a partition, as its jobs have seen it or its site describes it."""
 
 from __future__ import annotations
 
 import logging
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from so_tui.launch.partition_machines import seen_machine
 from so_tui.machine import inspect_machine
+from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.spec import Refusal, Refused, RunSpec
 from so_tui.trust.printable import so_tui_command
+
+if TYPE_CHECKING:
+    from so_tui.launch.executors.slurm.site import Site
 
 _LOG = logging.getLogger(__name__)
 
 
 def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
-    """Return the machine to plan a spec for. Until a job has seen a node of the partition, this machine stands for it.
+    """Return the machine to plan a spec for; see ``machine_of_partition``.
 
     Args:
         spec: What is planned.
         here: This machine, if it has been inspected already.
-    """
-    machine = machine_of_partition(spec.slurm.partition, here)
-    return with_network(machine, spec) if spec.nodes > 1 and spec.slurm.partition else machine
-
-
-def with_network(machine: Machine, spec: RunSpec) -> Machine:
-    """Return the machine of a spec's partition with the network that its site profile publishes, unless a job has seen its adapters.
 
     Raises:
-        InputError: There is no such profile, or it is wrong.
+        InputError: There is no site profile of the name that the spec gives, or it is wrong.
     """
-    from so_tui.launch.executors.slurm.executor import site_of
-
-    if machine.network is not None and seen_machine(spec.slurm.partition) is not None:
-        return machine
-    _, site = site_of(spec)
-    if not site.network_gbit_per_s:
-        return machine
-    return replace(machine, network=Network(gbit_per_s=site.network_gbit_per_s, source=f"{site.title}: {site.source}"))
+    return machine_of_partition(spec.slurm.partition, here, site=spec.slurm.site)
 
 
-def machine_of_partition(partition: str, here: Machine | None = None) -> Machine:
-    """Return the machine of a partition, or this one if it is empty; otherwise as ``machine_of``."""
-    seen = seen_machine(partition) if partition else None
+def machine_of_partition(partition: str, here: Machine | None = None, *, site: str = "") -> Machine:
+    """Return the machine of a partition: the one that a job saw there, else the one that the site profile describes, else this one.
+
+    Args:
+        partition: Its name; empty for this machine.
+        here: This machine, if it has been inspected already.
+        site: Name of the site profile; by default that of this cluster.
+
+    Raises:
+        InputError: As ``machine_of``.
+    """
+    if not partition:
+        return here or inspect_machine()
+    seen = seen_machine(partition)
     if seen is not None:
         _LOG.info("partition %s: the machine that a job saw on %s", partition, datetime.fromtimestamp(seen.seen).date())
-        return seen.machine
-    if partition:
+        if seen.machine.network is not None:
+            return seen.machine
+    profile = _profile(site)
+    found = seen.machine if seen else _described(profile, partition)
+    if found is None:
         _LOG.info("partition %s: no job has seen its machine; this one stands for it", partition)
-    return here or inspect_machine()
+        found = here or inspect_machine()
+    if not profile.network_gbit_per_s:
+        return found
+    return replace(found, network=Network(gbit_per_s=profile.network_gbit_per_s, source=f"{profile.title}: {profile.source}"))
+
+
+def _profile(site: str) -> Site:
+    from so_tui.launch.executors.slurm.executor import named_site  # only where there is a partition: it takes time to import
+
+    return named_site(site)[1]
+
+
+def _described(profile: Site, partition: str) -> Machine | None:
+    """Return the machine that a site profile describes; None if it does not."""
+    of_partition = profile.partitions.get(partition)
+    name = (of_partition.machine if of_partition else "") or profile.machine
+    if not name:
+        return None
+    _LOG.info("partition %s: %s, as the profile of %s says", partition, name, profile.title)
+    return named_machine(name)
 
 
 def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
@@ -63,7 +87,7 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         described: The user gave the machine.
     """
     partition = spec.slurm.partition
-    if not partition or described or seen_machine(partition) is not None:
+    if not partition or described or seen_machine(partition) is not None or _described(_profile(spec.slurm.site), partition):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
+from so_tui.launch.executors.slurm.site import load_site, site_names
 from so_tui.launch.partition_machines import remember
-from so_tui.launch.places import machine_of
+from so_tui.launch.places import machine_of, with_remedy
+from so_tui.machine.described import MACHINES
 from so_tui.machine.types import Network
+from so_tui.spec import InputError, Refusal, Refused
 from tests.support.launching import tiny
-from tests.support.planning import QUAD
+from tests.support.planning import CPU_ONLY, QUAD
+
+
+@pytest.mark.parametrize(("site", "partition", "gpus"), [("vista", "gh", 1), ("alps", "normal", 4), ("jupiter", "any", 4)])
+def test_on_a_login_node_a_site_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int) -> None:
+    spec = tiny(slurm__partition=partition, slurm__site=site)
+    found = machine_of(spec, CPU_ONLY)
+    assert [gpu.name for gpu in found.gpus] == gpus * ["NVIDIA GH200 120GB"]
+    error = Refused([Refusal("no-room", "it does not fit")])
+    assert with_remedy(error, spec, described=False).codes == ("no-room",)
+
+
+def test_what_a_job_has_seen_counts_more_than_a_profile() -> None:
+    spec = tiny(slurm__partition="normal", slurm__site="alps")
+    remember("normal", CPU_ONLY)
+    assert replace(machine_of(spec, QUAD), network=None) == CPU_ONLY
+
+
+def test_a_partition_of_which_nothing_is_known_is_planned_for_this_machine_and_says_so() -> None:
+    spec = tiny(slurm__partition="gg", slurm__site="vista")
+    assert replace(machine_of(spec, CPU_ONLY), network=None) == CPU_ONLY
+    error = Refused([Refusal("no-room", "it does not fit")])
+    assert with_remedy(error, spec, described=False).codes == ("no-room", "partition-unknown")
 
 
 def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it() -> None:
     """The adapters of a login node say nothing of the compute nodes'."""
-    spec = tiny(slurm__partition="gh", slurm__site="vista", nodes="2")
+    spec = tiny(slurm__partition="gg", slurm__site="vista")
     login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
     published = machine_of(spec, login).network
     assert published is not None
     assert published.gbit_per_s == 400
     assert "TACC" in published.source
     seen = replace(QUAD, network=Network(gbit_per_s=200, source="hsn0"))
-    remember("gh", seen)
+    remember("gg", seen)
     assert machine_of(spec, login).network == seen.network
 
 
-def test_one_host_is_planned_without_a_site_profile() -> None:
-    assert machine_of(tiny(slurm__partition="gh", slurm__site="vista"), QUAD) == QUAD
+def test_every_profile_names_machines_that_are_known() -> None:
+    for site in map(load_site, site_names()):
+        names = {site.machine, *(partition.machine for partition in site.partitions.values())} - {""}
+        assert names <= MACHINES.keys()
+
+
+def test_a_profile_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InputError) as caught:
+        machine_of(tiny(slurm__partition="gh", slurm__site="absent"), QUAD)
+    assert caught.value.problems[0].code == "unknown-site"

@@ -161,7 +161,12 @@ class SlurmExecutor:
 
 def site_of(spec: RunSpec) -> tuple[str, Site]:
     """Return the profile that a spec names or that names this cluster, with its name. Raises InputError."""
-    name = spec.slurm.site or recognised_site(_cluster_here())
+    return named_site(spec.slurm.site)
+
+
+def named_site(given: str) -> tuple[str, Site]:
+    """Return the profile of this name, or if it is empty that of this cluster; otherwise as ``site_of``."""
+    name = given or recognised_site(_cluster_here())
     return name, load_site(name)
 
 

@@ -36,6 +36,8 @@ class PartitionProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     time_limit: TimeLimit = ""
     """The longest time that a job may ask for; it is asked for unless the spec gives less."""
+    machine: str = ""
+    """What its nodes are, by the name that ``--machine`` takes."""
 
 
 class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +69,8 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the one that submits."""
     step_options: tuple[Option, ...] = ()
     """Options of ``srun``, such as the container to enter."""
+    machine: str = ""
+    """What the nodes of partitions are that say nothing else; planned for until a job has seen one."""
     network_gbit_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0
     """Line rate of a node's network, all adapters together, each way; 0 if it is not published."""
     poll_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
