@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunReader
-from so_tui.runs.records import FINAL_STATES, GpuSample, NodeSample, Sample
+from so_tui.runs.records import FINAL_STATES, ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.runs.rollup import roll_up
 from so_tui.ui.series import Line, Series
 
@@ -22,6 +22,9 @@ HISTORY_ROWS = 600
 MOST_ROWS = 8000
 """Rows of a host after which its history is loaded anew in fewer: a screen may be open for weeks."""
 BUSY = "busy_percent"
+CORES = "node.cores"
+"""Wanted for the load of each core over time."""
+MEMORY = ("node.memory_used_bytes", "node.file_cache_bytes")
 BAND = "band"
 """Least and greatest load of a node's cores."""
 
@@ -38,6 +41,17 @@ class NodeView:
     band: Series
     times: array[float]
     length: int
+    cores: Sequence[bytes] = ()
+    """Load of each core in percent over time, as long as ``times``; empty unless wanted."""
+    foreign: tuple[ForeignProcess, ...] = ()
+    """Processes on its cores that are not the run's, busiest first."""
+    memory: tuple[Series, Series] | None = None
+    """Bytes in use, and those of them that are file cache, over time; None unless wanted."""
+
+    def memory_lines(self) -> tuple[Line, ...]:
+        """Return memory in use and the file cache in it."""
+        roles = ("main", "other")
+        return tuple(Line(series, self.length, self.times, None, role) for series, role in zip(self.memory or (), roles, strict=False))
 
     def lines(self) -> tuple[Line, Line]:
         """Return band and mean, to be drawn in this order."""
@@ -77,10 +91,12 @@ class Sampled:
 class _Load:
     """What is known of one node, GPU or host over time: rows of several series."""
 
-    __slots__ = ("series", "times")
+    __slots__ = ("cores", "series", "times")
 
     def __init__(self) -> None:
         self.times = array("d")
+        self.cores: list[bytes] = []
+        """Load of each core of a node in percent, if wanted."""
         self.series: dict[str, Series] = {}
 
     def __len__(self) -> int:
@@ -89,6 +105,12 @@ class _Load:
     def add(self, name: str, value: float | None) -> None:
         """Add a value to the row that ``times`` begins."""
         self.of(name).append(math.nan if value is None else float(value))
+
+    def add_cores(self, cores: tuple[int, ...]) -> None:
+        """Add the loads of a node's cores, always as many as at first."""
+        loads = bytes(min(100, max(0, load)) for load in cores)
+        count = len(self.cores[0]) if self.cores else len(loads)
+        self.cores.append(loads[:count].ljust(count, b"\0"))
 
     def of(self, name: str) -> Series:
         """Return a series, created where it is absent."""
@@ -115,24 +137,40 @@ class LoadStore:
             if isinstance(part, NodeSample):
                 load.add(BUSY, sum(part.cores) / len(part.cores))
                 load.of(BAND).append_range(float(min(part.cores)), float(max(part.cores)))
+                if CORES in self.wanted:
+                    load.add_cores(part.cores)
             elif isinstance(part, GpuSample):
                 load.add(BUSY, part.busy_percent)
             for name in self.wanted:
-                if name != f"{kind}.{BUSY}" and name.startswith(f"{kind}."):
+                if name not in (f"{kind}.{BUSY}", CORES) and name.startswith(f"{kind}."):
                     load.add(name.partition(".")[2], sampled_value(name, part))
 
     def rows(self) -> int:
         """Return the number of samples of the host that has most."""
         return max(map(len, self._loads.values()), default=0)
 
-    def node(self, host: str, node: NodeSample, cpus: Mapping[int, tuple[int, ...]]) -> NodeView | None:
-        """Return a node with cores, which ``cpus`` numbers; None for any other."""
+    def node(self, host: str, sample: Sample, node: NodeSample, cpus: Mapping[int, tuple[int, ...]]) -> NodeView | None:
+        """Return a node of a sample that has cores, which ``cpus`` numbers; None for any other."""
         load = self._loads.get(("node", host, node.id))
         if load is None or not node.cores:
             return None
         known = cpus.get(node.id, ())
         numbers = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
-        return NodeView(host, node.id, numbers, node, load.of(BUSY), load.of(BAND), load.times, len(load))
+        complete = len(load.cores) == len(load) and all(len(row) == len(numbers) for row in load.cores[:1])
+        used, cache = (load.series.get(name.partition(".")[2]) for name in MEMORY)
+        return NodeView(
+            host,
+            node.id,
+            numbers,
+            node,
+            load.of(BUSY),
+            load.of(BAND),
+            load.times,
+            len(load),
+            cores=load.cores if complete else (),
+            foreign=tuple(process for process in sample.foreign if process.cpu in numbers),
+            memory=(used, cache) if used is not None and cache is not None else None,
+        )
 
     def gpu(self, host: str, gpu: GpuSample) -> GpuView | None:
         """Return a GPU; None if none of its samples has been added."""
@@ -242,7 +280,7 @@ class Loads:
         """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
         samples = (self._latest | self._means).items()
-        views = (self._store.node(host, node, cpus) for host, sample in samples for node in sample.nodes)
+        views = (self._store.node(host, sample, node, cpus) for host, sample in samples for node in sample.nodes)
         return tuple(view for view in views if view is not None)
 
     def gpus(self) -> tuple[GpuView, ...]:

@@ -146,9 +146,10 @@ def rows_for(height: int, nodes: int, gpus: int, fixed: int, grid: int = 0) -> R
         charts = max(grid, min(height - fixed, left - 4))
         return Rows(charts, 0, max(2, left - charts))
     for plot, least_charts, least_log in ((4, 12, height // 6), (3, 12, 5), (2, 12, 5), (1, 8, 4), (0, 9, 4)):
-        charts = left - plot * nodes - max(4, least_log)
+        taken = plot * nodes + (1 if plot else 0)  # with their x axis
+        charts = left - taken - max(4, least_log)
         if charts >= least_charts:
             charts = min(charts, max(12, height // 3))
-            return Rows(charts, plot, left - plot * nodes - charts)
+            return Rows(charts, plot, left - taken - charts)
     charts = max(6, min(9, left - 4))
     return Rows(charts, 0, max(2, left - charts))

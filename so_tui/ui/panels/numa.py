@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from textual import getters
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 
 from so_tui.ui.follow import Snapshot
 from so_tui.ui.glyphs import GlyphName
-from so_tui.ui.loads import NodeView
+from so_tui.ui.loads import CORES, MEMORY, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import run_lines
-from so_tui.ui.widgets.numa_nodes import NodePicture, NumaNodes
+from so_tui.ui.widgets.numa_nodes import PLOTS, NodePicture, NodePlot, NumaNodes
 from so_tui.ui.widgets.rule import Rule
 from so_tui.ui.widgets.styled_lines import StyledLines
 
@@ -23,6 +26,11 @@ class NumaPanel(Vertical):
     heading = getters.child_by_id("nodes-rule", Rule)
     nodes = getters.child_by_id("nodes", NumaNodes)
     gpus = getters.child_by_id("gpus", StyledLines)
+
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        Binding("h", "node_plot", "Heat of cores", show=False, id="node-plot", tooltip="Nodes over time: load, heat of cores, memory"),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
@@ -42,7 +50,16 @@ class NumaPanel(Vertical):
     def show_nodes(self, snapshot: Snapshot, axis: Axis | None) -> None:
         """Show the nodes over another axis."""
         self.nodes.show(tuple(_picture(snapshot, node) for node in snapshot.nodes), axis)
-        self.heading.update(Content.styled(_heading(snapshot), "$faint"))
+        self.heading.update(Content.styled(_heading(snapshot, self.nodes.plot), "$faint"))
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What must be kept of the samples."""
+        return {"load": (), "cores": (CORES,), "memory": MEMORY}[self.nodes.plot]
+
+    def next_plot(self) -> None:
+        """Show something else of the nodes over time."""
+        self.nodes.plot = PLOTS[(PLOTS.index(self.nodes.plot) + 1) % len(PLOTS)]
 
     @property
     def gpu_rows(self) -> int:
@@ -55,13 +72,14 @@ class NumaPanel(Vertical):
         self.nodes.set_plot_height(history)
 
 
-def _heading(snapshot: Snapshot) -> str:
+def _heading(snapshot: Snapshot, plot: NodePlot) -> str:
     cores = sum(len(node.cpus) for node in snapshot.nodes)
     if not cores:
         return "NUMA   waiting for the first sample"
     when = ", means while it trained" if snapshot.averaged else ""
     counted = f"{plural(len(snapshot.nodes), 'node')}, {plural(cores, 'core')}"
-    return f"NUMA   {counted}{when}   a cell is a core: A Adam, m main, o other"
+    over_time = {"load": "", "cores": "   rows are cores over time", "memory": "   memory in use, and the file cache in it"}[plot]
+    return f"NUMA   {counted}{when}{over_time}   a cell is a core: A Adam, m main, o other"
 
 
 def _picture(snapshot: Snapshot, node: NodeView) -> NodePicture:

@@ -41,6 +41,8 @@ EMPTY = (
     "No run yet. This is where a run is watched: its loss and speed, where the time of a step goes, every NUMA node, GPU and core.\n\n"
     "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a run."
 )
+LEAST_PLOT = 2
+"""Rows of a node below which there is no room for its cores or its memory over time."""
 OTHER_ROWS = 3
 """Rows of the screen that no panel gets: its top line, the tabs and the line of keys."""
 
@@ -55,8 +57,9 @@ class DashboardScreen(ChartedPage):
     ALLOW_IN_MAXIMIZED_VIEW = "TopLine, RunHeader, #search, KeyLine"
     HELP_TEXT = (
         "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last steps is bright, evaluations have a "
-        "colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ under a gap is a loss that is not a number. A node's dim band reaches from "
-        "its idlest to its busiest core. Cells are cores: A runs Adam, m the training process. Leaving this screen does not touch the run."
+        "colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ under a gap is a loss that is not a number. A node's dim band reaches "
+        "from its idlest to its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs Adam, m the "
+        "training process. Leaving this screen does not touch the run."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
@@ -67,6 +70,7 @@ class DashboardScreen(ChartedPage):
         Binding("m", "maximise(True)", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
         *LogPanel.KEYS,
         *ChartPanel.KEYS,
+        *NumaPanel.KEYS,
         Binding(
             "equals_sign",
             "differences",
@@ -174,7 +178,8 @@ class DashboardScreen(ChartedPage):
             self._due.clear()
             zoomed = self.view.window is not None and self.axis is not None
             window = self.axis.in_steps() if zoomed and self.axis is not None else None
-            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, self.charts.wanted, self.chosen)
+            wanted = replace(self.charts.wanted, samples=(*self.charts.wanted.samples, *self.numa.wanted))
+            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, wanted, self.chosen)
             if follower is self._follower:
                 self.overlays = overlays
                 self._take(snapshot)
@@ -256,6 +261,17 @@ class DashboardScreen(ChartedPage):
     @on(Input.Submitted, "#search")
     def _search_submitted(self) -> None:
         self.log_panel.go_to_newest_match()
+
+    def action_node_plot(self) -> None:
+        """Show load, heat of cores or memory of the nodes over time: on the whole screen where they have no room for it."""
+        self.numa.next_plot()
+        nodes = self.numa.nodes
+        if nodes.plot != "load" and nodes.plot_height < LEAST_PLOT and not nodes.is_maximized:
+            self.maximize(nodes)
+        elif nodes.plot == "load" and nodes.is_maximized:
+            self.minimize()
+        self.show_again()
+        self.tick()
 
     def action_maximise(self, whole: bool) -> None:
         """Show only the panel with the focus, or all of them again."""

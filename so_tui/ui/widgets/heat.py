@@ -22,6 +22,9 @@ class CoreGroup:
     role: str
     loads: tuple[float, ...]
     """Busy share of each core, percent."""
+    cpus: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    """Where its cores stand among those of the node."""
 
     @property
     def mean(self) -> float:
@@ -30,11 +33,15 @@ class CoreGroup:
 
 def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]) -> tuple[CoreGroup, ...]:
     """Group a node's cores by the run's use of them; groups without a core are left out."""
-    by_role: dict[str, list[float]] = {"adam": [], "main": [], "other": []}
-    for cpu, load in zip(cpus, loads, strict=False):
-        by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(load)
+    by_role: dict[str, list[int]] = {"adam": [], "main": [], "other": []}
+    for position, cpu in enumerate(cpus[: len(loads)]):
+        by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(position)
     names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
-    return tuple(CoreGroup(name, sign, role, tuple(by_role[role])) for role, name, sign in names if by_role[role])
+    return tuple(
+        CoreGroup(name, sign, role, tuple(loads[at] for at in found), tuple(cpus[at] for at in found), tuple(found))
+        for role, name, sign in names
+        if (found := by_role[role])
+    )
 
 
 def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:

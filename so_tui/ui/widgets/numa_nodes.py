@@ -1,26 +1,43 @@
-"""NUMA nodes: load over time as mean and band, one cell per core with Adam and main cores marked, and memory."""
+"""NUMA nodes over time (load as mean and band, heat of cores, or memory), one cell per core with Adam and main cores marked, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
+from so_tui.trust.printable import brief_line
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import GpuView, NodeView
 from so_tui.ui.printable import DrawsPrintable
-from so_tui.ui.series import Axis
-from so_tui.ui.text import memory, memory_of, plural, shorten
-from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, gutter_text, joined, plot_key, plot_rows, repaint
+from so_tui.ui.series import Axis, Line
+from so_tui.ui.text import GIB, memory, memory_of, plural, shorten
+from so_tui.ui.widgets.core_heat import HeatRow, heat_rows, heat_texts
+from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, axis_row, gutter_text, joined, plot_key, plot_rows, repaint
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, Scale
 
 PERCENT = Scale(0, 100)
+NodePlot = Literal["load", "cores", "memory"]
+PLOTS: tuple[NodePlot, ...] = get_args(NodePlot)
+"""What is drawn of each node over time."""
 INDENT = GUTTER
+HEAT_ROLES = {"main": "main-core"}
+"""Component classes of cores, where they differ from the role of their group: that of lines has the name, too."""
+
+
+def percent(value: float) -> str:
+    """Return ``50 %``."""
+    return f"{value:.0f} %"
+
+
+def gib(value: float) -> str:
+    """Return ``100 G``."""
+    return f"{value:.0f} G"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +57,7 @@ class NodePicture:
 
 
 class NumaNodes(DrawsPrintable, can_focus=True):
-    """All nodes in a column, each with a heading, ``plot_height`` rows of history and a row of cores."""
+    """All nodes in a column, each with a heading, ``plot_height`` rows of history and a row of cores, above one x axis."""
 
     ALLOW_MAXIMIZE = True
     ROLES = (
@@ -90,6 +107,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         self.pictures: tuple[NodePicture, ...] = ()
         self.axis: Axis | None = None
         self.plot_height = 2
+        self.plot: NodePlot = "load"
         self._strips: list[Strip] = []
         self._drawn: tuple[object, ...] = ()
         self._role_styles = RoleStyles("nodes", self.ROLES)
@@ -108,7 +126,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
 
     def _render_key(self) -> tuple[object, ...]:
         """Return what strips depend on besides the data."""
-        return self.outer_size, self.has_focus, self.app.theme, self.glyphs, self.plot_height
+        return self.outer_size, self.has_focus, self.app.theme, self.glyphs, self.plot_height, self.plot
 
     def set_plot_height(self, rows: int) -> None:
         """Set the rows of history of each node."""
@@ -117,7 +135,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
             self.refresh(layout=True)
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return max(1, len(self.pictures) * (2 + self.plot_height))
+        return max(1, len(self.pictures) * (2 + self.plot_height) + (1 if self.plot_height else 0))
 
     def notify_style_update(self) -> None:
         self._drawn = ()
@@ -135,36 +153,61 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         rows: list[list[Segment]] = []
         plot = self.plot_height
         if self.is_maximized and self.pictures:
-            plot = max(plot, self.size.height // len(self.pictures) - 2)
+            plot = max(plot, (self.size.height - 1) // len(self.pictures) - 2)
         for picture in self.pictures:
             groups = picture.groups()
             rows.append(self._heading(picture, groups, styles, width))
             if plot and self.axis is not None and width > GUTTER + 4:
-                body = self._history(picture, (width - GUTTER, plot), styles)
-                labels = gutter_text(PERCENT, plot, lambda value: f"{value:.0f} %") if plot > 2 else [" " * GUTTER] * plot
-                rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
+                rows += self._plotted(picture, (width - GUTTER, plot), styles)
             cells = self._cores(groups, width - 1)
             indent = min(INDENT, max(1, width - len(cells)))
             rows.append([Segment(" " * indent, styles["note"]), *joined(cells, styles)])
         if not rows:
             rows.append([Segment("no samples of this host yet", styles["note"])])
+        elif plot and self.axis is not None and width > GUTTER + 4:
+            corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
+            rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, width - GUTTER, (), styles)])
         base = styles["base"]
         return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
-    def _history(self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
-        """Return the plot of a node and its GPUs, cached while the range does not move."""
+    def _plotted(self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
+        """Return the plot of a node with its labels, cached while the range does not move."""
         assert self.axis is not None
         view = picture.view
-        lines = (*view.lines(), *(gpu.line() for gpu in picture.gpus))
-        key = (size, self.glyphs, id(styles), *plot_key(lines, self.axis))
+        heat = heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
+        lines = (*view.lines(), *(gpu.line() for gpu in picture.gpus)) if self.plot != "memory" else view.memory_lines()
+        key = (size, self.glyphs, id(styles), self.plot, heat, *plot_key(lines, self.axis))
         name = (view.host, view.id)
         if self._plots.get(name, ((), []))[0] != key:
-            self._plots[name] = (key, plot_rows(lines, self.axis, PERCENT, size, GLYPHS[self.glyphs], styles)[0])
+            drawn = self._heat(view, heat, size, styles) if self.plot == "cores" else self._curves(view, lines, size, styles)
+            self._plots[name] = (key, drawn)
         return self._plots[name][1]
 
+    def _curves(self, view: NodeView, lines: Sequence[Line], size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
+        """Return load or memory as lines."""
+        assert self.axis is not None
+        height = size[1]
+        in_bytes = self.plot == "memory"
+        scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
+        body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
+        labels = gutter_text(scale, height, gib if in_bytes else percent, GIB if in_bytes else 1) if height > 2 else [" " * GUTTER] * height
+        return [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
+
+    def _heat(self, view: NodeView, heat: Sequence[HeatRow], size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
+        """Return the heat of cores over time."""
+        assert self.axis is not None
+        width, height = size
+        edges = self.axis.indices(view.lines()[1], width)
+        texts = heat_texts(heat, view.cores, edges, self.glyphs)
+        rows = [
+            [Segment(row.label, styles["sign"]), Segment(text, styles[HEAT_ROLES.get(row.role, row.role)])]
+            for row, text in zip(heat, texts, strict=True)
+        ]
+        rest = ["" if view.cores else "reading …", *[""] * height][: height - len(rows)]
+        return [*rows, *([Segment(" " * GUTTER + text, styles["note"])] for text in rest)]
+
     def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
-        roles = {"main": "main-core"}
-        return [(character, roles.get(role, role)) for character, role in heat_cells(groups, width, self.glyphs)]
+        return [(character, HEAT_ROLES.get(role, role)) for character, role in heat_cells(groups, width, self.glyphs)]
 
     def _heading(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
         """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
@@ -197,6 +240,10 @@ class NumaNodes(DrawsPrintable, can_focus=True):
                     Segment(f"{group.name}{cores}", styles[colours[group.role]]),
                     Segment(f" {group.mean:.0f} %", styles["label"]),
                 ]
+            for process in picture.view.foreign[: 3 if long else 1]:
+                where = f" on core {process.cpu}" if long else f" on {process.cpu}"
+                owner = " of another user" if long and not process.own else ""
+                segments.append(Segment(f"  ! {brief_line(process.name, 15)}{owner} {process.cores:.1f} cores{where}", styles["full"]))
             cache = f", cache {memory(sample.file_cache_bytes, 0)}" if long else ""
             segments += [
                 Segment("  memory " if long else "  ", styles["note"]),

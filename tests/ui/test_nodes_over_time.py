@@ -1,0 +1,104 @@
+"""The NUMA nodes over time: heat of their cores, memory, and who else computes on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.runs import RunDirectory, SampleWriter
+from so_tui.runs.records import ForeignProcess, NodeSample, Sample
+from so_tui.runs.samples import SampleReader
+from so_tui.ui.loads import CORES, LoadStore
+from so_tui.ui.widgets.core_heat import heat_rows, heat_texts
+from so_tui.ui.widgets.heat import LEVELS, group_cores
+from so_tui.ui.widgets.numa_nodes import NumaNodes
+from tests.support.make_run import quad_machine, write_run
+from tests.support.screen import SIZES, opened
+
+
+@pytest.mark.parametrize("cores", [1, 3, 72, 144, 288])
+@pytest.mark.parametrize("height", [1, 2, 3, 7, 40, 300])
+def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int) -> None:
+    adam, main = frozenset(range(cores - cores // 8)), frozenset(range(cores - cores // 8, cores))
+    cpus = range(1000, 1000 + cores)
+    groups = group_cores([0.0] * cores, list(cpus), frozenset(cpu + 1000 for cpu in adam), frozenset(cpu + 1000 for cpu in main))
+    rows = heat_rows(groups, height)
+    assert len(rows) == min(height, cores)
+    seen = Counter(position for row in rows for position in row.positions)
+    assert set(seen.values()) == {1}
+    assert len(seen) == (cores if height >= len(groups) else len(groups[0].positions))
+    for row in rows:
+        assert set(row.positions) <= (adam if row.role == "adam" else main)
+        assert row.label.endswith(f" {1000 + row.positions[0]} ")
+
+
+def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
+    groups = group_cores([0.0] * 4, range(4), frozenset({0, 3}), frozenset({1, 2}))
+    rows = heat_rows(groups, 2)
+    assert [(row.role, row.positions) for row in rows] == [("adam", (0, 3)), ("main", (1, 2))]
+    history = [bytes(loads) for loads in ((100, 0, 0, 100), (0, 50, 50, 0), (100, 0, 0, 0))]
+    low, middle, high = LEVELS["ascii"][0], LEVELS["ascii"][4], LEVELS["ascii"][-1]
+    assert heat_texts(rows, history, [0, 1, 2, 3], "ascii") == [f"{high}{low}{middle}", f"{low}{middle}{low}"]
+    assert heat_texts(rows, history, [0, 2], "ascii") == [middle, LEVELS["ascii"][2]], "several samples are averaged"
+    assert heat_texts(rows, history, [0, 0, 1, 1, 3, 3, 3], "ascii")[0] == f" {high}{high}{LEVELS['ascii'][2]}  ", (
+        "what is not known is not drawn"
+    )
+
+
+def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
+    store = LoadStore()
+    store.wanted = (CORES,)
+    for second, loads in enumerate([(10, 300), (5,), (1, 2, 3), (-4, 9)]):
+        node = NodeSample(id=0, cores=loads, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0)
+        sample = Sample(attempt=1, time=float(second), interval_s=1.0, nodes=(node,))
+        store.append("here", sample)
+    view = store.node("here", sample, node, {})
+    assert view is not None
+    assert [tuple(loads) for loads in view.cores] == [(10, 100), (5, 0), (1, 2), (0, 9)]
+
+
+def shown(nodes: NumaNodes) -> list[str]:
+    return [nodes.render_line(y).text for y in range(nodes.size.height)]
+
+
+@pytest.mark.parametrize("size", [*SIZES, (200, 50)])
+async def test_one_key_goes_through_load_heat_and_memory(runs_dir: Path, size: tuple[int, int]) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=120)
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.state_shown("training")
+        nodes = ui.find("#nodes", NumaNodes)
+        await ui.until(lambda: nodes.pictures)
+        await ui.press("h")
+        await ui.until(lambda: nodes.plot == "cores" and nodes.pictures[0].view.cores and nodes.size.height > 4 * (2 + 1))
+        lines = shown(nodes)
+        assert sum(line.startswith("A ") for line in lines) >= 4, lines
+        assert sum(line.startswith("m ") for line in lines) >= 4, lines
+        assert lines[-1].startswith("  step ─"), "the axis has labels"
+        await ui.press("h")
+        await ui.until(lambda: nodes.plot == "memory" and nodes.pictures[0].view.memory)
+        await ui.press("h")
+        await ui.until(lambda: nodes.plot == "load" and ui.screen.maximized is None)
+
+
+async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -> None:
+    machine = quad_machine(nodes=1)
+    run = write_run(runs_dir, machine=machine, gpus=1, steps=20, seconds_of_samples=5)
+    _add_foreign(run, machine.hostname)
+    async with opened(runs_dir, (200, 50), open_run=run) as ui:
+        await ui.state_shown("training")
+        nodes = ui.find("#nodes", NumaNodes)
+        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.foreign)
+        heading = nodes.render_line(0).text
+        assert "of another user 1.5 cores on core 66" in heading
+        assert "\x1b" not in heading
+
+
+def _add_foreign(run: RunDirectory, host: str) -> None:
+    newest = SampleReader(run, host).poll()[-1]
+    foreign = ForeignProcess(pid=9, name="x\x1b[2Jy", cores=1.5, cpu=66)
+    writer = SampleWriter(run, host)
+    writer.append(msgspec.structs.replace(newest, time=newest.time + 0.5, foreign=(foreign,)))
+    writer.close()
