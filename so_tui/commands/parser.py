@@ -229,12 +229,23 @@ def _add_run_commands(commands: _Commands) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="continue until the run ends")
     export = add("export", "runs:export", "write a run's last checkpoint as a Hugging Face folder")
     export.add_argument("--to", metavar="DIR", help="folder to write (default: RUN/export)")
+    _add_convert(commands)
     _add_generate(commands)
     text = "supervise a run's processes (started by `run`, not by hand)"
     supervise = commands.add("supervise", "run:supervise", text)
     supervise.add_argument("run", metavar="RUN")
     supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
     supervise.add_argument("--in-job", action="store_true", help="plan for this node of a scheduler's job first")
+
+
+def _add_convert(commands: _Commands) -> None:
+    _, _, runs_dir, changes, *_ = commands.options
+    text = "convert a run's last checkpoint to DeepSpeed's universal format, or a checkpoint of DeepSpeed's ZeRO-3 to a run to resume"
+    convert = commands.add("convert", "convert:convert", text, runs_dir, changes)
+    convert.add_argument("source", metavar="RUN|FOLDER", help="a run (with --to), or a folder of DeepSpeed's checkpoints (with --as)")
+    which = convert.add_mutually_exclusive_group(required=True)
+    which.add_argument("--to", metavar="DIR", help="folder to write, for DeepSpeed")
+    which.add_argument("--as", dest="preset", metavar=_PRESET, help="preset of the new run, which has the checkpoint's model")
 
 
 def _add_generate(commands: _Commands) -> None:

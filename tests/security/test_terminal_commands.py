@@ -62,6 +62,7 @@ COMMANDS: dict[str, list[list[str]]] = {
     "resume": [["resume", HOSTILE], ["resume", "RUN", "--set", f"train.steps={HOSTILE}"]],
     "logs": [["logs", "RUN"], ["logs", HOSTILE]],
     "export": [["export", HOSTILE]],
+    "convert": [["convert", HOSTILE, "--to", HOSTILE], ["convert", HOSTILE, "--as", "tiny"], ["convert", HOSTILE, "--as", HOSTILE]],
     "generate": [["generate", HOSTILE, "--prompt", "a"], ["generate", "RUN", "--prompt", "a", "--base", "\0" + HOSTILE]],
     "chat": [["chat", HOSTILE], ["chat", "RUN"]],
     "export-metrics": [["export-metrics", HOSTILE], ["export-metrics", "RUN", "--to", HOSTILE]],

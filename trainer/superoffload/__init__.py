@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         verify_state,
         worker_pid,
     )
+    from superoffload.conversion import DeepSpeedStates, Progress, deepspeed_states, write_states, write_universal
     from superoffload.deepspeed_adapter.engine import join_process_group
     from superoffload.ds_config import Override, engine_config
     from superoffload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
@@ -38,16 +39,19 @@ if TYPE_CHECKING:
     from superoffload.settings import Settings
 
 __all__ = [
+    "DeepSpeedStates",
     "NonFiniteGradientError",
     "OffloadError",
     "OffloadStats",
     "Override",
+    "Progress",
     "Save",
     "Settings",
     "StateMismatchError",
     "WorkerLostError",
     "begin_save",
     "close",
+    "deepspeed_states",
     "engine_config",
     "gradient_norm",
     "initialize",
@@ -66,6 +70,8 @@ __all__ = [
     "uses_worker",
     "verify_state",
     "worker_pid",
+    "write_states",
+    "write_universal",
 ]
 
 _MODULES = {
@@ -88,6 +94,7 @@ _MODULES = {
         "verify_state",
         "worker_pid",
     ),
+    "conversion": ("DeepSpeedStates", "Progress", "deepspeed_states", "write_states", "write_universal"),
     "deepspeed_adapter.engine": ("join_process_group",),
     "ds_config": ("Override", "engine_config"),
     "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),

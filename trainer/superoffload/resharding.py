@@ -98,15 +98,31 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         OffloadError: If a file is missing or cut short.
     """
+    for name, kinds in saved_states(folder, moments=False):
+        yield name, kinds[_MASTER_WEIGHTS]
+
+
+def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+    """Yield the name and the flat states of every parameter of a saved state: master weights, and both moments if all ranks saved them.
+
+    Args:
+        folder: Folder with the files of all ranks that saved.
+        moments: Whether to read the moments.
+
+    Raises:
+        OffloadError: If a file is missing or cut short.
+    """
     saved = manifests(folder)
     locations = _locations(saved[0])
+    kinds = range(3 if moments and _have_moments(*saved) else 1)
     with ExitStack() as stack:
         files = [stack.enter_context(open_states(folder, manifest)) for manifest in saved]
         for group in saved[0].sub_groups:
             for name, numel in zip(group.names, group.numels, strict=True):
-                whole = torch.empty(numel, dtype=torch.float32)
-                _read_shard(files, locations[name], _MASTER_WEIGHTS, numel, 0, 1, whole)
-                yield name, whole
+                wholes = tuple(torch.empty(numel, dtype=torch.float32) for _ in kinds)
+                for kind, whole in zip(kinds, wholes, strict=True):
+                    _read_shard(files, locations[name], kind, numel, 0, 1, whole)
+                yield name, wholes
 
 
 def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[Overlap]:

@@ -1,0 +1,173 @@
+"""States converted to DeepSpeed's universal format, and from it and from ZeRO-3's own files: DeepSpeed itself writes and reads them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import superoffload
+from superoffload import OffloadError, Progress, checkpoint
+from tests.support import engine as support
+
+BEFORE, AFTER = support.batches(3), support.batches(3, seed=9)
+MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def deepspeeds_own(universal: Path) -> list[float]:
+    """Return the losses of DeepSpeed's ZeRO-3 with its own CPU Adam, from a universal checkpoint on."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    torch.manual_seed(1)  # other weights than those of the checkpoint
+    model = support.OddModel().bfloat16()
+    config = support.ds_config(support.spec("zerooffload")) | {"checkpoint": {"load_universal": True}}
+    optimizer = DeepSpeedCPUAdam(support.parameter_groups(model), lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)
+    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    try:
+        made.load_checkpoint(str(universal))
+        return support.train(made, AFTER)
+    finally:
+        made.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 1.0), ("gpu", 1.0)])
+def test_training_goes_on_alike_on_either_side(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
+    with support.engine(support.spec(mode, ratio), model=support.OddModel()) as made:
+        support.train(made, BEFORE)
+        superoffload.save_state(made, tmp_path / "ours")
+        made.save_checkpoint(str(tmp_path / "theirs"))
+        expected = pytest.approx(support.train(made, AFTER), rel=1e-4)
+    universal = tmp_path / "universal"
+    universal.mkdir()
+    superoffload.write_universal(tmp_path / "ours", universal, Progress(3, 6))
+    assert deepspeeds_own(universal) == expected
+    for source in ("theirs", "universal"):
+        found = superoffload.deepspeed_states(tmp_path / source)
+        assert found.progress[:2] == (3, 6)
+        superoffload.write_states(found, tmp_path / f"from {source}")
+        assert support.by_name(tmp_path / f"from {source}") == support.by_name(tmp_path / "ours")
+        with support.engine(support.spec("superoffload", 0.7), model=support.OddModel()) as made:
+            superoffload.load_state(made, tmp_path / f"from {source}")
+            assert support.train(made, AFTER) == expected
+
+
+def rank_file(folder: Path, rank: int, flat: torch.Tensor, **state: Any) -> None:
+    """One rank's optimizer states of one sub-group, as ZeRO-3 saves them."""
+    content = {"optimizer_state_dict": {"fp32_flat_groups": [flat], "optimizer_state_dict": {"state": {0: state}, "param_groups": []}}}
+    torch.save(content, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks: ``a`` has 5 elements, and so a padded shard, ``b`` has 2."""
+    folder = tmp_path / "saved" / "global_step7"
+    folder.mkdir(parents=True)
+    shapes = [{"a": torch.Size([5]), "b": torch.Size([1, 2])}]
+    torch.save({"param_shapes": shapes, "global_steps": 7, "global_samples": 56}, folder / MODEL_FILE)
+    for rank, shard in enumerate(([0.0, 1.0, 2.0, 5.0], [3.0, 4.0, -9.0, 6.0])):  # -9 is padding
+        flat = torch.tensor(shard)
+        rank_file(folder, rank, flat, step=7, exp_avg=flat + 10, exp_avg_sq=flat + 20)
+    (tmp_path / "saved" / "latest").write_text("global_step7")
+    return tmp_path / "saved"
+
+
+def test_shards_of_several_ranks_are_joined_without_their_padding(two_ranks: Path) -> None:
+    found = superoffload.deepspeed_states(two_ranks)
+    assert (found.progress.step, found.progress.samples, found.adam_step, found.numels) == (7, 56, 7, {"a": 5, "b": 2})
+    a, b = found.read()
+    assert a.master_weights.tolist() == [0, 1, 2, 3, 4]
+    assert b.master_weights.tolist() == [5, 6]
+    assert a.moments is not None
+    assert [moment.tolist() for moment in a.moments] == [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]]
+
+
+def test_states_without_moments_begin_anew(two_ranks: Path, tmp_path: Path) -> None:
+    """DeepSpeed's own SuperOffload has its moments in a process out of reach."""
+    rank_file(two_ranks / "global_step7", 1, torch.tensor([3.0, 4.0, 0.0, 6.0]))
+    found = superoffload.deepspeed_states(two_ranks)
+    assert not found.moments
+    superoffload.write_states(found, tmp_path / "ours", lambda name: f"causal.{name}")
+    (saved,) = checkpoint.manifests(tmp_path / "ours")
+    assert [(group.names, group.moments) for group in saved.sub_groups] == [(("causal.a",), False), (("causal.b",), False)]
+    (tmp_path / "universal").mkdir()
+    superoffload.write_universal(tmp_path / "ours", tmp_path / "universal", Progress(7, 56), lambda name: name.removeprefix("causal."))
+    again = superoffload.deepspeed_states(tmp_path / "universal")
+    assert (again.adam_step, again.numels, again.moments) == (0, {"a": 5, "b": 2}, True)
+    a, _ = again.read()
+    assert a.master_weights.tolist() == [0, 1, 2, 3, 4]
+    assert a.moments is not None
+    assert not any(moment.any() for moment in a.moments)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self._path}",)
+
+
+def torn(folder: Path) -> None:
+    path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def linked(folder: Path) -> None:
+    shutil.move(folder / MODEL_FILE, folder.parent / "elsewhere")
+    (folder / MODEL_FILE).symlink_to(folder.parent / "elsewhere")
+
+
+def cut_by_tensor(folder: Path) -> None:
+    (folder / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt").touch()
+
+
+def other_sizes(folder: Path) -> None:
+    torch.save({"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56}, folder / MODEL_FILE)
+
+
+@pytest.mark.parametrize(
+    ("harm", "code"),
+    [
+        (torn, "unreadable"),
+        (linked, "unreadable"),
+        (other_sizes, "unreadable"),
+        (cut_by_tensor, "tensor-parallel"),
+        (lambda folder: (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(), "unreadable"),
+        (lambda folder: (folder / MODEL_FILE).unlink(), "not-deepspeeds"),
+        (lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({"global_steps": 7})), "unreadable"),
+        (lambda folder: torch.save([1], folder / MODEL_FILE), "unreadable"),
+        (lambda folder: (folder.parent / "latest").write_text("../../elsewhere"), "unreadable"),
+    ],
+)
+def test_a_damaged_or_foreign_checkpoint_is_refused(harm: Callable[[Path], None], code: str, two_ranks: Path) -> None:
+    harm(two_ranks / "global_step7")
+    with pytest.raises(OffloadError) as caught:
+        list(superoffload.deepspeed_states(two_ranks).read())
+    assert caught.value.code == code
+
+
+def test_reading_a_checkpoint_runs_no_code_of_it(two_ranks: Path, tmp_path: Path) -> None:
+    torch.save({"param_shapes": Hostile(tmp_path / "ran")}, two_ranks / "global_step7" / MODEL_FILE)
+    with pytest.raises(OffloadError) as caught:
+        superoffload.deepspeed_states(two_ranks)
+    assert caught.value.code == "unsafe-pickle"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_parameter_cannot_be_written_outside_the_folder(two_ranks: Path, tmp_path: Path) -> None:
+    superoffload.write_states(superoffload.deepspeed_states(two_ranks), tmp_path / "ours", lambda name: f"../../{name}")
+    (tmp_path / "universal").mkdir()
+    with pytest.raises(OffloadError) as caught:
+        superoffload.write_universal(tmp_path / "ours", tmp_path / "universal", Progress(7, 56))
+    assert caught.value.code == "impossible-name"
+    assert not (tmp_path / "a").exists()

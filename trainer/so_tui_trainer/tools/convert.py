@@ -1,0 +1,141 @@
+"""Convert checkpoints between ours and DeepSpeed's.
+
+``{"run": path, "to": path}`` writes a run's newest checkpoint in DeepSpeed's universal format, and answers ``{"folder", "step", "done"}``.
+``{"deepspeed": path, "run": path}`` makes what DeepSpeed saved the first checkpoint of a new run, and answers
+``{"step", "moments", "done"}``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from so_tui_trainer.tools.channel import Answer, serve
+
+if TYPE_CHECKING:
+    from so_tui.spec import RunSpec
+    from superoffload import DeepSpeedStates, Progress
+
+_STATES_BYTES = 12
+"""Bytes of a checkpoint per parameter."""
+
+
+def convert(request: Answer) -> Iterator[Answer]:
+    """Convert in the direction that the request has.
+
+    Raises:
+        InputError: The run has no checkpoint; the target has something else; the source is no checkpoint of DeepSpeed's ZeRO-3 (codes of
+            ``superoffload.deepspeed_states``), or one of another model (``checkpoint-differs``).
+        OffloadError: A file of the checkpoint is missing or damaged.
+    """
+    run = Path(request["run"])
+    return _from_deepspeed(Path(request["deepspeed"]), run) if "deepspeed" in request else _to_deepspeed(run, Path(request["to"]))
+
+
+def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
+    import so_tui
+    import superoffload
+    from so_tui.model.layout import trainable
+    from so_tui.runs import RunDirectory, read_spec
+    from so_tui_trainer.checkpoint import Found, optimizer_folder
+    from so_tui_trainer.export import ExportMarker, refuse_foreign, refuse_without_room, replacing
+    from so_tui_trainer.model.build import PREFIX
+    from so_tui_trainer.tools.checkpoints import with_newest
+
+    run, folder = RunDirectory(path), folder.expanduser().resolve()
+    refuse_foreign(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    spec = read_spec(run)
+    refuse_without_room(folder, _STATES_BYTES * sum(parameter.numel for parameter in trainable(spec.model.parameters)))
+
+    def write(found: Found) -> int:
+        manifest = found.manifest
+        extra = {"data": manifest.data, "useful_tokens": manifest.useful_tokens, "trained_tokens": manifest.trained_tokens}
+        progress = superoffload.Progress(manifest.step, manifest.consumed_sequences, extra)
+        with replacing(folder, ExportMarker(run=run.name, step=manifest.step, version=so_tui.__version__)) as partial:
+            superoffload.write_universal(optimizer_folder(found.path), partial, progress, lambda name: name.removeprefix(PREFIX))
+        return manifest.step
+
+    step = yield from with_newest(run, spec, "converting", write)
+    yield {"folder": str(folder), "step": step, "done": True}
+
+
+def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
+    import superoffload
+    from so_tui.runs import RunDirectory, read_spec
+    from so_tui.runs.manifest import run_id
+    from so_tui_trainer import checkpoint_folder
+    from so_tui_trainer.model.build import PREFIX
+
+    run = RunDirectory(path)
+    spec = read_spec(run)
+    found = _read(source.expanduser())
+    _refuse_other_model(source, found, spec)
+    yield {"message": f"converting step {found.progress.step}, {len(found.numels)} parameters"}
+    folder = checkpoint_folder.claim(run, spec)
+    try:
+        checkpoint_folder.make_room(
+            folder, 12 * sum(found.numels.values()), "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
+        )
+        partial = checkpoint_folder.begin(folder, found.progress.step)
+        superoffload.write_states(found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name)
+        checkpoint_folder.complete(partial, _manifest(run_id(run), found.progress, spec))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # the run is new, and nothing else is in it
+        raise
+    yield {"step": found.progress.step, "moments": found.moments, "done": True}
+
+
+def _read(source: Path) -> DeepSpeedStates:
+    import superoffload
+    from so_tui.spec import InputError, Problem
+
+    try:
+        return superoffload.deepspeed_states(source)
+    except superoffload.OffloadError as error:
+        remedy = "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in it."
+        problem = Problem(code=error.code, field="checkpoint", value=str(source), message=str(error).rstrip("."), remedy=remedy)
+        raise InputError([problem]) from error
+
+
+def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> None:
+    from so_tui.model.layout import trainable
+    from so_tui.spec import InputError, Problem
+
+    wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
+    if differing := sorted(name for name in wanted.keys() | found.numels.keys() if wanted.get(name) != found.numels.get(name)):
+        names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
+        message = f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or size: {names}"
+        remedy = "Name the preset of its model with --as."
+        raise InputError([Problem(code="checkpoint-differs", field="checkpoint", value=str(source), message=message, remedy=remedy)])
+
+
+def _manifest(run: str, progress: Progress, spec: RunSpec) -> Any:
+    from so_tui_trainer.checkpoint_folder import Manifest
+
+    data = progress.extra.get("data")
+    return Manifest(
+        run=run,
+        step=progress.step,
+        total_steps=spec.train.steps,
+        ranks=1,
+        consumed_sequences=progress.samples,
+        useful_tokens=_count(progress.extra, "useful_tokens"),
+        trained_tokens=_count(progress.extra, "trained_tokens"),
+        data=data if isinstance(data, str) else "",
+        last_loss=None,
+        spec=spec,
+    )
+
+
+def _count(extra: Mapping[str, Any], key: str) -> int:
+    """Return a number of tokens; 0 if the training was not ours."""
+    found = extra.get(key, 0)
+    return found if isinstance(found, int) and found >= 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(serve(convert))
