@@ -316,6 +316,19 @@ class AcrossHosts(_Fact, frozen=True):
     """How much shorter the step would be if hosts were joined as the GPUs within one are."""
 
 
+class CheckpointInterval(_Fact, frozen=True):
+    """How often saving costs the least, with what failures make a run repeat."""
+
+    minutes: float
+    pause_s: float
+    """For which training stands still for a checkpoint."""
+    gpus: int
+    failure_hours: float
+    """Mean time between failures of all of them together."""
+    given_minutes: float | None
+    """What the spec sets; None if nothing is saved before the end."""
+
+
 class NoNextBest(_Fact, frozen=True):
     fits: bool
     """Whether the chosen settings leave the margin."""
@@ -424,6 +437,7 @@ Choice = (
     | SavesBehind
     | AttentionFallsBack
     | AcrossHosts
+    | CheckpointInterval
     | SpeedUnknown
     | NextBest
     | NoNextBest

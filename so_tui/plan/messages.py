@@ -14,7 +14,7 @@ from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvi
 from so_tui.plan.network import assumed_network
 from so_tui.spec.attention import OBSTACLES
 from so_tui.trust.printable import printable_line
-from so_tui.units import memory_size, thousands
+from so_tui.units import duration, memory_size, plural, thousands
 
 if TYPE_CHECKING:
     from so_tui.plan.constants import SpeedSource
@@ -201,6 +201,8 @@ def _choice(fact: Choice) -> str:
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
         case facts.AttentionFallsBack():
             return f"attention runs on {fact.backend}: {fact.fastest} {OBSTACLES[fact.obstacle]}"
+        case facts.CheckpointInterval():
+            return _checkpoint_interval(fact)
         case facts.AcrossHosts():
             return _across_hosts(fact)
         case facts.TokensReached():
@@ -334,6 +336,16 @@ def _caution(fact: Caution) -> str:
         case facts.MoreGpusKeepMargin():
             return f"{fact.gpus} GPUs of this machine leave the margin"
     assert_never(fact)
+
+
+def _checkpoint_interval(fact: facts.CheckpointInterval) -> str:
+    minutes = max(1, round(fact.minutes))
+    held_up = f"each holds training up for about {duration(fact.pause_s)}"
+    failures = f"{plural(fact.gpus, 'GPU')} can be expected to fail once in {plural(max(1, round(fact.failure_hours / 24)), 'day')}"
+    best = f"checkpoints: one in {duration(60 * minutes)} costs the least time (Young and Daly): {held_up}, and {failures}"
+    if fact.given_minutes is None:
+        return f"{best}. Nothing is saved before the end; checkpoint.every_minutes={minutes} changes that"
+    return f"{best}; these settings save one in {duration(60 * fact.given_minutes)}"
 
 
 def network_text(machine: Machine) -> str:

@@ -37,6 +37,7 @@ from so_tui.plan.facts import (
 )
 from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, node_needs, target_of
 from so_tui.plan.hosts import across_hosts
+from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.messages import message, pool_name, speed_source_text
 from so_tui.plan.resources import Gpus, Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, rate, with_fitting_cores
@@ -309,6 +310,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     yield from across_hosts(found)
+    yield from checkpoint_interval(found)
     attention = attention_of(found.spec, found.target.profile, found.target.resources)
     if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in ("not-installed", "other-gpu"):
         yield AttentionFallsBack(backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle)

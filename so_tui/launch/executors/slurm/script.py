@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from so_tui.launch.executors.slurm.site import Site
+from so_tui.plan.interval import DISK_BYTES_PER_S
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.units import duration
 
@@ -26,8 +27,6 @@ OUTPUT = "slurm.%j.log"
 CONTINUE_SIGNAL = "USR1"
 _EARLY_S = 60
 """Slurm may warn a job this much earlier than asked."""
-_DISK_BYTES_PER_S = 1e9
-"""Rate of a shared file system, until a checkpoint has been measured."""
 _MARGIN = 2.0
 _STEP_S = 60
 """For the step in progress, which is finished first."""
@@ -57,7 +56,7 @@ def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None, 
         measured_s: What the run's last checkpoint took; None before the first.
         checkpoints: How many may have to be written by then: one that is being written behind training, and the last one.
     """
-    takes_s = checkpoint_bytes / _DISK_BYTES_PER_S if measured_s is None else measured_s
+    takes_s = checkpoint_bytes / DISK_BYTES_PER_S if measured_s is None else measured_s
     return max(site.warning_s, math.ceil(_MARGIN * checkpoints * takes_s) + _STEP_S)
 
 
