@@ -140,7 +140,11 @@ def prepare(arguments: argparse.Namespace) -> int:
 def _follow(tool: str, arguments: argparse.Namespace) -> int:
     from so_tui.launch.helpers import stream_tool
 
+    progress = ProgressLine(shown=not arguments.quiet)
     for event in stream_tool(tool, {"spec": spec_tree(chosen_spec(arguments))}):
-        if message := event.get("message"):
+        if event.get("partial"):
+            progress.show(str(event["message"]))
+        elif message := event.get("message"):
+            progress.clear()
             note(arguments, str(message))
     return 0

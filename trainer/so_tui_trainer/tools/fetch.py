@@ -1,6 +1,8 @@
 """Download a run's model and data ahead of it: ``{"spec": tree}`` in, a line of progress for every file out.
 
 {"message": text, "done_bytes": n, "total_bytes": n} ... {"message": text, "bytes": n, "done": true}
+
+While a file is downloaded, ``"partial": true`` marks a line that the next one replaces.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 from so_tui.spec import RunSpec, resolve_source
 from so_tui.units import disk_size, thousands
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
-from so_tui_trainer.tools.hub import missing_files, remote_files
+from so_tui_trainer.tools.hub import download, missing_files, remote_files
 
 
 def fetch(request: Answer) -> Iterator[Answer]:
@@ -43,15 +45,18 @@ def fetch(request: Answer) -> Iterator[Answer]:
 
 
 def _model(spec: RunSpec) -> Iterator[Answer]:
-    from huggingface_hub import hf_hub_download
-
     missing = missing_files(spec.model, remote_files(spec.model))
     total, done = sum(missing.values()), 0
     yield {"message": f"{spec.model.id}: {disk_size(total)} in {len(missing)} files to download", "done_bytes": 0, "total_bytes": total}
     for name, size in sorted(missing.items(), key=lambda item: item[1]):
-        hf_hub_download(spec.model.id, name, revision=spec.model.revision)
+        for part in download(spec.model, name):
+            yield _progress(name, part, done + part, total) | {"partial": True}
         done += size
-        yield {"message": f"{name}: {disk_size(size)} ({done / max(1, total):.0%})", "done_bytes": done, "total_bytes": total}
+        yield _progress(name, size, done, total)
+
+
+def _progress(name: str, size: int, done: int, total: int) -> Answer:
+    return {"message": f"{name}: {disk_size(size)} ({done / max(1, total):.0%})", "done_bytes": done, "total_bytes": total}
 
 
 if __name__ == "__main__":

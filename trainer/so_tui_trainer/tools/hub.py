@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec import InputError, ModelSpec, Problem, first_line
 
 WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 """Files that loading may need; weights in other formats stay on the hub."""
+_PARTIAL = "*.incomplete"
+"""How the hub's client names files that it has not downloaded completely."""
+_PROGRESS_S = 1.0
 _CONNECT_S = 3.0
 """Seconds within which the hub must accept a connection."""
 UNWANTED = ("original/*", "metal/*", "onnx/*")
@@ -49,25 +55,17 @@ def _answers(host: str, port: int) -> bool:
     return answered.is_set()
 
 
-def remote_files(model: ModelSpec) -> dict[str, int]:
-    """Return the model's wanted files on the hub with their bytes; nothing if the hub cannot be reached but the model is in the local
-    cache.
+@contextmanager
+def refusals_explained(model: ModelSpec) -> Iterator[None]:
+    """Turn what the hub refuses into problems.
 
     Raises:
-        InputError: No such model, no access, or neither hub nor cache available.
+        InputError: No such model or revision, or no access.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError is httpx's own, whichever httpx it is
-        GatedRepoError,
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        info = HfApi().model_info(model.id, revision=model.revision, files_metadata=True)
+        yield
     except GatedRepoError as error:
         remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
         raise InputError([_problem("hub-access-denied", model, "is gated, and this user has no access", remedy)]) from error
@@ -80,6 +78,21 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
     except (RepositoryNotFoundError, HFValidationError) as error:
         remedy = "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); or name a folder."
         raise InputError([_problem("hub-model-missing", model, "is not on the hub, or private", remedy)]) from error
+
+
+def remote_files(model: ModelSpec) -> dict[str, int]:
+    """Return the model's wanted files on the hub with their bytes; nothing if the hub cannot be reached but the model is in the local
+    cache.
+
+    Raises:
+        InputError: No such model, no access, or neither hub nor cache available.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
+
+    try:
+        with refusals_explained(model):
+            info = HfApi().model_info(model.id, revision=model.revision, files_metadata=True)
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         if _cached(model, "config.json"):
             return {}
@@ -87,6 +100,41 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
         message = "is not in the local cache, and the hub cannot be reached"
         raise InputError([_problem("hub-unreachable", model, message, remedy)]) from error
     return {file.rfilename: file.size or 0 for file in info.siblings or () if _wanted(file.rfilename)}
+
+
+def download(model: ModelSpec, name: str) -> Iterator[int]:
+    """Download a file of a model.
+
+    Yields:
+        Once a second, the bytes that are there so far.
+
+    Raises:
+        InputError: The hub refuses it, or the connection was lost more often than the client tries again (``download-failed``).
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
+    from huggingface_hub.file_download import repo_folder_name
+
+    partial = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.id, repo_type="model") / "blobs"
+    others = set(partial.glob(_PARTIAL))  # of a download that was killed, or of another process
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(hf_hub_download, model.id, name, revision=model.revision)
+        while not wait([done], timeout=_PROGRESS_S).done:
+            yield sum(map(_size, set(partial.glob(_PARTIAL)) - others))
+        try:
+            with refusals_explained(model):
+                done.result()
+        except (HTTPError, OSError) as error:
+            message = f"cannot be downloaded: {name} ({first_line(error)})"
+            remedy = "Check network and disk, and run it again: files that are complete are kept."
+            raise InputError([_problem("download-failed", model, message, remedy)]) from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # complete, and renamed
+        return 0
 
 
 def missing_files(model: ModelSpec, files: dict[str, int]) -> dict[str, int]:
