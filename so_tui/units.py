@@ -45,6 +45,11 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:.{max(0, digits - 1 - magnitude)}f}"
 
 
+def percent(share: float) -> str:
+    """Return a share in percent: ``43.6 %``."""
+    return f"{100 * share:.3g} %"
+
+
 def count(value: float, decimals: int = 2) -> str:
     """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; unchanged below 10 000."""
     for smallest, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):

@@ -68,6 +68,8 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
             if update.state is not None and update.state.state == "queued" and update.state.detail != waiting:
                 waiting = update.state.detail
                 printer.note(brief_message(f"queued: {waiting}"))
+            if update.state is not None:
+                printer.compare(update.state)
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 return printer.finish(run, update.state)
             # The supervisor may have been killed; every reader replaces it.
@@ -101,6 +103,7 @@ class _Printer:
         self._last_step_line = 0.0
         self._step_times: list[float] = []
         self._pending: StepRecord | None = None
+        self._slow_because: tuple[str, ...] | None = None
 
     def note(self, text: str) -> None:
         """Print what is neither result nor error."""
@@ -138,6 +141,19 @@ class _Printer:
             case EndRecord():
                 for name, value in record.summary.items():
                     print(_line(record.time, f"{name}: {value:.6g}"), flush=True)
+
+    def compare(self, state: RunState) -> None:
+        """Print that the run is slower than its plan, once for each most likely cause, and that it is no longer."""
+        from so_tui.launch.slow_text import slowdown_remedy, slowdown_text
+
+        found = state.slowdown
+        because = None if found is None else tuple(cause.code for cause in found.causes[:1])
+        if because == self._slow_because or state.state != "training":
+            return
+        self._slow_because = because
+        self._flush()
+        text = "no longer slower than planned" if found is None else f"{slowdown_text(found)}. {slowdown_remedy(found)}"
+        self._line(time.time(), f"warning: {text}" if found else text)
 
     def _step(self, record: StepRecord) -> None:
         self._step_times = [*self._step_times[-19:], record.step_s]

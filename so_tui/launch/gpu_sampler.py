@@ -56,6 +56,7 @@ class _Device:
         self._index = gpu.index
         self._handle = handle
         self._traffic = _Traffic(nvml, handle, c2c=gpu.c2c is not False)
+        self._clock_max_mhz = _asked(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
 
     def sample(self) -> GpuSample:
         nvml, handle = self._nvml, self._handle
@@ -72,6 +73,7 @@ class _Device:
             module_power_w=module_w,
             module_power_limit_w=module_limit_w,
             clock_mhz=_asked(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            clock_max_mhz=self._clock_max_mhz,
             temperature_c=_asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
             throttling=throttling(reasons or 0),
             **self._traffic.rates(),

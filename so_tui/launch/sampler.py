@@ -8,25 +8,46 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from so_tui.launch.gpu_sampler import GpuSampler
 from so_tui.launch.high_water import HighWater
+from so_tui.launch.placement import read_placements
 from so_tui.launch.process_loads import ProcessLoads
 from so_tui.launch.processes import ProcessTree
 from so_tui.machine.memory import caught_up, sole_memory_node
 from so_tui.machine.types import Machine, NumaNode
+from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import ForeignProcess, NodeSample, Sample
 from so_tui.runs.rollup import MOST_FOREIGN
 
+T = TypeVar("T")
 MEMORY_INTERVAL_S = 10.0
 _COST_SHARE = 1 / 500
-"""Reading PSS walks the run's page tables, which is slow for hundreds of GB, and naming foreign processes reads all processes. Their
-intervals grow so that each stays below this share of a core."""
+"""Reading PSS, or where pages are, walks the run's page tables, which is slow for hundreds of GB, and naming foreign processes reads all
+processes. Their intervals grow so that each stays below this share of a core."""
 FOREIGN_INTERVAL_S = 5.0
 _FOREIGN_CORES = 0.5
 """Cores that other processes keep busy before they are looked for: reading every process is slow on a host with thousands."""
 _MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
+
+
+class _Seldom(Generic[T]):
+    """A figure of the run's memory that is costly to read. It is repeated until it is read again."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
+        self._value: T | None = None
+        self._due = 0.0
+
+    def value(self, now: float) -> T | None:
+        if now >= self._due:
+            started = time.process_time()
+            self._value = self._read()
+            self._due = now + max(MEMORY_INTERVAL_S, (time.process_time() - started) / _COST_SHARE)
+        return self._value
 
 
 class Sampler:
@@ -43,8 +64,9 @@ class Sampler:
         self._cpu = read_cpu_times(root)
         self._own_cpu_s = time.process_time()
         self._high_water = HighWater()
-        self._memory_bytes: int | None = None
-        self._memory_due = 0.0
+        self._memory_bytes = _Seldom(tree.memory_bytes)
+        self._placement = _Seldom(lambda: read_placements(tree.alive))
+        self._placement_due = 0.0
         self._loads = ProcessLoads()
         self._foreign: tuple[ForeignProcess, ...] = ()
         self._foreign_due = 0.0
@@ -55,8 +77,6 @@ class Sampler:
         before, self._cpu = self._cpu, cpu
         interval_s, self._clock = now - self._clock, now
         spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
-        if now >= self._memory_due:
-            self._read_memory(now)
         nodes = tuple(self._node_sample(node, before, cpu) for node in self._nodes)
         run_cpu_s = self._tree.cpu_s()
         self._read_foreign(now, sum(sum(node.cores) for node in nodes) / 100 - run_cpu_s / max(interval_s, 1e-3))
@@ -68,20 +88,23 @@ class Sampler:
             nodes=nodes,
             gpus=self._gpus.sample(),
             run_cpu_s=round(run_cpu_s, 3),
-            run_memory_bytes=self._memory_bytes,
+            run_memory_bytes=self._memory_bytes.value(now),
             run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
             foreign=self._foreign,
+            placement=self._read_placement(now),
         )
 
     def close(self) -> None:
         """Close NVML."""
         self._gpus.close()
 
-    def _read_memory(self, now: float) -> None:
-        started = time.process_time()
-        self._memory_bytes = self._tree.memory_bytes()
-        self._memory_due = now + max(MEMORY_INTERVAL_S, (time.process_time() - started) / _COST_SHARE)
+    def _read_placement(self, now: float) -> tuple[RankPlacement, ...]:
+        """Return where the ranks are, in some samples only: it rarely changes, and takes as much space as the cores' load."""
+        if now < self._placement_due:
+            return ()
+        self._placement_due = now + MEMORY_INTERVAL_S
+        return self._placement.value(now) or ()
 
     def _read_foreign(self, now: float, busy_cores: float) -> None:
         """Name the other processes if they keep ``busy_cores`` busy, which takes two readings."""

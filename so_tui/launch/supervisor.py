@@ -28,6 +28,7 @@ from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.processes import FirstLoss, ProcessTree
 from so_tui.launch.sampler import Sampler, oom_kills
 from so_tui.launch.shutdown import Shutdown, StopRequest, request_stop, stop_request
+from so_tui.launch.slow_watch import SlowWatch
 from so_tui.runs.directory import RunDirectory, deleted
 from so_tui.runs.host import this_host
 from so_tui.runs.leftovers import remove_leftovers
@@ -86,6 +87,7 @@ class Supervisor:
         self._directory_seen_at = time.monotonic()
         self._trouble: dict[str, int | None] = {}
         self._records: list[MetricRecord] = []
+        self._slow = SlowWatch(self._job.launch.plan, self._job.launch.machine, attempt)
         checkpoints = self._job.launch.spec.checkpoint.folder
         self._announcer = Announcer(run, attempt, self._host, checkpoints)
 
@@ -121,6 +123,7 @@ class Supervisor:
                     due = time.monotonic() + TICK_S
                     with self._despite_errors_of("samples"):
                         sample = sampler.sample()
+                        self._slow.sample(sample)
                         self._announcer.publish(self._state, self._reader.latest, sample)
                         samples.append(sample)
         finally:
@@ -153,12 +156,14 @@ class Supervisor:
         self._state = run_state.observed(self._state, self._reader, self._attempt)
         if self._stop is not None:
             self._state = msgspec.structs.replace(self._state, detail=self._state.detail or "asked to stop")
-        self._check_alerts()
-        self._state = msgspec.structs.replace(self._state, heartbeat=self._state.heartbeat + 1, processes=self._tree.alive)
+        self._look_at_records()
+        beat, slowdown = self._state.heartbeat + 1, self._slow.found
+        self._state = msgspec.structs.replace(self._state, heartbeat=beat, processes=self._tree.alive, slowdown=slowdown)
         self._write_state()
 
-    def _check_alerts(self) -> None:
+    def _look_at_records(self) -> None:
         records, self._records = self._records, []
+        self._slow.take(records)
         with self._despite_errors_of("alerts"):
             new = self._announcer.tick(self._state, records, full=self._disk_full())
             self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))

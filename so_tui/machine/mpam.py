@@ -1,6 +1,7 @@
 """Detect memory bandwidth partitioning (MPAM), as far as an unprivileged user can see it.
 
-It takes a kernel with MPAM, firmware that describes the hardware, and a mounted resctrl file system, in this order.
+A mounted resctrl file system counts on any processor: Intel's RDT and AMD's QoS speak the same interface. Where it is not mounted, it takes
+a kernel with MPAM and firmware that describes the hardware, in this order.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 
+from so_tui.machine.resctrl import resctrl_mount
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Mpam
 
@@ -17,6 +19,8 @@ _OFF_ARGUMENTS = ("arm64.nompam", "arm64.nompam=1")
 
 def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
     """Return the furthest state reached, with its evidence."""
+    if mounted := resctrl_mount(files):
+        return Mpam(state="mounted", evidence=f"resctrl at {mounted[0]}: {_controls(files, mounted[0])}")
     if architecture not in ("aarch64", "unknown"):
         return Mpam(state="off", evidence=f"{architecture}: MPAM is an Arm feature")
     if any(argument in _OFF_ARGUMENTS for argument in (files.text("/proc/cmdline") or "").split()):
@@ -26,8 +30,6 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
     filesystems = files.text("/proc/filesystems")
     resctrl = "resctrl" in (filesystems or "").split()
     firmware = "MPAM" in files.names("/sys/firmware/acpi/tables")
-    if mount := _mount(files):
-        return Mpam(state="mounted", evidence=f"resctrl at {mount}: {_controls(files, mount)}")
     if in_kernel or resctrl:
         seen = in_kernel.group() if in_kernel else "resctrl in /proc/filesystems"
         if firmware:
@@ -48,14 +50,6 @@ def _kernel_config(files: SystemFiles) -> str | None:
         return gzip.decompress(files.path("/proc/config.gz").read_bytes()).decode(errors="replace")
     except (OSError, EOFError):
         return None
-
-
-def _mount(files: SystemFiles) -> str | None:
-    for line in (files.text("/proc/mounts") or "").splitlines():
-        fields = line.split()
-        if len(fields) > 2 and fields[2] == "resctrl":
-            return fields[1]
-    return None
 
 
 def _controls(files: SystemFiles, mount: str) -> str:

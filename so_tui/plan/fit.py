@@ -26,7 +26,7 @@ from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, reso
 from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
-from so_tui.plan.types import StepTime, Verdict
+from so_tui.plan.types import PlannedRates, StepTime, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.spec.types import RunSpec
 from so_tui.units import memory_size
@@ -121,6 +121,12 @@ class Assessment:
     def step(self) -> StepTime | None:
         """None where the speed is not known. Computed on demand: most settings that are tried are judged by memory alone."""
         return self.known_step or _step(self.placement, self.target)
+
+    @property
+    def rates(self) -> PlannedRates | None:
+        """What ``step`` rests on."""
+        model = step_model(self.placement, self.target)
+        return None if model is None else model.rates()
 
 
 def assess(spec: RunSpec, target: Target) -> Assessment:

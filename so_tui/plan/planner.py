@@ -278,6 +278,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         disk_peak_bytes=spec.checkpoint.most_at_once * disk,
         breakdown=tuple(map(_named, found.terms)),
         step=step,
+        rates=found.rates if step else None,
         step_s=step.total_s if step else None,
         tokens_per_step=tokens,
         useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s if step else None,

@@ -24,7 +24,7 @@ from so_tui.plan import deepspeed_step
 from so_tui.plan.constants import Speed, StepConstants, constants
 from so_tui.plan.deepspeed_step import UNSCALE_BYTES, OffloadedStates
 from so_tui.plan.placement import Placement, own_engine
-from so_tui.plan.types import StepTime
+from so_tui.plan.types import PlannedRates, StepTime
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
 
@@ -83,6 +83,20 @@ class StepModel:
             backward_s=steps * self.one_pass.backward_s + self._gradient_copies_s(),
             exposed_optimizer_s=self._exposed_s(),
             data_s=steps * self.use.data_s + self.use.other_s,
+        )
+
+    def rates(self) -> PlannedRates | None:
+        """Return the rates of offloading with our engine; None without it."""
+        spec, cpu_numel = self.placement.spec, self.placement.layout.cpu_numel
+        if not own_engine(spec) or not cpu_numel:
+            return None
+        least_share = min(self.use.clipped_adam_share, self.use.speculative_adam_share) if spec.train.gradient_clipping > 0 else 1.0
+        return PlannedRates(
+            adam_bytes_per_s=least_share * self._adam_bytes_per_s,
+            d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
+            h2d_bytes_per_s=self.speed.h2d_bytes_per_s,
+            d2h_bytes=2 * cpu_numel * spec.gradient_accumulation_steps,
+            h2d_bytes=2 * cpu_numel,
         )
 
     @cached_property

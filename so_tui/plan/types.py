@@ -26,6 +26,7 @@ __all__ = [
     "Phase",
     "Plan",
     "PlanRow",
+    "PlannedRates",
     "RankBinding",
     "StepTime",
     "Verdict",
@@ -84,6 +85,19 @@ class StepTime(Struct, frozen=True, kw_only=True):
         return self.forward_s + self.backward_s + self.exposed_optimizer_s + self.data_s
 
 
+class PlannedRates(Struct, frozen=True, kw_only=True):
+    """What a prediction of time with our engine rests on, for each rank, so that a run can be compared with it."""
+
+    adam_bytes_per_s: float
+    """Host memory traffic of Adam beside the work that it overlaps with."""
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes: int
+    """Gradients that a step copies to the host."""
+    h2d_bytes: int
+    """Weights that a step copies to the GPU."""
+
+
 class OptionalMemory(Struct, frozen=True, kw_only=True):
     """Host memory of each rank that a run does without where other processes hold it."""
 
@@ -136,6 +150,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     breakdown: tuple[MemoryTerm, ...]
     step: StepTime | None
     """None where this machine's speed is not known."""
+    rates: PlannedRates | None = None
+    """None also where nothing is offloaded, or DeepSpeed steps it, which does not report its rates."""
     step_s: float | None
     tokens_per_step: int
     """Sequence positions of one optimizer step, all ranks."""

@@ -9,6 +9,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.runs.placement import RankPlacement
+from so_tui.runs.slowdown import Slowdown
 from so_tui.structs import prepare
 
 SCHEMA = 1
@@ -106,6 +108,10 @@ class StepRecord(Record, frozen=True, kw_only=True):
     adam_busy_s: float | None = None
     adam_bytes_per_s: float | None = None
     """Host memory traffic of rank 0's Adam worker while it computes."""
+    d2h_bytes_per_s: float | None = None
+    """Rate of rank 0's copies of gradients to the host, while they run."""
+    h2d_bytes_per_s: float | None = None
+    """The same of new weights to the GPU."""
     router_loss: float | None = None
     """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not include it."""
     kept_steps: int = 0
@@ -202,6 +208,7 @@ class GpuSample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     c2c_to_host_bytes_per_s: float | None = None
     pcie_to_gpu_bytes_per_s: float | None = None
     pcie_to_host_bytes_per_s: float | None = None
+    clock_max_mhz: int | None = None
     power_limit_w: float | None = None
     """What the driver enforces."""
     module_power_w: float | None = None
@@ -243,6 +250,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     supervisor_cpu_s: float = 0.0
     foreign: tuple[ForeignProcess, ...] = ()
     """The busiest other processes, looked for less often than each second and only while others compute; the busiest first."""
+    placement: tuple[RankPlacement, ...] = ()
+    """In one sample of several, as it is measured less often."""
 
 
 class Rollup(Struct, frozen=True, kw_only=True):
@@ -317,6 +326,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     processes: tuple[Process, ...] = ()
     alerts: tuple[Alert, ...] = ()
     """The last alerts, of all attempts, oldest first."""
+    slowdown: Slowdown | None = None
+    """While the attempt is slower than its plan."""
 
     @property
     def took_s(self) -> float | None:

@@ -67,6 +67,7 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
         ),
         run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
         foreign=_busiest(process for sample in samples for process in sample.foreign),
+        placement=(),  # it has no mean, and is of interest where it is now
     )
 
 

@@ -1,7 +1,7 @@
 """Samples of a host in ``samples.<host>/``, at several resolutions and of bounded size.
 
 ``raw-*`` contains the samples of the last hours; ``10s-*``, ``60s-*`` and ``600s-*`` contain roll-ups (mean and peak). Each resolution
-drops its oldest segment when it exceeds its limit. The limits add up to 96 MB; with 288 cores, 8 nodes and 4 GPUs (2.2 to 3.7 kB per
+drops its oldest segment when it exceeds its limit. The limits add up to 99 MB; with 288 cores, 8 nodes and 4 GPUs (2.2 to 3.9 kB per
 sample, twice that per roll-up) they cover at least 2 hours, 9 hours, 2 days and 3 weeks.
 """
 
@@ -36,7 +36,7 @@ class Resolution(msgspec.Struct, frozen=True):
 
 
 RESOLUTIONS = (
-    Resolution("raw-", 0, 26 * MEBIBYTE),
+    Resolution("raw-", 0, 28 * MEBIBYTE),
     Resolution("10s-", 10, 22 * MEBIBYTE),
     Resolution("60s-", 60, 22 * MEBIBYTE),
     Resolution("600s-", 600, 22 * MEBIBYTE),

@@ -8,16 +8,11 @@ from typing import Literal
 
 from so_tui.runs.records import GpuSample
 from so_tui.ui.loads import sampled_value
-from so_tui.ui.text import GIB, rate, significant
+from so_tui.ui.text import GIB, percent, rate, significant
 from so_tui.units import thousands
 
 EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
-
-
-def percent(share: float) -> str:
-    """Return ``43.6 %``."""
-    return f"{100 * share:.3g} %"
 
 
 def whole(value: float) -> str:

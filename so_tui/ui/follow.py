@@ -19,6 +19,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, control, deleted, read_spec
 from so_tui.runs.liveness import unconfirmed
+from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import (
     FINAL_STATES,
     BindingRecord,
@@ -82,6 +83,8 @@ class Snapshot:
     """The window that was zoomed to, where the whole run shows several steps per row."""
     nodes: tuple[NodeView, ...]
     gpus: tuple[GpuView, ...]
+    placement: tuple[RankPlacement, ...]
+    """Where the ranks were last seen."""
     sampled: Mapping[str, tuple[Sampled, ...]]
     """Numbers of the samples that charts want, by name."""
     averaged: bool
@@ -334,6 +337,7 @@ class RunFollower:
             closer=self._closer,
             nodes=self._loads.nodes(self._machine),
             gpus=self._loads.gpus(),
+            placement=self._loads.placement(),
             sampled=self._loads.sampled(),
             averaged=self._loads.averaged,
             log_lines=lines,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunReader
+from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import FINAL_STATES, ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.runs.rollup import roll_up
 from so_tui.ui.series import Line, Series
@@ -219,6 +220,7 @@ class Loads:
         self._begun = math.nan
         self._latest: dict[str, Sample] = {}
         self._means: dict[str, Sample] = {}
+        self._placement: dict[str, tuple[RankPlacement, ...]] = {}
 
     @property
     def averaged(self) -> bool:
@@ -233,6 +235,8 @@ class Loads:
         for sample in samples:
             self._store.append(host, sample)
             self._latest[host] = sample
+            if sample.placement:
+                self._placement[host] = sample.placement
         if self._store.rows() > MOST_ROWS:
             self.restart(begun)
 
@@ -282,6 +286,10 @@ class Loads:
         samples = (self._latest | self._means).items()
         views = (self._store.node(host, sample, node, cpus) for host, sample in samples for node in sample.nodes)
         return tuple(view for view in views if view is not None)
+
+    def placement(self) -> tuple[RankPlacement, ...]:
+        """Return where the ranks of every host were last seen."""
+        return tuple(place for host in self._placement.values() for place in host)
 
     def gpus(self) -> tuple[GpuView, ...]:
         """Return the GPUs of every host."""

@@ -10,7 +10,7 @@ from textual import content
 from textual.style import Style
 
 from so_tui.trust.printable import brief_line, brief_message, printable, printable_line
-from so_tui.units import GIB, age, count, duration, mark_duration, memory_of, plural, rate, significant
+from so_tui.units import GIB, age, count, duration, mark_duration, memory_of, percent, plural, rate, significant
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
 
@@ -25,6 +25,7 @@ __all__ = [
     "mark_duration",
     "memory",
     "memory_of",
+    "percent",
     "plural",
     "rate",
     "shorten",

@@ -9,6 +9,7 @@ import pytest
 
 from so_tui.runs import RunDirectory, RunReader, SampleWriter
 from so_tui.runs.codec import decode_sample, encode_line
+from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Rollup, Sample
 from so_tui.runs.rollup import roll_up, single
 from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader
@@ -98,20 +99,31 @@ def test_the_size_limits_cover_hours_and_weeks_of_a_big_machine(run: RunDirector
         memory_used_bytes=98765432109,
         memory_total_bytes=98765432109,
         clock_mhz=1755,
+        clock_max_mhz=1980,
         temperature_c=58,
-        **dict.fromkeys(("power_w", "power_limit_w", "module_power_w", "module_power_limit_w"), 654.321),
-        **dict.fromkeys(("c2c_to_gpu_bytes_per_s", "c2c_to_host_bytes_per_s"), 123456789012),
-        **dict.fromkeys(("pcie_to_gpu_bytes_per_s", "pcie_to_host_bytes_per_s"), 12345678901),
+        power_w=654.321,
+        power_limit_w=654.321,
+        module_power_w=654.321,
+        module_power_limit_w=654.321,
+        c2c_to_gpu_bytes_per_s=123456789012,
+        c2c_to_host_bytes_per_s=123456789012,
+        pcie_to_gpu_bytes_per_s=12345678901,
+        pcie_to_host_bytes_per_s=12345678901,
         throttling=("power",),
+    )
+    place = RankPlacement(
+        rank=0, cpus=tuple(range(209, 216)), adam_cpus=tuple(range(216, 288)), node_bytes={1: 123456789012, 2: 123456789012}
     )
     foreign = ForeignProcess(pid=1234567, name="x" * 15, cores=123.45, cpu=287)
     writer = SampleWriter(run, "node1")
     big = Sample(attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4, foreign=(foreign,) * 3)
+    placed = msgspec.structs.replace(big, placement=(place,) * 4)
     writer.append(big)
     writer.close()
     sizes = {resolution.stem: (run.samples_dir("node1") / f"{resolution.stem}000001.jsonl").stat().st_size for resolution in RESOLUTIONS}
     assert sum(resolution.cap_bytes for resolution in RESOLUTIONS) < 100_000_000
-    assert RESOLUTIONS[0].cap_bytes / sizes["raw-"] > 2 * 3600
+    raw_bytes = 0.9 * sizes["raw-"] + 0.1 * len(encode_line(placed))  # placement is in one sample of ten
+    assert RESOLUTIONS[0].cap_bytes / raw_bytes > 2 * 3600
     assert RESOLUTIONS[-1].cap_bytes / sizes["600s-"] * 600 > 3 * 7 * 86400
 
 

@@ -15,6 +15,7 @@ from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan, RankBinding
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, create_run, new_attempt, write_state
+from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -144,7 +145,8 @@ def write_run(
 
     samples = SampleWriter(run, machine.hostname)
     for second in range(seconds_of_samples, 0, -1):
-        samples.append(sample(chance, attempt, now - second, machine, plan))
+        placement = tuple(map(_place, plan.binding)) if second % 10 == 1 else ()
+        samples.append(msgspec.structs.replace(sample(chance, attempt, now - second, machine, plan), placement=placement))
     samples.close()
     _write_log(run, attempt, machine.hostname, steps, total, began)
     _write_state(run, machine.hostname, attempt, state, steps, total, began, now)
@@ -315,6 +317,12 @@ def sample(chance: random.Random, attempt: int, at: float, machine: Machine, pla
         run_memory_peak_bytes=352 * GIB,
         supervisor_cpu_s=0.004,
     )
+
+
+def _place(rank: RankBinding) -> RankPlacement:
+    """Return a rank that is where it should be."""
+    node = rank.numa_node or 0
+    return RankPlacement(rank=rank.rank, cpus=rank.main_cpus, adam_cpus=rank.adam_cpus, node_bytes={node: 84 * GIB, node + 4: GIB // 2})
 
 
 def _write_log(run: RunDirectory, attempt: int, host: str, steps: int, total: int, began: float) -> None:

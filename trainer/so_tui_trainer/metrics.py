@@ -266,6 +266,8 @@ class Metrics:
             adam_busy_s=all_ranks.adam_busy_s or None,
             router_loss=all_ranks.router_loss,
             adam_bytes_per_s=engine_stats.adam_bytes_per_s or None,
+            d2h_bytes_per_s=engine_stats.d2h_bytes_per_s or None,
+            h2d_bytes_per_s=engine_stats.h2d_bytes_per_s or None,
             kept_steps=engine_stats.kept_steps,
             redone_steps=engine_stats.redone_steps,
             skipped_steps=engine_stats.skipped_steps,

@@ -38,6 +38,14 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
     def adam_bytes_per_s(self) -> float:
         return self.adam_bytes / self.adam_busy_s if self.adam_busy_s else 0.0
 
+    @property
+    def d2h_bytes_per_s(self) -> float:
+        return self.d2h_bytes / self.d2h_s if self.d2h_s else 0.0
+
+    @property
+    def h2d_bytes_per_s(self) -> float:
+        return self.h2d_bytes / self.h2d_s if self.h2d_s else 0.0
+
 
 @dataclass
 class Interval:

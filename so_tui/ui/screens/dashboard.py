@@ -29,6 +29,7 @@ from so_tui.ui.panels.header import RunHeader
 from so_tui.ui.panels.legend import RunLegend
 from so_tui.ui.panels.log import LogPanel
 from so_tui.ui.panels.numa import NumaPanel
+from so_tui.ui.panels.placement import PlacementPanel
 from so_tui.ui.panels.step import StepPanel
 from so_tui.ui.screens import run_actions
 from so_tui.ui.screens.charted_page import ChartedPage
@@ -87,6 +88,7 @@ class DashboardScreen(ChartedPage):
     header = getters.query_one(RunHeader)
     step = getters.query_one(StepPanel)
     numa = getters.query_one(NumaPanel)
+    placement = getters.query_one(PlacementPanel)
     log_panel = getters.query_one(LogPanel)
     search = getters.query_one("#search", FindField)
 
@@ -106,6 +108,7 @@ class DashboardScreen(ChartedPage):
             yield RunLegend()
             yield StepPanel()
             yield NumaPanel(glyphs=glyphs)
+            yield PlacementPanel()
             yield LogPanel()
         yield FindField("search the log: enter and n go back through the matches, esc ends", id="search")
 
@@ -212,13 +215,15 @@ class DashboardScreen(ChartedPage):
         self.log_panel.show(snapshot)
         self.show_charts(snapshot)
         self.numa.show(snapshot, self.axis, width)
+        self.placement.show(snapshot, width, self.size.height)
         self._share_rows(snapshot)
 
     def _share_rows(self, snapshot: Snapshot) -> None:
         """Divide the height of the terminal between the panels."""
         height = self.size.height - OTHER_ROWS
         crowded = height < 12 + 3 * len(snapshot.nodes)
-        fixed = self.header.rows + self.step.rows + (1 if crowded else 2) + (self.legend.rows if self.legend.display else 0)
+        around = self.header.rows + self.step.rows + (1 if crowded else 2)
+        fixed = around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
         rows = rows_for(height, len(snapshot.nodes), self.numa.gpu_rows, fixed, self.charts.least_rows)
         self.charts.set_rows(rows.charts)
         self.numa.set_rows(rows.plot, heading=not crowded)

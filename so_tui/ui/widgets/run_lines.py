@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from so_tui.launch.slow_text import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, StepRecord
 from so_tui.trust.printable import brief_line
 from so_tui.ui.follow import PARTS, Snapshot
@@ -109,6 +110,9 @@ def news_line(snapshot: Snapshot) -> Content | None:
         return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
     if snapshot.latest is None and snapshot.phase is not None:
         return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), brief_message(snapshot.phase.detail) or "…")
+    if state is not None and state.state == "training" and state.slowdown is not None:
+        text, remedy = slowdown_text(state.slowdown), slowdown_remedy(state.slowdown)
+        return Content.assemble(("~ ", "$warning"), text, (f"   {remedy}", "$faint"))
     if snapshot.warnings:
         last = snapshot.warnings[-1]
         more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""

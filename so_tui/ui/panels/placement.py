@@ -1,0 +1,107 @@
+"""The dashboard's view of where each rank really is: its cores, its memory, and what is wrong with either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from so_tui.launch.placement import IDLE_NICE, misplaced, share_on_node
+from so_tui.launch.slow_causes import LEAST_OWN_SHARE
+from so_tui.machine.cpulist import cpu_ranges
+from so_tui.plan.types import RankBinding
+from so_tui.runs.placement import RankPlacement
+from so_tui.runs.records import RankBindingReport
+from so_tui.ui.follow import Snapshot
+from so_tui.ui.text import Content, brief_message, percent, plural, shorten
+from so_tui.ui.widgets.styled_lines import StyledLines
+
+ROOMY_ROWS = 40
+"""Rows of a terminal from which on every rank has a line, whether or not anything is wrong with it."""
+FEW_ROWS = 30
+"""Rows of a terminal below which only problems are shown."""
+MOST_ROWS = 8
+LONGEST_LIST = 40
+"""Characters of a list of cores."""
+
+
+class PlacementPanel(StyledLines):
+    """A line for each rank; where rows are few, one for all that are where they were planned, and one for each that is not."""
+
+    def show(self, snapshot: Snapshot, width: int, height: int) -> None:
+        """Show the newest placement in lines of ``width`` cells, in a terminal of ``height`` rows."""
+        lines = placement_lines(snapshot, height)[:MOST_ROWS]
+        self.display = bool(lines)
+        self.update(Content("\n").join(line.truncate(width, ellipsis=True) for line in lines))
+
+    @property
+    def shown_rows(self) -> int:
+        """Rows that the panel takes."""
+        return self.rows if self.display else 0
+
+
+def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
+    """Return the lines about the placement of ranks, those with problems first."""
+    bound = {binding.rank: binding for binding in snapshot.plan.binding} if snapshot.plan is not None else {}
+    reports = {report.rank: report for report in snapshot.binding.ranks} if snapshot.binding is not None else {}
+    placed = {place.rank: place for place in snapshot.placement}
+    wrong: list[Content] = []
+    right: list[Content] = []
+    shares: list[float] = []
+    for rank, binding in bound.items():
+        place, report = placed.get(rank), reports.get(rank)
+        problems = list(_problems(place, binding, report))
+        if problems:
+            wrong.append(Content.assemble((f"✗ {_name(binding)}  ", "$error"), "; ".join(problems)))
+        elif place is not None:
+            right.append(_line(place, binding))
+            shares += [share] if (share := share_on_node(place, binding)) is not None else []
+    if height >= ROOMY_ROWS or not right:
+        return wrong + right
+    if height < FEW_ROWS:
+        return wrong
+    on_node = f", {percent(min(shares))} or more of their memory on their nodes" if shares else ""
+    return [*wrong, Content.styled(f"✓ {plural(len(right), 'rank')} on the planned cores{on_node}", "$faint")]
+
+
+def _problems(place: RankPlacement | None, binding: RankBinding, report: RankBindingReport | None) -> Iterator[str]:
+    if report is not None and report.problem:
+        yield f"could not be bound: {brief_message(report.problem)}"
+    if place is None:
+        return
+    if misplaced(place, binding):
+        yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(binding.cpus)}"
+    share = share_on_node(place, binding)
+    if share is not None and share < LEAST_OWN_SHARE:
+        own, others = _listed(binding.memory_policy.nodes), _listed(_others(place, binding))
+        yield f"{percent(share)} of its memory is on node {own}, the rest on {others}"
+
+
+def _others(place: RankPlacement, binding: RankBinding) -> set[int]:
+    return {node for node, size in place.node_bytes.items() if size and node not in binding.memory_policy.nodes}
+
+
+def _line(place: RankPlacement, binding: RankBinding) -> Content:
+    """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
+    cores = f"main cores {_listed(place.cpus)}, Adam {_listed(place.adam_cpus)}" if place.adam_cpus else f"cores {_listed(place.cpus)}"
+    parts: list[tuple[str, str] | str] = [(f"✓ {_name(binding)}  ", "$faint"), cores]
+    if place.node_bytes:
+        node = max(place.node_bytes, key=lambda node: place.node_bytes[node])
+        share = place.node_bytes[node] / max(1, sum(place.node_bytes.values()))
+        parts += [("  memory ", "$faint"), f"node {node} {percent(share)}"]
+    if place.mpam_groups:
+        parts += [("  MPAM ", "$faint"), shorten(" + ".join(map(_group, place.mpam_groups[:2])), LONGEST_LIST)]
+    if place.nice > 0:
+        parts.append((f"  {f'nice {place.nice}' if place.nice < IDLE_NICE else 'idle priority'}", "$warning"))
+    return Content.assemble(*parts)
+
+
+def _group(name: str) -> str:
+    """Return the name of a group without what says who made it: ``so-tui-adam-4026531836-812-99`` is ``so-tui-adam``."""
+    return "-".join(name.split("-", 3)[:3]) if name.startswith("so-tui-") else name
+
+
+def _name(binding: RankBinding) -> str:
+    return f"rank {binding.rank}" + ("" if binding.gpu is None else f" · GPU {binding.gpu}")
+
+
+def _listed(numbers: set[int] | tuple[int, ...]) -> str:
+    return shorten(cpu_ranges(numbers), LONGEST_LIST) or "none"
