@@ -80,12 +80,15 @@ def _fix(arguments: argparse.Namespace) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
+    from so_tui.commands.mpam import print_mpam_script
     from so_tui.folders import default_runs_dir
+    from so_tui.launch.partitioning import remove_leftovers
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings
 
-    if arguments.fix and arguments.machine:
-        message, remedy = "is another machine and cannot be fixed from here", "Leave --fix out, or run it on that machine."
+    if (arguments.fix or arguments.mpam) and arguments.machine:
+        option = "--fix" if arguments.fix else "--mpam"
+        message, remedy = f"is another machine, which {option} cannot reach", f"Leave {option} out, or run it on that machine."
         raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
@@ -94,8 +97,13 @@ def doctor(arguments: argparse.Namespace) -> int:
 
         plan = make_plan(chosen_spec(arguments), machine)
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)
+    if arguments.mpam:
+        return print_mpam_script(machine, plan)
     if arguments.fix:
         _fix(arguments)
+    if not arguments.machine:
+        for name in remove_leftovers():
+            note(arguments, f"removed the memory partition {name} of a run whose supervisor has died", stderr=arguments.json)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(Findings(tuple(found)))

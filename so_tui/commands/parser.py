@@ -137,6 +137,8 @@ def _add_machine_commands(commands: _Commands) -> None:
     doctor = commands.add("doctor", "machine:doctor", text, json, machine, runs_dir, changes)
     doctor.add_argument("preset", nargs="?", metavar=_PRESET)
     doctor.add_argument("--fix", action="store_true", help="fix what can be fixed: compile the CPU Adam kernel ahead of time")
+    text = "print a script with which root partitions memory bandwidth and cache between main and Adam cores, and undoes it"
+    doctor.add_argument("--mpam", action="store_true", help=text)
     machines = commands.add("machines", "machine:machines", "list machines to plan for by name; with a name, show that one", json)
     machines.add_argument("name", nargs="?", metavar="MACHINE")
     text = "measure this machine's rates in under a minute; later plans use them"

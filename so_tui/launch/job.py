@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from so_tui.launch import environment, locks
 from so_tui.launch.attempt_files import indented, read_launch
 from so_tui.launch.host_check import refuse_different_host, software_differences
 from so_tui.launch.marker import known_id
+from so_tui.launch.partitioning import Partitioning
 from so_tui.launch.preparation import Launch
 from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
 from so_tui.machine import inspect_machine
 from so_tui.machine.code_folders import make_code_folders
+from so_tui.machine.cpulist import cpu_ranges
 from so_tui.machine.types import Gpu
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
@@ -42,6 +45,7 @@ class Job:
         self._rendezvous: Path | None = None
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
+        self._partitioning = Partitioning()
 
     def start(self) -> None:
         """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
@@ -72,6 +76,8 @@ class Job:
         try:
             for difference in software_differences(self.launch.machine, host):
                 os.write(log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode())
+            for line in self._partitioned():
+                os.write(log, f"so-tui: {line}\n".encode())
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,
@@ -97,6 +103,8 @@ class Job:
             except locks.LockTakenError as error:
                 if error.holder is None or error.holder.run != holder.run:
                     raise
+        for line in self._partitioned():
+            print(line, flush=True)
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
@@ -132,6 +140,18 @@ class Job:
         for lock in self._locks:
             lock.release()
         self._locks = ()
+        try:
+            self._partitioning.remove()
+        except OSError as error:
+            print(f"memory partitions: {error}", file=sys.stderr, flush=True)
+
+    def _partitioned(self) -> Iterator[str]:
+        """Partition memory bandwidth and cache where that is possible, and yield lines that say so. Training goes on without it."""
+        try:
+            for made in self._partitioning.apply(self.launch.plan.binding):
+                yield f"{made.role} cores {cpu_ranges(made.cpus)} have their own partition: {', '.join(made.schemata)}"
+        except OSError as error:
+            yield f"warning: memory bandwidth could not be partitioned: {error}"
 
     def _gpus(self) -> list[Gpu]:
         chosen = {rank.gpu for rank in self.launch.plan.binding}

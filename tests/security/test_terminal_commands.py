@@ -26,6 +26,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["doctor", "--machine", "MACHINE", "hostile"],
         ["doctor", "--machine", "MACHINE", "--json"],
         ["doctor", "--runs-dir", HOSTILE],
+        ["doctor", "hostile", "--mpam"],
     ],
     "machines": [["machines"], ["machines", "--json"], ["machines", HOSTILE], ["machines", HOSTILE, "--json"]],
     "calibrate": [["calibrate", HOSTILE]],

@@ -55,7 +55,6 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-EnforcePartLimits=ALL
 SlurmdParameters=config_overrides
 SlurmdTimeout=8
 KillWait=2

@@ -194,7 +194,7 @@ def check_mpam(context: CheckContext) -> Iterator[Finding]:
             title="Memory bandwidth partitioning (MPAM) is not in use",
             evidence=mpam.evidence,
             cost="CPU Adam and the copies to the GPU compete for memory bandwidth.",
-            remedy="Users cannot change this: it takes a kernel with MPAM, and root to mount resctrl.",
+            remedy="It takes a kernel with MPAM, and root: `so-tui doctor --mpam` prints what an administrator can run.",
         )
 
 
