@@ -1,9 +1,9 @@
-"""What the dashboard of a live run costs: CPU time and bytes to the terminal, beside those of a bare Textual application.
+"""What the dashboard of a live run costs, beside what a bare Textual application does that draws as much.
 
-``python -m tests.support.dashboard_cost [SECONDS]``, in the root of the repository, measures both in a pty of 160x45 and prints a line
-each. The run has four charts, four nodes with 288 cores and four GPUs, and moves with each tick: a step, a sample of every core, a line in
-the log. The bare application draws three charts and 144 cores anew with each tick, with nothing else: no reading, no text, no history of
-nodes.
+``python -m tests.support.dashboard_cost [SECONDS]``, in the root of the repository, measures both in a pty of 160x45, and an empty
+application, and prints a table. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick: a step, a sample
+of every core, a line in the log. The bare application draws six charts and 288 cores anew with each tick, with nothing else: no reading, no
+text, no history of nodes.
 
 Both tick five times as fast as the dashboard does for users. With a tick a second most of the time goes into filling the processor's
 caches, which other programs empty meanwhile: on one shared host the same code then cost 1.4 and 3.1 times the bare application within
@@ -13,12 +13,13 @@ minutes.
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import pty
 import random
-import re
 import select
+import statistics
 import struct
 import subprocess
 import sys
@@ -37,55 +38,100 @@ if TYPE_CHECKING:
 SIZE = (160, 45)
 TICK_S = 0.2
 WARMUP_S = 4.0
+QUIET_S = 0.04
+"""Seconds without output after which the frame that a key asked for is complete."""
+KEYS = (b"i", *[b"\x1b[D"] * 8, b"z", b"z", *[b"\x1b[C"] * 6, b"Z", b"x", b"x", b"L", b"L", b"0", b"\x1b")
+"""A cursor on all charts and along them, zoom in and out, other axes: pressed one after the other."""
 
 
 class Cost(NamedTuple):
+    """What a program in a pty takes."""
+
     cpu_percent: float
     """Of one core."""
     bytes_per_s: float
+    memory_bytes: int
+    keys_s: tuple[float, ...] = ()
+    """CPU seconds from each key to its frame."""
+
+    @property
+    def key_p95_s(self) -> float:
+        """What 95 % of the keys take at most."""
+        return statistics.quantiles(self.keys_s, n=20)[-1] if self.keys_s else math.nan
 
 
-def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None, *arguments: str) -> Cost:
-    """Run this script as ``kind`` in a pty, feeding it with each tick meanwhile."""
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
-    terminal_is = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
-    environment = {**os.environ, **terminal_is, "PYTHONPATH": checkout_path()}
-    hearing, telling = os.pipe()
-    command = [sys.executable, "-m", "tests.support.dashboard_cost", kind, str(seconds), str(telling), *arguments]
-    found = None
-    with subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, pass_fds=[telling], env=environment, start_new_session=True
-    ) as run:
+class _Terminal:
+    """A program in a pty, and what is heard of it."""
+
+    def __init__(self, kind: str, seconds: float, arguments: tuple[str, ...], state: Path) -> None:
+        self._controller, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
+        terminal_is = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
+        environment = {**os.environ, **terminal_is, "PYTHONPATH": checkout_path(), "XDG_STATE_HOME": str(state)}
+        self._hearing, telling = os.pipe()
+        command = [sys.executable, "-m", "tests.support.dashboard_cost", kind, str(seconds), str(telling), *arguments]
+        self._run = subprocess.Popen(
+            command, stdin=terminal, stdout=terminal, stderr=terminal, pass_fds=[telling], env=environment, start_new_session=True
+        )
         os.close(terminal)
         os.close(telling)
-        total, sent, due, began, heard = 0, 0, time.monotonic(), 0.0, ""
-        last, sources = b"", [controller, hearing]
-        while True:  # until all that it said is heard: it may end, and its terminal with it, right after its last word
-            if time.monotonic() >= due:
-                due += TICK_S
-                feed()
-            ready, _, _ = select.select(sources, [], [], 0.05)
-            if controller in ready:
-                try:
-                    block = os.read(controller, 65536)
-                    total, last = total + len(block), block
-                except OSError:  # how the end of a pty shows itself on Linux
-                    sources.remove(controller)
-            if hearing in ready:
-                said = os.read(hearing, 65536).decode()
-                heard += said
-                if "begin" in said:
-                    sent, began = total, time.monotonic()
-                if match := re.search(r"cpu ([0-9.]+)", said):
-                    found = Cost(float(match[1]), (total - sent) / (time.monotonic() - began))
-                if found or not said:
-                    break
-        run.kill()
-    os.close(controller)
-    os.close(hearing)
-    assert found is not None, f"{kind} measured nothing: {heard} {last[-2000:]!r}"
-    return found
+        self.said = ""
+        self.sent_bytes = 0
+        self._last = b""
+
+    def listen(self, limit_s: float) -> bool:
+        """Take what is there within a time. Return whether there was anything. Raises AssertionError where the program has ended."""
+        ready, _, _ = select.select([self._controller, self._hearing], [], [], limit_s)
+        if self._hearing in ready:
+            said = os.read(self._hearing, 65536).decode()
+            assert said, f"it ended: {self.said} {self._last[-2000:]!r}"
+            self.said += said
+        if self._controller in ready:
+            self._last = os.read(self._controller, 65536)
+            self.sent_bytes += len(self._last)
+        return bool(ready)
+
+    def key_cost_s(self, key: bytes) -> float:
+        """Press a key, and return the CPU seconds until the program is quiet again."""
+        before = self._cpu_s()
+        os.write(self._controller, key)
+        self.listen(1.0)
+        while self.listen(QUIET_S):
+            continue
+        return self._cpu_s() - before
+
+    def _cpu_s(self) -> float:
+        tasks = Path(f"/proc/{self._run.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    def close(self) -> None:
+        self._run.kill()
+        self._run.wait()
+        os.close(self._controller)
+        os.close(self._hearing)
+
+
+def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None, *arguments: str, keys: tuple[bytes, ...] = ()) -> Cost:
+    """Run this script as ``kind`` in a pty, feeding it with each tick, then press keys."""
+    with tempfile.TemporaryDirectory() as state:
+        settings = Path(state, "so-tui", "charts.json")
+        settings.parent.mkdir()
+        settings.write_text(json.dumps({"grid": [2, 3]}))
+        terminal = _Terminal(kind, seconds, arguments, Path(state))
+        try:
+            due, begun, sent = time.monotonic(), 0.0, 0
+            while "end" not in terminal.said:
+                if time.monotonic() >= due:
+                    due += TICK_S
+                    feed()
+                if not begun and "begin" in terminal.said:
+                    begun, sent = time.monotonic(), terminal.sent_bytes
+                terminal.listen(0.05)
+            bytes_per_s = (terminal.sent_bytes - sent) / (time.monotonic() - begun)
+            _, cpu, memory, _ = terminal.said.split()
+            return Cost(float(cpu), bytes_per_s, int(memory), tuple(map(terminal.key_cost_s, keys)))
+        finally:
+            terminal.close()
 
 
 def dashboard(seconds: float) -> Cost:
@@ -112,7 +158,7 @@ def dashboard(seconds: float) -> Cost:
                 log.write(f"rank 0  step {step}/5000  loss {1.42 + math.exp(-step / 260):.4f}  3.10 s\n")
             write_state(run, replace(read_state(run), step=step, heartbeat=step))
 
-        return measure("ours", seconds, feed, str(run.path))
+        return measure("ours", seconds, feed, str(run.path), keys=KEYS)
 
 
 def bare(seconds: float) -> Cost:
@@ -120,8 +166,13 @@ def bare(seconds: float) -> Cost:
     return measure("bare", seconds)
 
 
+def empty() -> Cost:
+    """An application with nothing in it."""
+    return measure("empty", 1.0)
+
+
 def _timed(app: App[None], seconds: float, telling: int) -> None:
-    """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then."""
+    """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then, and the memory in bytes."""
     spent = []
 
     def begin() -> None:
@@ -130,8 +181,8 @@ def _timed(app: App[None], seconds: float, telling: int) -> None:
 
     def end() -> None:
         cpu, wall = time.process_time() - spent[0][0], time.monotonic() - spent[0][1]
-        os.write(telling, f"cpu {100 * cpu / wall:.3f} ".encode())
-        app.exit()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        os.write(telling, f"{100 * cpu / wall:.3f} {pages * os.sysconf('SC_PAGE_SIZE')} end".encode())
 
     app.set_timer(WARMUP_S, begin)
     app.set_timer(WARMUP_S + seconds, end)
@@ -185,11 +236,11 @@ def _run_bare(seconds: float, telling: int) -> None:
         widget.refresh()
 
     class Bare(App[None]):
-        CSS = "Grid { grid-size: 2; }"
+        CSS = "Grid { grid-size: 3; }"
 
         def compose(self) -> ComposeResult:
             with Grid():
-                for _ in range(4):
+                for _ in range(7):
                     yield Drawn()
 
         def on_mount(self) -> None:
@@ -203,22 +254,58 @@ def _run_bare(seconds: float, telling: int) -> None:
             for chart in charts:
                 plot(chart, self.count)
             levels = " ▁▂▃▄▅▆▇█"
-            loads = [levels[int(8 * noise.random())] for _ in range(144)]
-            cores.rows = tuple(Strip([Segment("".join(loads[at : at + 72]), style)]).adjust_cell_length(cores.size.width) for at in (0, 72))
+            loads = [levels[int(8 * noise.random())] for _ in range(288)]
+            cores.rows = tuple(
+                Strip([Segment("".join(loads[at : at + 72]), style)]).adjust_cell_length(cores.size.width) for at in range(0, 288, 72)
+            )
             cores.refresh()
 
     Bare().run()
 
 
+def _run_empty(seconds: float, telling: int) -> None:
+    from textual.app import App
+
+    class Empty(App[None]):
+        def on_mount(self) -> None:
+            _timed(self, seconds, telling)
+
+    Empty().run()
+
+
+def table(nothing: Cost, reference: Cost, real: Cost) -> str:
+    """Return what was measured as lines of text."""
+    mib = 1 << 20
+    rows = [
+        ("", "empty", "bare", "dashboard", ""),
+        (
+            "% of a core",
+            *(f"{cost.cpu_percent:.2f}" for cost in (nothing, reference, real)),
+            f"{real.cpu_percent / reference.cpu_percent:.2f} x bare",
+        ),
+        (
+            "kB/s",
+            *(f"{cost.bytes_per_s / 1000:.1f}" for cost in (nothing, reference, real)),
+            f"{real.bytes_per_s / reference.bytes_per_s:.2f} x bare",
+        ),
+        (
+            "MiB",
+            *(f"{cost.memory_bytes / mib:.1f}" for cost in (nothing, reference, real)),
+            f"{(real.memory_bytes - nothing.memory_bytes) / mib:+.1f} MiB",
+        ),
+        ("key to frame, ms", "", "", f"{1000 * real.key_p95_s:.1f}", "p95"),
+    ]
+    return "\n".join(f"{name:<18}{first:>9}{second:>9}{third:>11}   {note}" for name, first, second, third, note in rows)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["ours"]:
-        _run_ours(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-    elif sys.argv[1:2] == ["bare"]:
-        _run_bare(float(sys.argv[2]), int(sys.argv[3]))
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["ours"]:
+        _run_ours(float(arguments[1]), int(arguments[2]), arguments[3])
+    elif arguments[:1] == ["bare"]:
+        _run_bare(float(arguments[1]), int(arguments[2]))
+    elif arguments[:1] == ["empty"]:
+        _run_empty(float(arguments[1]), int(arguments[2]))
     else:
-        span = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
-        reference, real = bare(span), dashboard(span)
-        for name, cost in (("bare", reference), ("dashboard", real)):
-            print(f"{name:<10} {cost.cpu_percent:5.2f} % of a core   {cost.bytes_per_s / 1000:6.1f} kB/s")
-        cpu, sent = real.cpu_percent / reference.cpu_percent, real.bytes_per_s / reference.bytes_per_s
-        print(f"ratio      {cpu:5.2f}               {sent:6.2f}")
+        span = float(arguments[0]) if arguments else 20.0
+        print(table(empty(), bare(span), dashboard(span)))
