@@ -10,13 +10,20 @@ from so_tui.ui.text import Content
 FULL, HALF, REST = "━", "╸", "─"
 FILLS = "▂▅▇▃▁"
 """Fills of the parts of a whole, by height: they differ without colour as well."""
+Piece = str | tuple[str, str]
+"""A text, or a text and its style, as ``Content.assemble`` takes them."""
 
 
 def fill(share: float, width: int, style: str = "$accent") -> Content:
     """Return a thin bar of ``width`` cells, ``share`` of it filled (clamped to 0..1)."""
+    return Content.assemble(*fill_pieces(share, width, style))
+
+
+def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
+    """Return the two pieces of a bar: what is filled, and the rest."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     full, half = divmod(halves, 2)
-    return Content.assemble((FULL * full + HALF * half, style), (REST * (width - full - half), "$rule"))
+    return (FULL * full + HALF * half, style), (REST * (width - full - half), "$rule")
 
 
 def usage_style(share: float) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+from rich.cells import cell_len
 
 from so_tui.launch.slow_text import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, StepRecord
@@ -11,7 +14,7 @@ from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
-from so_tui.ui.widgets.bars import FILLS, Part, fill, legend, stacked, usage_style
+from so_tui.ui.widgets.bars import FILLS, Part, Piece, fill, fill_pieces, legend, stacked, usage_style
 from so_tui.units import thousands
 
 SIGNS = {
@@ -175,38 +178,39 @@ def _short_legend(parts: list[tuple[int, Part]]) -> Content:
 
 def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     """Return the GPUs: busy, memory, power, clock, the link to the host; two a line where there are many and little room."""
-    if len(gpus) > 2 and width < 100:
-        cell = width // 2
-        cells = [_gpu_line(view, cell - 2) for view in gpus]
-        pairs = [cells[index : index + 2] for index in range(0, len(cells), 2)]
-        return Content("\n").join(
-            Content("").join(cell_text.pad_right(max(0, cell - cell_text.cell_length)) for cell_text in pair) for pair in pairs
-        )
-    return Content("\n").join(_gpu_line(view, width) for view in gpus)
+    beside = 2 if len(gpus) > 2 and width < 100 else 1
+    cell = width // beside
+    pieces: list[Piece] = []
+    for index, view in enumerate(gpus):
+        line = _gpu_line(view, cell if beside == 1 else cell - 2)
+        last = (index + 1) % beside == 0 or index + 1 == len(gpus)
+        pieces += [*line, ("\n" if index + 1 < len(gpus) else "") if last else " " * (cell - _cells(line))]
+    # At once: this is drawn every second, and joining contents costs more than drawing them.
+    return Content.assemble(*pieces)
 
 
-def _gpu_line(view: GpuView, width: int) -> Content:
+def _gpu_line(view: GpuView, width: int) -> list[Piece]:
     gpu = view.sample
     bar = 12 if width > 60 else 6
     # The colour of its line over the load of its node.
-    line = Content.styled(f"GPU {gpu.index}", "bold $secondary")
-    pieces: list[Content] = []
+    line: list[Piece] = [(f"GPU {gpu.index}", "bold $secondary")]
+    figures: list[list[Piece]] = []
     if gpu.busy_percent is not None:
-        pieces.append(fill(gpu.busy_percent / 100, bar, "$secondary") + f" {gpu.busy_percent:3} %")
+        figures.append([*fill_pieces(gpu.busy_percent / 100, bar, "$secondary"), f" {gpu.busy_percent:3} %"])
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_used_bytes / gpu.memory_total_bytes
         text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
-        pieces.append(fill(share, bar, usage_style(share)) + f" {text}" if width > 60 else Content(text))
+        figures.append([*fill_pieces(share, bar, usage_style(share)), f" {text}"] if width > 60 else [text])
     if gpu.power_w is not None:
         limit = f" of {gpu.power_limit_w:.0f}" if gpu.power_limit_w else ""
-        pieces.append(Content(f"{gpu.power_w:.0f}{limit} W"))
+        figures.append([f"{gpu.power_w:.0f}{limit} W"])
     if gpu.clock_mhz is not None:
         held = f" ▼ {brief_line(', '.join(gpu.throttling), 24)}" if gpu.throttling else ""
-        pieces.append(Content.assemble(f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")))
+        figures.append([f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")])
     if gpu.temperature_c is not None:
-        pieces.append(Content(f"{gpu.temperature_c} °C"))
-    pieces += [
-        Content.assemble((f"{name} ", "$faint"), f"{to_host / 1e9:.0f} GB/s out, {to_gpu / 1e9:.0f} in")
+        figures.append([f"{gpu.temperature_c} °C"])
+    figures += [
+        [(f"{name} ", "$faint"), f"{to_host / 1e9:.0f} GB/s out, {to_gpu / 1e9:.0f} in"]
         for name, to_host, to_gpu in (
             ("C2C", gpu.c2c_to_host_bytes_per_s, gpu.c2c_to_gpu_bytes_per_s),
             ("PCIe", gpu.pcie_to_host_bytes_per_s, gpu.pcie_to_gpu_bytes_per_s),
@@ -215,12 +219,18 @@ def _gpu_line(view: GpuView, width: int) -> Content:
     ]
     if gpu.module_power_w is not None:
         limit = f" of {gpu.module_power_limit_w:.0f}" if gpu.module_power_limit_w else ""
-        pieces.append(Content.assemble(("module ", "$faint"), f"{gpu.module_power_w:.0f}{limit} W"))
-    for piece in pieces:
-        if line.cell_length + piece.cell_length + 2 > width:
+        figures.append([("module ", "$faint"), f"{gpu.module_power_w:.0f}{limit} W"])
+    free = width - _cells(line)
+    for figure in figures:
+        free -= 2 + _cells(figure)
+        if free < 0:
             break
-        line = line + "  " + piece
+        line += ["  ", *figure]
     return line
+
+
+def _cells(pieces: Iterable[Piece]) -> int:
+    return sum(cell_len(piece if isinstance(piece, str) else piece[0]) for piece in pieces)
 
 
 def waiting_text(snapshot: Snapshot) -> str:
