@@ -10,6 +10,7 @@ from textual import work
 from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.reactive import var
+from textual.theme import Theme
 from textual.widgets import DataTable
 
 from so_tui import units
@@ -50,6 +51,7 @@ class SettingsApp(PrintableApp[Result]):
     settings: var[Settings] = var(Settings())
 
     def __init__(self, loaded: Loaded | None = None) -> None:
+        self._found_themes: dict[str, Theme | None] = {}
         super().__init__()
         self._settings_problems: tuple[Problem, ...] = loaded.problems if loaded is not None else ()
         for theme in THEMES:
@@ -61,6 +63,16 @@ class SettingsApp(PrintableApp[Result]):
         if screen.layout == "compact":
             self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT  # Textual reads them from the instance
         self.set_keymap(self.settings.keys.bindings)
+
+    def get_theme(self, theme_name: str) -> Theme | None:
+        """Return a theme by its name. Textual copies all themes for a look-up, and looks up sixty in a frame."""
+        if theme_name not in self._found_themes:
+            self._found_themes[theme_name] = super().get_theme(theme_name)
+        return self._found_themes[theme_name]
+
+    def register_theme(self, theme: Theme) -> None:
+        self._found_themes.clear()
+        super().register_theme(theme)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return fallback_variables(self.current_theme.to_color_system().generate())

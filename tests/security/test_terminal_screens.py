@@ -203,7 +203,7 @@ def test_screens_make_content_in_one_way() -> None:
 class Careless(DrawsPrintable):
     """Draws a line as it was given, like a chart, a log or a node that forgot to clean its text."""
 
-    def render_line(self, y: int) -> Strip:
+    def draw_line(self, y: int) -> Strip:
         return Strip([Segment(HOSTILE), Segment(SURROGATE)]).adjust_cell_length(self.size.width)
 
 

@@ -119,6 +119,8 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self._drawn: tuple[object, ...] = ()
         self._shown: tuple[object, ...] = ()
         self._role_styles = RoleStyles("chart", self.ROLES)
+        self._body_key: tuple[object, ...] = ()
+        self._body_strips: list[Strip] = []
         self._plot_key: tuple[object, ...] = ()
         self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
 
@@ -177,7 +179,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self._drawn = ()
         self.refresh()
 
-    def render_line(self, y: int) -> Strip:
+    def draw_line(self, y: int) -> Strip:
         key = self._render_key()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
@@ -191,22 +193,29 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         width, height = self.size
         styles = self._role_styles.get(self)
         base = styles["base"]
-        plot_width, plot_height = width - GUTTER, height - 2
-        rows: list[list[Segment]] = []
-        if plot_width < 4 or plot_height < 1:
-            return [Strip(self._heading(styles, width)).adjust_cell_length(width, base)]
-        if self.axis is None or not any(line.length for line in self.lines):
-            rows.append([Segment(" " * GUTTER + self.waiting, styles["note"])])
-        else:
-            body, scale = self._plot(plot_width, plot_height, styles)
-            labels = gutter_text(scale, plot_height, self.format_value, self.per)
-            body = [self._with_range(self._with_cursor(row, plot_width, styles), plot_width, styles) for row in body]
-            rows += [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
-            corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
-            marks = self._all_marks(self.axis, plot_width)
-            rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, plot_width, marks, styles)])
-        rows.insert(0, self._heading(styles, width))  # it says how many values the plot left out
-        return [Strip(row).adjust_cell_length(width, base) for row in rows]
+        body: list[Strip] = []
+        if width - GUTTER >= 4 and height >= 3:
+            if self.axis is None or not any(line.length for line in self.lines):
+                body = [Strip([Segment(" " * GUTTER + self.waiting, styles["note"])]).adjust_cell_length(width, base)]
+            else:
+                body = self._body(self.axis, width - GUTTER, height - 2, styles)
+        # Last, since it says how many values the plot left out.
+        return [Strip(self._heading(styles, width)).adjust_cell_length(width, base), *body]
+
+    def _body(self, axis: Axis, width: int, height: int, styles: dict[str, Style]) -> list[Strip]:
+        """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
+        drawn = width, height, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
+        key = drawn, self.marks, self.cursor, self.chosen
+        if key != self._body_key:
+            self._body_key = key
+            plot, scale = self._plot(axis, width, height, styles, drawn)
+            labels = gutter_text(scale, height, self.format_value, self.per)
+            plot = [self._with_range(self._with_cursor(row, width, styles), width, styles) for row in plot]
+            rows = [[Segment(label, styles["label"]), *row] for label, row in zip(labels, plot, strict=True)]
+            corner = f"{axis.unit} "[-GUTTER:].rjust(GUTTER)
+            rows.append([Segment(corner, styles["label"]), *axis_row(axis, width, self._all_marks(axis, width), styles)])
+            self._body_strips = [Strip(row).adjust_cell_length(width + GUTTER, styles["base"]) for row in rows]
+        return self._body_strips
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
         """Return the marks, and one for each of ``width`` columns where the first line has a gap or a marked one values.
@@ -222,11 +231,10 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         middles = {(edges[column] + edges[column + 1]) / 2: sign for column, sign in signs.items()}
         return [*self.marks, *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items())]
 
-    def _plot(self, width: int, height: int, styles: dict[str, Style]) -> tuple[list[list[Segment]], Scale]:
-        """Return the plot area, cached while neither range nor lines change; values beyond the range are no change."""
-        axis = self.axis
-        assert axis is not None
-        key = (width, height, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key(self.lines, axis))
+    def _plot(
+        self, axis: Axis, width: int, height: int, styles: dict[str, Style], key: tuple[object, ...]
+    ) -> tuple[list[list[Segment]], Scale]:
+        """Return the plot area, cached while ``key`` does not change: moving a cursor does not draw it again."""
         if key != self._plot_key:
             self._plot_key = key
             self._plotted = plot_rows(self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit)

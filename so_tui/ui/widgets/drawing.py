@@ -191,7 +191,7 @@ def changed_rows(before: Sequence[Strip], after: Sequence[Strip], width: int) ->
     """Return the rows that differ; all of them where their number does."""
     if len(before) != len(after):
         return [Region(0, 0, width, max(len(before), len(after)))]
-    return [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    return [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new and old != new]
 
 
 def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:

@@ -163,7 +163,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
                 self.refresh()
                 return
 
-    def render_line(self, y: int) -> Strip:
+    def draw_line(self, y: int) -> Strip:
         scroll_x, scroll_y = self.scroll_offset
         index = scroll_y + y
         width = self.size.width - self.scrollbar_size_vertical

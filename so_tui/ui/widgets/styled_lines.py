@@ -62,7 +62,7 @@ class StyledLines(DrawsPrintable):
         self._styles_of, self._drawn = {}, ()
         super().notify_style_update()
 
-    def render_line(self, y: int) -> Strip:
+    def draw_line(self, y: int) -> Strip:
         key = self._render_key()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
