@@ -15,7 +15,7 @@ from msgspec import Struct
 from so_tui.launch.preparation import Launch
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.spec import RunSpec
+from so_tui.spec import Problem, RunSpec
 
 
 class SupervisorHandle(Protocol):
@@ -74,6 +74,9 @@ class Executor(Protocol):
             OSError: It cannot be started.
             SoTuiError: A scheduler refused it; nothing is left of it.
         """
+
+    def unavailable(self, spec: RunSpec) -> tuple[Problem, ...]:
+        """Return a problem for each part of a spec that a run could not get where it starts, as far as that can be known here."""
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script that a start would submit; empty if there is none."""

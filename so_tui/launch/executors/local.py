@@ -14,6 +14,7 @@ from so_tui.launch.executors import JobStatus, SupervisorHandle
 from so_tui.launch.preparation import Launch
 from so_tui.launch.starter import TOKEN_VARIABLE
 from so_tui.runs.directory import RunDirectory
+from so_tui.spec import Problem, RunSpec
 from so_tui.trust.printable import quoted
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ class LocalExecutor:
     def attach(self, run: RunDirectory, attempt: int) -> None:
         """Start a supervisor for an attempt whose own has died. It starts nothing of the run. Raises OSError."""
         _started(run, attempt, os.environ)
+
+    def unavailable(self, spec: RunSpec) -> tuple[Problem, ...]:
+        return ()
 
     def preview(self, launch: Launch) -> str:
         return ""

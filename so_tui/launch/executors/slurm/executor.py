@@ -26,6 +26,7 @@ from so_tui.launch.executors.slurm.queue import queue
 from so_tui.launch.executors.slurm.refusals import explained
 from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s
 from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
+from so_tui.launch.hub_cache import not_cached
 from so_tui.launch.preparation import Launch
 from so_tui.launch.starter import TOKEN_VARIABLE
 from so_tui.plan.types import Plan
@@ -36,7 +37,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state, write_state
-from so_tui.spec import RunSpec, SoTuiError
+from so_tui.spec import Problem, RunSpec, SoTuiError
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import read_own
 from so_tui.trust.printable import so_tui_command
@@ -107,6 +108,11 @@ class SlurmExecutor:
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
             write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+
+    def unavailable(self, spec: RunSpec) -> tuple[Problem, ...]:
+        """Return what is not in the cache that jobs would use, if the profile says that nodes have no internet."""
+        site = site_of(spec)[1]
+        return () if site.internet else tuple(not_cached(spec, {**os.environ, **site.environment}, site.title))
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""

@@ -67,6 +67,8 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Variables of the job."""
     python: str = ""
     """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the one that submits."""
+    internet: bool = True
+    """Whether nodes reach the internet. If not, model and data must be in the cache before a job is submitted."""
     step_options: tuple[Option, ...] = ()
     """Options of ``srun``, such as the container to enter."""
     machine: str = ""
