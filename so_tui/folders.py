@@ -73,6 +73,11 @@ def compiled_folder(environment: Mapping[str, str]) -> Path:
     return _home("XDG_CACHE_HOME", ".cache", environment) / "compiled"
 
 
+def host_folder() -> Path:
+    """Return the folder for what belongs to this host alone. It is the same in every shell, which XDG_RUNTIME_DIR is not."""
+    return Path(f"/tmp/so-tui-{os.getuid()}")
+
+
 def _home(variable: str, default: str, environment: Mapping[str, str]) -> Path:
     """Return a folder from an XDG variable; the XDG rules say to ignore relative paths."""
     base = Path(environment.get(variable, ""))

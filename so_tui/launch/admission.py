@@ -39,10 +39,15 @@ def refuse_start(run: RunDirectory, attempt: int, state: RunState, token: str) -
     Raises:
         InputError: With the codes of this module.
     """
-    if not may_start(run, attempt, token):
-        raise _refused("wrong-starter-token", attempt, "the starter's token was made for another attempt", _BY_COMMAND)
+    refuse_wrong_token(run, attempt, token)
     if state.attempt >= attempt:
         raise _refused("attempt-already-started", attempt, f"attempt {state.attempt} of the run was started already", _BY_COMMAND)
+
+
+def refuse_wrong_token(run: RunDirectory, attempt: int, token: str) -> None:
+    """Refuse to start an attempt without its own token. Raises InputError with a code of this module."""
+    if not may_start(run, attempt, token):
+        raise _refused("wrong-starter-token", attempt, "the starter's token was made for another attempt", _BY_COMMAND)
 
 
 def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:

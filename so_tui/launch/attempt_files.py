@@ -54,6 +54,12 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
     write_run_file(run, run.launch_path(attempt), indented(start))
 
 
+def write_node_launch(run: RunDirectory, attempt: int, node: int, launch: Launch) -> None:
+    """Write what another node than the first adds: its ``machine.<host>.json``, and the plan that its ranks read. Raises OSError."""
+    write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
+    write_run_file(run, run.plan_path(attempt, node), indented(launch.plan))
+
+
 def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
     """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
 

@@ -18,11 +18,10 @@ def argv(plan: Plan, *, start_over: bool = False) -> tuple[str, ...]:
         sys.executable,
         "-m",
         "deepspeed.launcher.runner",
-        # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a run over ssh.
-        *("--hostfile", "/dev/null"),
-        *_devices(plan),
+        *(_several_nodes(plan) if plan.spec.nodes > 1 else _one_node(plan)),
         *_binding(plan),
         *("--module", TRAINER_MODULE, "--run", Placeholder.RUN.value, "--attempt", Placeholder.ATTEMPT.value),
+        *(("--node", Placeholder.NODE.value) if plan.spec.nodes > 1 else ()),
         *(("--start-over",) if start_over else ()),
     )
 
@@ -32,11 +31,22 @@ def resolved(arguments: Sequence[str], values: Mapping[Placeholder, str]) -> tup
     return tuple(resolve(argument, values) for argument in arguments)
 
 
-def _devices(plan: Plan) -> Sequence[str]:
+def _one_node(plan: Plan) -> Sequence[str]:
+    # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a run over ssh.
+    no_hostfile = ("--hostfile", "/dev/null")
     gpus = [rank.gpu for rank in plan.binding if rank.gpu is not None]
     if not gpus:
-        return ("--num_gpus", str(len(plan.binding)))
-    return ("--include", "localhost:" + ",".join(map(str, gpus)))
+        return (*no_hostfile, "--num_gpus", str(len(plan.binding)))
+    return (*no_hostfile, "--include", "localhost:" + ",".join(map(str, gpus)))
+
+
+def _several_nodes(plan: Plan) -> Sequence[str]:
+    """Return the options of a launcher that a supervisor starts on each node. Launchers over ssh or srun would lose the binding."""
+    return (
+        *("--hostfile", Placeholder.HOSTFILE.value, "--include", Placeholder.DEVICES.value),
+        *("--no_ssh", "--node_rank", Placeholder.NODE.value),
+        *("--master_addr", Placeholder.ADDRESS.value, "--master_port", Placeholder.PORT.value),
+    )
 
 
 def _binding(plan: Plan) -> Sequence[str]:

@@ -101,7 +101,7 @@ def _explained(run: RunDirectory, recorded: RunState) -> RunState:
     return record(run, recorded, state)
 
 
-_UNEXPLAINED = frozenset((OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST))
+_UNEXPLAINED = frozenset((OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST, OutcomeCode.NODE_LOST))
 _SCHEDULERS_ENDS = frozenset((OutcomeCode.OUT_OF_TIME, OutcomeCode.PREEMPTED, OutcomeCode.JOB_CANCELLED, OutcomeCode.NODE_FAILED))
 _EXPLAINED_S = 900.0
 """For how long after its end a run's job is asked about."""

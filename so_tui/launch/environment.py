@@ -24,6 +24,9 @@ ATTEMPT_MARKER = "SO_TUI_ATTEMPT"
 RUN_ID_MARKER = "SO_TUI_RUN_ID"
 """Holds the run's id, which distinguishes it from another run at the same path; empty for a run without one."""
 
+NODE_MARKER = "SO_TUI_NODE"
+"""Holds the number of the node, of a run on several: the nodes of a test are one host."""
+
 RENDEZVOUS = "SO_TUI_RENDEZVOUS"
 """Tells the ranks where they meet."""
 
@@ -45,8 +48,8 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
         Variable(name=RUN_ID_MARKER, value=Placeholder.RUN_ID.value, reason="distinguishes this run from another one at the same path"),
         Variable(name=ATTEMPT_MARKER, value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
         *_python(inherited),
-        *_network(),
-        *_code_folders(inherited),
+        *_network(plan, machine, inherited),
+        *_code_folders(plan.spec, inherited),
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
         *_hub(plan.spec),
@@ -120,20 +123,28 @@ def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     yield Variable(name="PYTHONSAFEPATH", value="1", reason="imports modules from the installation, never from the current directory")
 
 
-def _network() -> Iterator[Variable]:
+def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
     """Let the ranks of one host meet in a file of this user and on the loopback interface, where no other user can join them.
 
     A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its ranks to each other over it, and
-    listens there; the data goes over NVLink or shared memory.
+    listens there; the data goes over NVLink or shared memory. Ranks of several nodes need that network, and meet at the first node.
     """
-    yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="a file of your own in which the ranks meet")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        yield Variable(name=name, value="lo", reason="all ranks are on this host, so nothing listens on its networks")
+    if plan.spec.nodes > 1:
+        yield Variable(name=NODE_MARKER, value=Placeholder.NODE.value, reason="marks the processes of this node")
+        yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="an address of the first node, where the ranks meet")
+        if machine.gpus:
+            yield Variable(name="NCCL_DEBUG", value="INFO", reason="NCCL writes to the log which network it uses between nodes")
+            if "NCCL_DEBUG_SUBSYS" not in inherited:
+                yield Variable(name="NCCL_DEBUG_SUBSYS", value="INIT", reason="and little else")
+    else:
+        yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="a file of your own in which the ranks meet")
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            yield Variable(name=name, value="lo", reason="all ranks are on this host, so nothing listens on its networks")
     yield Variable(name="NCCL_RAS_ENABLE", value="0", reason="NCCL's status service would answer every user of this host")
 
 
-def _code_folders(inherited: Mapping[str, str]) -> Iterator[Variable]:
-    for name, folder in code_folders(inherited).items():
+def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Variable]:
+    for name, folder in code_folders(inherited, several_hosts=spec.nodes > 1).items():
         given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
         yield Variable(name=name, value=folder, reason=f"compiled code comes from a folder that only you can open{given}")
 

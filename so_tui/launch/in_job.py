@@ -12,12 +12,16 @@ import sys
 import msgspec
 
 from so_tui.launch import admission, run_state
-from so_tui.launch.attempt_files import read_launch, write_launch
+from so_tui.launch.attempt_files import read_launch, write_launch, write_node_launch
 from so_tui.launch.evidence import not_started
 from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.node_states import NodeState, write_node_state
+from so_tui.launch.node_supervisor import NodeSupervisor
+from so_tui.launch.nodes import Nodes, nodes_of_job, numbered
 from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.partition_machines import remember
 from so_tui.launch.preparation import Launch, prepare
+from so_tui.launch.processes import become_subreaper
 from so_tui.launch.shutdown import stop_request
 from so_tui.launch.supervision import supervise
 from so_tui.machine import inspect_machine
@@ -34,6 +38,8 @@ from so_tui.trust.sharing import umask_of
 
 def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     """Plan the attempt for this node, supervise it to its end, and submit its successor if the time limit ended it.
+
+    Of a job on several nodes, the first one's supervisor does what concerns the whole run.
 
     Args:
         run: A run of this user.
@@ -52,6 +58,11 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     if submission is None or token is None:
         message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
         raise InputError([Problem(code="not-submitted", field="--attempt", value=str(attempt), message=message, remedy=remedy)])
+    nodes = nodes_of_job(os.environ)
+    if not nodes.first:
+        admission.refuse_wrong_token(run, attempt, token)
+        os.umask(umask_of(run.path))
+        return _supervise_node(run, attempt, read_launch(run, attempt, submission.planned_for), nodes)
     before = read_state(run)
     admission.refuse_start(run, attempt, before, token)
     os.umask(umask_of(run.path))
@@ -62,18 +73,23 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
         write_launch(run, attempt, planned_here(submitted, machine))
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
-    code = supervise(run, attempt, token)
+    code = supervise(run, attempt, token, nodes)
     if submitted.spec.slurm.continues and needs_successor(run, before, start_over=submitted.start_over):
         _submit_successor(run, machine)
     return code
 
 
-def planned_here(submitted: Launch, machine: Machine) -> Launch:
-    """Return a submitted launch planned again for this host. Raises InputError or Refused, as ``prepare``."""
+def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
+    """Return a submitted launch planned again for this host, a node of the job. Raises InputError or Refused, as ``prepare``."""
     here = prepare(submitted.spec, machine, force=submitted.forced)
     argv = (*here.argv, "--start-over") if submitted.start_over else here.argv
     return msgspec.structs.replace(
-        here, argv=argv, changes=submitted.changes, start_over=submitted.start_over, assume_dead=submitted.assume_dead
+        here,
+        plan=msgspec.structs.replace(here.plan, binding=numbered(here.plan.binding, node)),
+        argv=argv,
+        changes=submitted.changes,
+        start_over=submitted.start_over,
+        assume_dead=submitted.assume_dead,
     )
 
 
@@ -90,6 +106,21 @@ def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) ->
     state, asked = read_state(run), stop_request(run)
     earlier = 0 if start_over else before.saved_step or 0
     return state.state == "stopped" and (state.saved_step or 0) > earlier and asked is not None and asked.warned
+
+
+def _supervise_node(run: RunDirectory, attempt: int, submitted: Launch, nodes: Nodes) -> int:
+    """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did not fail here."""
+    machine = inspect_machine()
+    try:
+        launch = planned_here(submitted, machine, nodes.node)
+    except SoTuiError as error:
+        print(error, file=sys.stderr, flush=True)
+        outcome = not_started(error)
+        write_node_state(run, attempt, nodes.node, NodeState(host=machine.hostname, ended=True, outcome=outcome))
+        return outcome.run_exit_code
+    write_node_launch(run, attempt, nodes.node, launch)
+    become_subreaper()
+    return NodeSupervisor(run, attempt, launch, nodes).watch()
 
 
 def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoTuiError) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from so_tui.launch import environment, locks
-from so_tui.launch.attempt_files import indented, read_launch
+from so_tui.launch.attempt_files import indented
 from so_tui.launch.host_check import refuse_different_host, software_differences
 from so_tui.launch.marker import known_id
+from so_tui.launch.nodes import ALONE, Nodes, hostfile, node_values
 from so_tui.launch.partitioning import Partitioning
 from so_tui.launch.preparation import Launch
 from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
@@ -36,12 +37,21 @@ class NoCommandError(SoTuiError):
 class Job:
     """One attempt's processes on this host. Starts what ``launch.json`` holds and writes ``command.json``."""
 
-    def __init__(self, run: RunDirectory, attempt: int, host: str) -> None:
-        """Read the launch. Raises OSError or msgspec.DecodeError if the attempt was not prepared for this host."""
+    def __init__(self, run: RunDirectory, attempt: int, host: str, launch: Launch, nodes: Nodes = ALONE) -> None:
+        """Prepare to start a launch.
+
+        Args:
+            run: The run.
+            attempt: The attempt.
+            host: The name of this host.
+            launch: What was prepared for this host.
+            nodes: This host among those of the run.
+        """
         self._run = run
         self._attempt = attempt
         self._host = host
-        self.launch = read_launch(run, attempt, host)
+        self._nodes = nodes
+        self.launch = launch
         self._rendezvous: Path | None = None
         self._locks: tuple[locks.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
@@ -65,10 +75,7 @@ class Job:
         self._locks = locks.take_gpus(folder, self._gpus(), holder)
         host = inspect_machine()
         refuse_different_host(self.launch, host)
-        self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
-        launch = self.launch.resolved(
-            run=self._run.path, attempt=self._attempt, rendezvous=init_method(self._rendezvous), run_id=known_id(self._run)
-        )
+        launch = self._resolved(folder)
         processes = environment.apply(launch.environment, os.environ)
         make_code_folders(processes)
         self._write_command(launch)
@@ -91,6 +98,19 @@ class Job:
                 )
         finally:
             os.close(log)
+
+    def _resolved(self, folder: Path) -> Launch:
+        """Make what the ranks need to meet, and return the launch with this host's values."""
+        if self._nodes.count == 1:
+            self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
+            meeting, others = init_method(self._rendezvous), {}
+        else:
+            listed = self._run.hostfile_path(self._attempt, self._nodes.node)
+            write_run_file(self._run, listed, hostfile(self._nodes, self.launch.plan).encode())
+            meeting, others = self._nodes.init_method, node_values(self._nodes, self.launch.plan, str(listed))
+        return self.launch.resolved(
+            run=self._run.path, attempt=self._attempt, rendezvous=meeting, run_id=known_id(self._run), others=others
+        )
 
     def take_over(self) -> None:
         """Take the locks of a supervisor that died, except those that its processes still hold. Raises LockTakenError or OSError."""
@@ -166,7 +186,7 @@ class Job:
             "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],
             "inherited": recordable(os.environ),
         }
-        write_run_file(self._run, self._run.command_path(self._attempt), indented(record))
+        write_run_file(self._run, self._run.command_path(self._attempt, self._nodes.node), indented(record))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct, json
 
-from so_tui.folders import state_home
+from so_tui.folders import host_folder, state_home
 from so_tui.machine.types import Gpu
 from so_tui.trust.ownership import NotOwnError, private_folder
 
@@ -57,7 +57,7 @@ def lock_folder() -> Path:
         OSError: It cannot be made.
     """
     try:
-        return private_folder(Path(f"/tmp/so-tui-{os.getuid()}"))
+        return private_folder(host_folder())
     except NotOwnError:  # another user made it, to block or deceive us
         return private_folder(state_home() / f"locks.{socket.gethostname()}")
 

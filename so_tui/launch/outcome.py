@@ -52,6 +52,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The processes disappeared while no supervisor was running."""
     oom_kills: int = 0
     """Processes that the kernel killed for lack of memory during the attempt."""
+    missing_network: str = ""
+    """The network that the site expects between nodes, where NCCL uses TCP sockets instead."""
     disk_full: bool = False
     """The run directory accepted no more records, so the trainer's last ones may be lost."""
     log: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     job: str = ""
     """The scheduler's number of the job, if it is about that."""
     node: str = ""
-    """The nodes of that job."""
+    """The nodes of that job; without a job, the node of a run on several where it happened."""
     reported: str = ""
     """The trainer's own account of the reason, if it left one."""
     advice: str = ""
@@ -98,6 +100,8 @@ def conclude(evidence: Evidence) -> Outcome:
     bereaved = _bereaved(evidence)
     if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
         return _recorded(end)
+    if evidence.missing_network:
+        return Outcome(state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
         code = first.code or OutcomeCode.UNEXPECTED

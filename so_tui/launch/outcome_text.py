@@ -63,6 +63,8 @@ _ADVICE: dict[str, str] = {
     OutcomeCode.HOST_DIFFERS: "Start it again here, so that it is planned for this host",
     OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
     OutcomeCode.OUT_OF_TIME: "Ask for more time (slurm.time_limit), or save more often (checkpoint.every_minutes)",
+    OutcomeCode.SLOW_NETWORK: "Load the site's plugin for NCCL, with setup or step_options of the site profile; lines with NET in the "
+    "log say what NCCL looked for. Without `network` in the profile, sockets are accepted",
     OutcomeCode.JOB_FAILED: "The end of its log in the attempt's folder (slurm.*.log) says why",
 }
 _REASONS: dict[str, str] = {
@@ -81,6 +83,8 @@ _REASONS: dict[str, str] = {
     OutcomeCode.OUT_OF_TIME: "job {job} reached its time limit before a checkpoint was saved",
     OutcomeCode.PREEMPTED: "job {job} was preempted: Slurm gave its node to another job",
     OutcomeCode.NODE_FAILED: "the node of job {job} failed ({node})",
+    OutcomeCode.NODE_LOST: "its supervisor gave no sign of life: the node, its network or the shared file system failed",
+    OutcomeCode.SLOW_NETWORK: "NCCL uses TCP sockets between the nodes instead of {detail}, which would be many times slower",
     OutcomeCode.JOB_CANCELLED: "job {job} was cancelled",
     OutcomeCode.JOB_FAILED: "job {job} ended before the run started: {detail}",
     OutcomeCode.JOB_FORGOTTEN: "Slurm does not know its job any more, and nothing says how it ended",
@@ -116,6 +120,12 @@ def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
 
 
 def _reason(outcome: Outcome) -> str:
+    reason = _reason_there(outcome)
+    return f"on node {outcome.node}: {reason}" if outcome.node and not outcome.job else reason
+
+
+def _reason_there(outcome: Outcome) -> str:
+    """Return the reason as the host says it on which it happened."""
     if outcome.reported:
         return outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
     if outcome.code in _LOST:

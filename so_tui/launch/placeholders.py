@@ -16,13 +16,23 @@ class Placeholder(StrEnum):
     RUN_ID = "{RUN_ID}"
     ATTEMPT = "{ATTEMPT}"
     RENDEZVOUS = "{RENDEZVOUS}"
+    NODE = "{NODE}"
+    ADDRESS = "{ADDRESS}"
+    PORT = "{PORT}"
+    HOSTFILE = "{HOSTFILE}"
+    DEVICES = "{DEVICES}"
 
 
 MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
     Placeholder.RUN_ID: "the run's id",
     Placeholder.ATTEMPT: "the number of the attempt",
-    Placeholder.RENDEZVOUS: "where the ranks meet: a file that only you can open",
+    Placeholder.RENDEZVOUS: "where the ranks meet: a file that only you can open, or an address on the first of several nodes",
+    Placeholder.NODE: "the number of the node",
+    Placeholder.ADDRESS: "the address of the first node",
+    Placeholder.PORT: "a port of the first node",
+    Placeholder.HOSTFILE: "a file that lists the nodes",
+    Placeholder.DEVICES: "the GPUs of each node",
 }
 
 _BY_TEXT = {placeholder.value: placeholder for placeholder in Placeholder}

@@ -62,7 +62,9 @@ class Launch(Struct, frozen=True, kw_only=True):
         """The spec that is trained, with nothing left to choose."""
         return self.plan.spec
 
-    def resolved(self, *, run: Path, attempt: int, rendezvous: str, run_id: str = "") -> Launch:
+    def resolved(
+        self, *, run: Path, attempt: int, rendezvous: str, run_id: str = "", others: Mapping[Placeholder, str] | None = None
+    ) -> Launch:
         """Return the launch with the host's values in place of the placeholders.
 
         Args:
@@ -70,8 +72,10 @@ class Launch(Struct, frozen=True, kw_only=True):
             attempt: The attempt's number.
             rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
             run_id: The id of the run; empty for a run of an older version.
+            others: The values of the placeholders of several nodes.
         """
         values = {
+            **(others or {}),
             Placeholder.RUN: str(run),
             Placeholder.RUN_ID: run_id,
             Placeholder.ATTEMPT: str(attempt),

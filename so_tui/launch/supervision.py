@@ -8,6 +8,7 @@ import sys
 
 from so_tui.launch import admission
 from so_tui.launch.attempt_files import read_launch
+from so_tui.launch.nodes import ALONE, Nodes
 from so_tui.launch.processes import become_subreaper
 from so_tui.launch.supervisor import Supervisor
 from so_tui.runs.directory import RunDirectory
@@ -20,7 +21,7 @@ from so_tui.runs.state import read_state
 from so_tui.trust.sharing import umask_of
 
 
-def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
+def supervise(run: RunDirectory, attempt: int, token: str | None = None, nodes: Nodes = ALONE) -> int:
     """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
 
     Return 0 immediately if the run has another supervisor.
@@ -29,6 +30,7 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
         run: A run of this user.
         attempt: The number of the attempt.
         token: The starter's token. Without one nothing is started: the supervisor only attaches to living processes of the attempt.
+        nodes: The nodes of the run, of which this is the first.
 
     Raises:
         InputError, Refused: This may not be done here (see ``admission``).
@@ -48,7 +50,7 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None) -> int:
         else:
             admission.refuse_start(run, attempt, state, token)
             state = _concluded(run, state, assume_dead=assume_dead)
-        supervisor = Supervisor(run, attempt, state, lock)
+        supervisor = Supervisor(run, attempt, state, lock, nodes)
         become_subreaper()
         return supervisor.watch()
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from so_tui.folders import compiled_folder
+from so_tui.folders import compiled_folder, host_folder
 from so_tui.trust.ownership import distrust_of_folder, private_folder
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
@@ -24,14 +24,21 @@ _NAMES = {
     "NUMBA_CACHE_DIR": "numba",
     "HF_MODULES_CACHE": "huggingface_modules",
 }
+_WRITTEN_WHILE_TRAINING = frozenset(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR"))
+"""Their programs expect a file system that shows every write at once, which a network's may not do."""
 
 
-def code_folders(environment: Mapping[str, str]) -> dict[str, str]:
+def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False) -> dict[str, str]:
     """Return the variables to set, so that each of these folders is private to this user.
 
     A folder that the user chose stays if only this user can open it (mode 0700): what is inside may have any mode then.
+
+    Args:
+        environment: What is set already.
+        several_hosts: The processes run on several hosts, each of which gets folders of its own for what is compiled while they run.
     """
-    return {name: str(_default(name, environment)) for name in _NAMES if not _is_private(environment.get(name, ""))}
+    chosen = (name for name in _NAMES if not _is_private(environment.get(name, "")))
+    return {name: str(_default(name, environment, local=several_hosts and name in _WRITTEN_WHILE_TRAINING)) for name in chosen}
 
 
 def extensions_folder(environment: Mapping[str, str]) -> str:
@@ -56,8 +63,8 @@ def _is_private(folder: str) -> bool:
     return path.is_absolute() and distrust_of_folder(path) is None and not stat.S_IMODE(path.lstat().st_mode) & 0o077
 
 
-def _default(name: str, environment: Mapping[str, str]) -> Path:
-    folder = compiled_folder(environment) / _NAMES[name]
+def _default(name: str, environment: Mapping[str, str], *, local: bool = False) -> Path:
+    folder = (host_folder() / "compiled" if local else compiled_folder(environment)) / _NAMES[name]
     # torch adds its version only to the name of its own default folder.
     return folder / _torch() if name == EXTENSIONS else folder
 

@@ -2,6 +2,7 @@
 
 RUN/ run.json  spec.json  state.json  notes.json
      attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
+                   node1.json plan.node1.json command.node1.json ... of the other nodes of a run on several
      metrics/  samples.<host>/  control/  checkpoints/
 """
 
@@ -76,8 +77,8 @@ class RunDirectory:
     def attempt_dir(self, attempt: int) -> Path:
         return self.attempts_dir / f"{attempt:03d}"
 
-    def plan_path(self, attempt: int) -> Path:
-        return self.attempt_dir(attempt) / "plan.json"
+    def plan_path(self, attempt: int, node: int = 0) -> Path:
+        return self.attempt_dir(attempt) / f"plan{_of_node(node)}.json"
 
     def ds_config_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "ds_config.json"
@@ -96,8 +97,16 @@ class RunDirectory:
     def job_script_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "job.sh"
 
-    def command_path(self, attempt: int) -> Path:
-        return self.attempt_dir(attempt) / "command.json"
+    def command_path(self, attempt: int, node: int = 0) -> Path:
+        return self.attempt_dir(attempt) / f"command{_of_node(node)}.json"
+
+    def node_path(self, attempt: int, node: int) -> Path:
+        """The state of another node than the first, which its supervisor writes."""
+        return self.attempt_dir(attempt) / f"node{node}.json"
+
+    def hostfile_path(self, attempt: int, node: int) -> Path:
+        """The list of nodes that DeepSpeed's launcher reads on a node."""
+        return self.attempt_dir(attempt) / f"hostfile.node{node}"
 
     def machine_path(self, attempt: int, host: str) -> Path:
         return self.attempt_dir(attempt) / f"machine.{_in_name(host)}.json"
@@ -149,6 +158,11 @@ def _names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _of_node(node: int) -> str:
+    """Return what distinguishes the file of another node than the first."""
+    return f".node{node}" if node else ""
 
 
 def _in_name(host: str) -> str:

@@ -52,9 +52,8 @@ def test_a_list_of_gpus_is_kept(tiny: RunSpec) -> None:
 
 
 def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
-    document = json.loads(
-        msgspec.json.encode(shown_launch(prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"})))
-    )
+    spec = msgspec.structs.replace(with_gpus(tiny, 2), nodes=2)
+    document = json.loads(msgspec.json.encode(shown_launch(prepare(spec, quad_gh200(), inherited={"KMP_AFFINITY": "compact"}))))
     assert document.keys() == {"argv", "env", "placeholders", "ds_config", "binding", "plan", "batch_script"}
     assert document["placeholders"].keys() == {placeholder.value for placeholder in Placeholder}
     rank = document["binding"][1]
@@ -64,7 +63,7 @@ def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
     assert rank["deepspeed_alone"]["cpus"] == list(range(144, 288)), "of all cores it would take the second half, two sockets"
     assert document["env"]["KMP_AFFINITY"] is None
     assert document["ds_config"]["gradient_clipping"] == tiny.train.gradient_clipping
-    assert document["plan"]["gpus"] == 2
+    assert document["plan"]["gpus"] == 4
 
 
 def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:

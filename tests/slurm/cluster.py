@@ -55,7 +55,6 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-EnforcePartLimits=ALL
 SlurmdParameters=config_overrides
 SlurmdTimeout=8
 KillWait=2
@@ -113,9 +112,9 @@ class Cluster:
 
     def stop_node(self, node: str) -> None:
         """Kill a node as when its power fails: its slurmd, every step before it can report, and the processes of its jobs."""
-        self._daemons[node].kill()
-        for pid in self._steps():
+        for pid in self._steps(node):
             os.kill(pid, signal.SIGKILL)
+        self._daemons[node].kill()
         for pid in self.processes(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -132,12 +131,12 @@ class Cluster:
                     found.append(int(folder.name))
         return tuple(found)
 
-    def _steps(self) -> tuple[int, ...]:
-        """Return Slurm's own processes of all steps."""
-        configuration, found = f"SLURM_CONF={self.environ['SLURM_CONF']}".encode(), []
+    def _steps(self, node: str) -> tuple[int, ...]:
+        """Return Slurm's own processes of all steps on a node, which have its host name."""
+        host, found = (Path("/proc") / str(self._daemons[node].pid) / "ns/uts").readlink(), []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (folder / "comm").read_text() == "slurmstepd\n" and configuration in (folder / "environ").read_bytes().split(b"\0"):
+                if (folder / "comm").read_text() == "slurmstepd\n" and (folder / "ns/uts").readlink() == host:
                     found.append(int(folder.name))
         return tuple(found)
 

@@ -42,6 +42,11 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def of_rank(bindings: Iterable[RankBinding], rank: int) -> RankBinding:
+    """Return the binding of a rank among those of its host."""
+    return next(binding for binding in bindings if binding.rank == rank)
+
+
 def bind(binding: RankBinding) -> RankBindingReport:
     """Move every thread of this process to the rank's cores and set its memory policy.
 

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     binding.die_with_parent()
     run = RunDirectory(Path(given.run).resolve())
-    plan = read_json(run.plan_path(given.attempt), Plan)
+    plan = read_json(run.plan_path(given.attempt, given.node), Plan)
     report = _bind(plan)
     _prepare_environment(plan)
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _bind(plan: Plan) -> RankBindingReport:
-    mine = plan.binding[int(os.environ["RANK"])]
+    mine = binding.of_rank(plan.binding, int(os.environ["RANK"]))
     report = binding.bind(mine)
     if not mine.adam_cpus:
         # OpenMP runtimes read it when they load. With an Adam worker, the launcher sets it.
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="so_tui_trainer", description="Train one rank of a run; started by DeepSpeed's launcher.")
     parser.add_argument("--run", required=True, help="folder of the run")
     parser.add_argument("--attempt", required=True, type=int, help="number of the attempt whose plan is used")
+    parser.add_argument("--node", type=int, default=0, help="number of the node, of a run on several, whose plan is used")
     parser.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved before")
     parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher and ignored; LOCAL_RANK is used")
     return parser

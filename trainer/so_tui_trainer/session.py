@@ -240,7 +240,7 @@ class Session:
         parameters = parameter_count(model)
         control.stop_early()
         self._load_stage("optimizer", "preparing the optimizer")
-        mine = self.plan.binding[self.rank]
+        mine = binding.of_rank(self.plan.binding, self.rank)
         settings = engine_settings(self.spec, mine, self.plan.optional)
         self._warn_of_less_memory(settings)
         self.engine, *_ = superoffload.initialize(model, parameter_groups(model, self.spec), settings, ds_config)

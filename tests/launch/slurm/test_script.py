@@ -35,6 +35,16 @@ def test_the_spec_and_the_profile_become_options() -> None:
     assert "--exclusive" in options(script())
 
 
+def test_each_node_of_several_gets_a_supervisor_and_the_sites_network() -> None:
+    text = script(msgspec.structs.replace(SITE, interface="hsn0", network="AWS Libfabric"), nodes="3")
+    assert {"--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=4"} <= set(options(text))
+    assert "srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpu-bind=none" in text.splitlines()[-1]
+    assert {"export GLOO_SOCKET_IFNAME=hsn0", "export SO_TUI_NETWORK='AWS Libfabric'"} <= set(text.splitlines())
+    alone = script(msgspec.structs.replace(SITE, interface="hsn0", network="AWS Libfabric"))
+    assert "hsn0" not in alone
+    assert "--nodes=1" in options(alone)
+
+
 def test_braces_of_a_gpu_option_are_no_python() -> None:
     site = msgspec.structs.replace(SITE, gpu_option="--gres=gpu:{type}:{gpus}{gpus.real}{0}")
     assert "--gres=gpu:{type}:4{gpus.real}{0}" in options(script(site))

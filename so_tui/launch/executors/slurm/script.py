@@ -4,7 +4,6 @@ Problem codes:
     account-missing: The site charges an account, and the spec names none.
     option-refused: The site refuses an option of ``slurm.options``.
     option-reserved: so-tui itself sets an option of ``slurm.options``.
-    several-nodes: A job on several nodes, which cannot be started yet.
     path-unfit-for-slurm: Slurm would read the run directory's path as a pattern.
     time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
 """
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from so_tui.launch.executors.slurm.site import Site
+from so_tui.launch.network import EXPECTED_VARIABLE
 from so_tui.plan.interval import DISK_BYTES_PER_S
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.units import duration
@@ -78,7 +78,9 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
     warning_s = warning_s or site.warning_s
     if problems := (*_problems(spec, site, warning_s), *_path_problems(run)):
         raise InputError(problems)
-    step = ("srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
+    # One supervisor a node. One that ends with an error must not end the others, which have to say why.
+    tasks = (f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1")
+    step = ("srun", *tasks, "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
     interpreter = (site.python or python, "-P")
     check = shlex.join((*step, *interpreter, "-c", _CHECK))
     supervise = ("-m", "so_tui", "supervise", str(run), "--attempt", str(attempt), "--in-job")
@@ -89,7 +91,7 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
             *(f"#SBATCH {option}" for option in _options(spec, site, gpus, warning_s)),
             "",
             f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
-            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(site).items())),
+            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(spec, site).items())),
             *site.setup,
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
             f"exec {shlex.join((*step, *interpreter, *supervise))}",
@@ -98,9 +100,11 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
     )
 
 
-def _environment(site: Site) -> dict[str, str]:
-    """Return the variables of the job. Without internet, every look-up on the hub would wait for half a minute."""
-    return dict(site.environment) if site.internet else {"HF_HUB_OFFLINE": "1", **site.environment}
+def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
+    """Return the variables of the job; those of the profile win. Without internet, every look-up on the hub would wait for half a minute."""
+    several = {EXPECTED_VARIABLE: site.network, "GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
+    found = {name: value for name, value in several.items() if value} if spec.nodes > 1 else {}
+    return found | ({} if site.internet else {"HF_HUB_OFFLINE": "1"}) | site.environment
 
 
 def time_limit_of(spec: RunSpec, site: Site) -> str:
@@ -125,9 +129,6 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
         remedy = "Give it with --account NAME, or in a preset of yours."
         yield Problem(code="account-missing", field="slurm.account", value="", message=f"{site.title} charges an account", remedy=remedy)
-    if spec.nodes > 1:
-        message, remedy = "jobs on several nodes can be planned, but not started yet", "Set nodes to 1."
-        yield Problem(code="several-nodes", field="nodes", value=str(spec.nodes), message=message, remedy=remedy)
     time_limit = time_limit_of(spec, site)
     if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
         message = f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which leaves too little time to train"
@@ -157,7 +158,7 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
         yield f"--time={time_limit}"
     if slurm.constraint:
         yield f'--constraint="{slurm.constraint}"'
-    yield "--nodes=1"
+    yield f"--nodes={spec.nodes}"
     yield "--ntasks-per-node=1"
     if gpus and site.gpu_option:
         yield site.gpu_option.replace("{gpus}", str(gpus))

@@ -61,6 +61,10 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The same for host memory, in Slurm's ``G`` (GiB)."""
     gpu_option: OptionOrNone = "--gpus-per-node={gpus}"
     """How a job asks for GPUs; empty where nodes are given with all of theirs."""
+    interface: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]*\Z", max_length=64)] = ""
+    """The network interface over which the ranks of several nodes find each other (``hsn0``, ``ib0``)."""
+    network: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_ .-]*\Z", max_length=100)] = ""
+    """What NCCL calls the network that it should use between nodes (``IB``, ``AWS Libfabric``). If it uses sockets instead, a run ends."""
     setup: tuple[Line, ...] = ()
     """Lines of shell before the start: modules, an environment to activate."""
     environment: dict[VariableName, str] = {}

@@ -1,0 +1,96 @@
+"""Runs on two nodes of a real Slurm, each with a supervisor and a launcher of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch import machine_of, prepare_resume, resume, stop
+from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.node_states import NodeState
+from so_tui.runs import RunDirectory
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import BindingRecord, RunState, StepRecord
+from so_tui.runs.state import read_spec
+from so_tui.trust.decoding import read_json
+from tests.slurm.cluster import Cluster
+from tests.slurm.submitting import ended, submit, wait_for
+from tests.support.launching import records, tiny, train
+
+pytestmark = pytest.mark.system
+
+STEPS = 12
+
+
+def two_nodes(folder: Path, **changes: str) -> RunDirectory:
+    return submit(folder, **{"nodes": "2", "gpus": "1", **changes})
+
+
+def trains(state: RunState) -> bool:
+    return state.state == "training" and state.step >= 2
+
+
+def losses(run: RunDirectory) -> list[float]:
+    found = {record.step: record.loss for record in records(run) if isinstance(record, StepRecord)}
+    assert sorted(found) == list(range(1, STEPS + 1))
+    return [found[step] for step in sorted(found)]
+
+
+def node_state(run: RunDirectory) -> NodeState:
+    return read_json(run.node_path(1, 1), NodeState)
+
+
+def test_two_nodes_train_as_two_ranks_of_one_do_and_a_second_job_continues(cluster: Cluster, tmp_path: Path) -> None:
+    run = two_nodes(tmp_path / "nodes", train__steps=str(STEPS))
+    wait_for(run, trains)
+    submission = read_submission(run, 1)
+    assert submission is not None
+    cluster.run("scancel", "--signal=USR1", submission.job_id)
+    state = wait_for(run, lambda state: ended(state) and state.attempt == 2)
+    assert (state.state, state.step, run.attempts()) == ("finished", STEPS, (1, 2))
+    assert (state.host, node_state(run).host, run.sample_hosts()) == ("n1", "n2", ("n1", "n2"))
+    assert node_state(run).ended
+    assert node_state(run).outcome is None
+    bound = next(record for record in records(run) if isinstance(record, BindingRecord))
+    assert [(rank.rank, rank.host) for rank in bound.ranks] == [(0, "n1"), (1, "n2")]
+    one, code = train(tiny(gpus="2", train__steps=str(STEPS)), tmp_path / "one")
+    assert code == 0
+    assert losses(run) == pytest.approx(losses(one), rel=1e-6)
+
+
+def test_a_stop_ends_both_nodes_with_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    run = two_nodes(tmp_path, train__steps="5000")
+    wait_for(run, trains)
+    state = stop(run)
+    assert state.state == "stopped"
+    assert state.saved_step == state.step >= 2
+    assert node_state(run).ended
+
+
+def test_a_node_that_fails_is_reported_and_the_run_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    run = two_nodes(tmp_path, train__steps="5000", checkpoint__every_steps="2")
+    wait_for(run, lambda state: (state.saved_step or 0) >= 2)
+    cluster.stop_node("n2")
+    state = wait_for(run, lambda state: ended(state) and state.code == OutcomeCode.NODE_FAILED)
+    assert state.state in ("failed", "lost")
+    assert state.saved_step is not None
+    cluster.start_node("n2")
+    cluster.wait_ready()
+    steps = state.saved_step + 2
+    resume(run, prepare_resume(run, machine_of(read_spec(run)), values={"train.steps": str(steps)}))
+    again = wait_for(run, lambda state: ended(state) and state.attempt == 2)
+    assert (again.state, again.step) == ("finished", steps)
+
+
+def test_a_supervisor_that_is_killed_on_another_node_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    run = two_nodes(tmp_path, train__steps="50000")
+    wait_for(run, trains)
+    supervisor = node_state(run).supervisor
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    state = wait_for(run, ended)
+    assert (state.state, state.code) == ("failed", OutcomeCode.NODE_LOST)
+    assert "n2" in state.reason
