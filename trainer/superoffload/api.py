@@ -15,6 +15,7 @@ import torch
 
 from superoffload import checkpoint, resharding
 from superoffload.deepspeed_adapter import engine as adapter
+from superoffload.deepspeed_adapter.cpu_adam import load_cpu_adam
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
@@ -295,6 +296,7 @@ def _torch_adamw(groups: list[dict[str, Any]], settings: Settings) -> torch.opti
 def _cpu_adam(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    load_cpu_adam()
     return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
 
 

@@ -27,12 +27,13 @@ def build() -> dict[str, object]:
     kernel.library()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.ops.op_builder import CPUAdamBuilder
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
+
+    from superoffload.deepspeed_adapter.cpu_adam import load_cpu_adam
 
     reason = ""
     try:
-        CPUAdamBuilder().load(verbose=False)
+        load_cpu_adam()
     except (RuntimeError, OSError, AssertionError, CUDAMismatchException, MissingCUDAException) as error:
         reason = first_line(error)
     seconds = time.monotonic() - began
