@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from so_tui.validation.report import Outcome, Report, Result
 _LOG = logging.getLogger(__name__)
 OVERRUN_S = 60.0
 """What a part may take beyond three times its estimate, or beyond the time of all parts, before it is given up."""
+_LONG_S = 10.0
+"""From what estimate on a part tells how fast this machine is."""
 
 
 class Tell(Protocol):
@@ -54,7 +57,8 @@ def planned(report: Report, measurements: Sequence[Measurement]) -> Report:
 def run(report: Report, measurements: Sequence[Measurement], seconds: float, write: Callable[[Report], None], tell: Tell) -> Report:
     """Measure what the report lacks.
 
-    Measurements are in the order of their importance. One that does not fit into what is left of the time is left out, and a shorter one
+    Measurements are in the order of their importance. One that does not fit into what is left of the time, judged by how long those before
+    it took, is left out, and a shorter one
     after it is tried. One that fails, or takes much longer than its estimate, says so in the report, and the next one follows. What
     failed is tried again by the next run.
 
@@ -80,17 +84,30 @@ def run(report: Report, measurements: Sequence[Measurement], seconds: float, wri
         if outcome.state != "measured":
             share = over_s / whole_s
             tell(measurement.title, share)
-            report = report.with_outcome(_outcome(measurement, deadline, lambda text, share=share: tell(text, share)))  # type: ignore[misc]
+            outcome = _outcome(measurement, pace(report.outcomes), deadline, lambda text, share=share: tell(text, share))  # type: ignore[misc]
+            report = report.with_outcome(outcome)
             write(report)
         over_s += measurement.estimate_s
     tell("done", 1.0)
     return report
 
 
-def _outcome(measurement: Measurement, deadline: float, tell: Callable[[str], None]) -> Outcome:
-    left_s = deadline - time.monotonic()
-    if measurement.estimate_s > left_s:
-        reason = f"takes about {measurement.estimate_s:.0f} s, and {max(0.0, left_s):.0f} s were left"
+def pace(outcomes: Sequence[Outcome]) -> float:
+    """Return how long measurements take here as a share of their estimates: the median of the long ones so far; 1 before there is any."""
+    return statistics.median(
+        [
+            found.seconds / found.estimate_s
+            for found in outcomes
+            if found.seconds and found.state == "measured" and found.estimate_s >= _LONG_S
+        ]
+        or [1.0]
+    )
+
+
+def _outcome(measurement: Measurement, pace: float, deadline: float, tell: Callable[[str], None]) -> Outcome:
+    left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
+    if expected_s > left_s:
+        reason = f"takes about {expected_s:.0f} s, and {max(0.0, left_s):.0f} s were left"
         return replace(measurement.pending, state="left-out", reason=reason)
     begun, limit_s = time.monotonic(), min(3 * measurement.estimate_s, left_s) + OVERRUN_S
     try:

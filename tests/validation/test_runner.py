@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as outcome_of
 
 from so_tui.machine.types import Software
 from so_tui.spec import InputError, SoTuiError
@@ -127,3 +128,14 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path, content: str) -
     with pytest.raises(InputError) as error:
         reports.read(tmp_path)
     assert error.value.problems[0].code == "not-a-report"
+
+
+def test_what_fits_is_judged_by_how_long_earlier_parts_took() -> None:
+    done: list[str] = []
+    quick = [part("a", 100.0, done), part("b", 70.0, done), part("c", 100.0, done)]
+    found = run(EMPTY, quick, 120.0, lambda _: None, lambda *_: None)
+    assert done == ["a", "b", "c"]  # each took no time, so that 100 s fit again
+    slow = [outcome_of(outcome, seconds=3 * outcome.estimate_s) for outcome in found.outcomes[:2]]
+    assert runner.pace(slow) == 3.0
+    assert runner.pace([outcome_of(slow[0], state="failed")]) == 1.0
+    assert runner.pace([outcome_of(slow[0], estimate_s=1.0)]) == 1.0
