@@ -38,7 +38,7 @@ def validate(arguments: argparse.Namespace) -> int:
         found = validate(machine, folder, seconds=60 * arguments.minutes, gpus=gpus, share=arguments.share, tell=tell)
     except KeyboardInterrupt:
         line.clear()
-        note(arguments, f"\nstopped; the same command continues. So far: {folder / 'report.md'}", stderr=True)
+        note(arguments, f"stopped; the same command continues. So far: {folder / 'report.md'}", stderr=True)
         return 4
     line.clear()
     if arguments.json:

@@ -1,7 +1,7 @@
 """Check what a run needs from this machine, and what its settings cost here.
 
-Codes: plan-does-not-fit, memory-in-use, no-room-for-checkpoints, little-room-for-checkpoints, clipping-stops-overlap, no-main-core,
-gpu-allows-one-process, expandable-segments, job-too-short, job-ends-soon.
+Codes: plan-does-not-fit, memory-in-use, no-room-for-checkpoints, little-room-for-checkpoints, checkpoints-in-memory,
+clipping-stops-overlap, no-main-core, gpu-allows-one-process, expandable-segments, job-too-short, job-ends-soon.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from pathlib import Path
 
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.memory import available_bytes
-from so_tui.trust.printable import so_tui_command
+from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.units import disk_size, duration, memory_size
 
 _LITTLE_DISK_BYTES = 10_000_000_000
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are host memory."""
+_LARGE_BYTES = 1 << 30
+"""A process with less memory is not named."""
 _JOB_ENDS_SOON_S = 600
 
 
@@ -41,10 +45,25 @@ def check_memory_now(context: CheckContext) -> Iterator[Finding]:
             code="memory-in-use",
             severity="warning",
             title="Other processes hold memory that this run needs",
-            evidence=f"available {memory_size(free)} (/proc/meminfo, cgroup); the run needs {memory_size(needed)}",
+            evidence=f"available {memory_size(free)} (/proc/meminfo, cgroup); the run needs {memory_size(needed)}{_largest(context)}",
             cost="When memory runs out, the kernel ends a process, most likely this run.",
             remedy="End processes that you do not need (`ps aux --sort -rss | head`), or lower `offload.ratio`.",
         )
+
+
+def _largest(context: CheckContext) -> str:
+    """Return which processes of this host have the most memory, as the end of a sentence."""
+    if not context.files or not context.files.live:
+        return ""
+    import psutil  # only here: it would slow down the start of every command
+
+    sizes = [
+        (process.info["memory_info"].rss, process.info["name"], process.pid)
+        for process in psutil.process_iter(["memory_info", "name"])
+        if process.info["memory_info"] is not None and process.info["memory_info"].rss >= _LARGE_BYTES
+    ]
+    named = (f"{printable_line(str(name))} (process {pid}) {memory_size(size)}" for size, name, pid in sorted(sizes, reverse=True)[:3])
+    return "".join(f"; {text}" for text in named)
 
 
 def check_disk(context: CheckContext) -> Iterator[Finding]:
@@ -74,6 +93,26 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
             evidence=f"{folder}: {disk_size(free)} free",
             cost="A checkpoint takes 12 bytes per parameter (96 GB for 8 B parameters), an export another 2.",
             remedy="Pass `--runs-dir`, or set `checkpoint.folder` to a larger disk.",
+        )
+
+
+def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
+    """Find a folder for checkpoints whose files take host memory and are lost when the host restarts."""
+    if context.checkpoints is None:
+        return
+    import psutil
+
+    folder = _existing_parent(context.checkpoints).resolve()
+    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}  # the last one covers
+    mount = next((path for path in (folder, *folder.parents) if path in mounts), None)
+    if mount is not None and mounts[mount] in _IN_MEMORY:
+        yield Finding(
+            code="checkpoints-in-memory",
+            severity="warning",
+            title="Checkpoints would be kept in host memory",
+            evidence=f"{folder} is in {mount}, a {mounts[mount]}",
+            cost="They take memory that the run needs, and are lost when the host restarts or, in many jobs, when the job ends.",
+            remedy="Pass `--runs-dir`, or set `checkpoint.folder` to a folder on a disk.",
         )
 
 
@@ -160,4 +199,4 @@ def _existing_parent(folder: Path) -> Path:
     return next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
 
 
-CHECKS = (check_fits, check_memory_now, check_disk, check_deepspeed_engine, check_job_time)
+CHECKS = (check_fits, check_memory_now, check_disk, check_checkpoints_in_memory, check_deepspeed_engine, check_job_time)
