@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.calibration import Figures, Rates
+from so_tui.plan.types import Workload
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare
@@ -104,6 +105,8 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     """Those that the figures are of, after the warm-up."""
     measured: Figures
     predicted: Figures
+    workload: Workload | None = None
+    """What the data did to a step, from which it can be predicted again."""
     useful_tokens_per_s: float
     model_tflops_per_gpu: float
     example_tflops: float

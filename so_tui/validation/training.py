@@ -217,6 +217,7 @@ def _measure(tell: Callable[[str], None], limit_s: float, *, part: Part, shape: 
         steps=len(counted),
         measured=found.figures,
         predicted=predicted,
+        workload=found.workload,
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
         model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted) / seconds,
         example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
