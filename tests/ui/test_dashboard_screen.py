@@ -49,6 +49,18 @@ async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
         assert loss.log_scale
 
 
+async def test_several_hosts_are_told_apart(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=120, seconds_of_samples=5)
+    shutil.copytree(run.samples_dir("quad-gh200"), run.samples_dir("second"))
+    run.log_path(1, "second").write_text("trained elsewhere\n")
+    async with opened(runs_dir, (120, 50), open_run=run) as ui:
+        await ui.until(lambda: len(ui.find("#nodes", NumaNodes).pictures) == 8)
+        assert {picture.host for picture in ui.find("#nodes", NumaNodes).pictures} == {"quad-gh200", "second"}
+        assert "8 nodes of 2 hosts" in ui.text()
+        assert "second GPU 3" in ui.shown("#gpus")
+        await ui.until(lambda: "second: trained elsewhere" in ui.text())
+
+
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)

@@ -37,7 +37,9 @@ class LogPanel(Vertical):
 
     def show(self, snapshot: Snapshot) -> None:
         """Add the lines that are new in ``snapshot``."""
-        self.lines.extend((line.text for line in snapshot.log_lines), snapshot.log_partial)
+        several_hosts = snapshot.hosts > 1
+        lines = (f"{line.host}: {line.text}" if several_hosts else line.text for line in snapshot.log_lines)
+        self.lines.extend(lines, snapshot.log_partial)
         self._show_heading()
 
     def set_rows(self, rows: int) -> None:

@@ -77,7 +77,8 @@ def _heading(snapshot: Snapshot, plot: NodePlot) -> str:
     if not cores:
         return "NUMA   waiting for the first sample"
     when = ", means while it trained" if snapshot.averaged else ""
-    counted = f"{plural(len(snapshot.nodes), 'node')}, {plural(cores, 'core')}"
+    hosts = f" of {plural(snapshot.hosts, 'host')}" if snapshot.hosts > 1 else ""
+    counted = f"{plural(len(snapshot.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
     over_time = {"load": "", "cores": "   rows are cores over time", "memory": "   memory in use, and the file cache in it"}[plot]
     return f"NUMA   {counted}{when}{over_time}   a cell is a core: A Adam, m main, o other"
 
@@ -88,11 +89,11 @@ def _picture(snapshot: Snapshot, node: NodeView) -> NodePicture:
     own = set(node.cpus)
     ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
     names = " · ".join(f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks)
-    host = node.host if snapshot.hosts > 1 else ""
     used = {rank.gpu for rank in ranks}
     return NodePicture(
         node,
-        f"{host} {names}".strip(),
+        node.host if snapshot.hosts > 1 else "",
+        names,
         frozenset(cpu for rank in ranks for cpu in rank.adam_cpus),
         frozenset(cpu for rank in ranks for cpu in rank.main_cpus),
         tuple(gpu for gpu in snapshot.gpus if gpu.host == node.host and gpu.sample.index in used),

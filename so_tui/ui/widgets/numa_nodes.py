@@ -45,6 +45,8 @@ class NodePicture:
     """A node with the ranks and GPUs that are bound to it."""
 
     view: NodeView
+    host: str
+    """Its host, where the run has several; else empty."""
     ranks: str
     """``rank 0 · GPU 0``; empty where no rank is bound."""
     adam: frozenset[int]
@@ -213,7 +215,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
         sample = picture.view.sample
         mean = sum(sample.cores) / len(sample.cores)
-        name = f"node {picture.view.id}" + (f" · {picture.ranks}" if picture.ranks else "")
+        name = " · ".join(filter(None, (picture.host, f"node {picture.view.id}", picture.ranks)))
         colours = {"adam": "adam", "main": "main-core", "other": "other"}
         used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
         # File cache gives way, so a node full of it is not full.

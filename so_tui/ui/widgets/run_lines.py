@@ -178,22 +178,23 @@ def _short_legend(parts: list[tuple[int, Part]]) -> Content:
 
 def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     """Return the GPUs: busy, memory, power, clock, the link to the host; two a line where there are many and little room."""
+    several_hosts = len({view.host for view in gpus}) > 1
     beside = 2 if len(gpus) > 2 and width < 100 else 1
     cell = width // beside
     pieces: list[Piece] = []
     for index, view in enumerate(gpus):
-        line = _gpu_line(view, cell if beside == 1 else cell - 2)
+        line = _gpu_line(view, cell if beside == 1 else cell - 2, host=brief_line(view.host, 16) if several_hosts else "")
         last = (index + 1) % beside == 0 or index + 1 == len(gpus)
         pieces += [*line, ("\n" if index + 1 < len(gpus) else "") if last else " " * (cell - _cells(line))]
     # At once: this is drawn every second, and joining contents costs more than drawing them.
     return Content.assemble(*pieces)
 
 
-def _gpu_line(view: GpuView, width: int) -> list[Piece]:
+def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
     gpu = view.sample
     bar = 12 if width > 60 else 6
     # The colour of its line over the load of its node.
-    line: list[Piece] = [(f"GPU {gpu.index}", "bold $secondary")]
+    line: list[Piece] = [(f"{host} GPU {gpu.index}".strip(), "bold $secondary")]
     figures: list[list[Piece]] = []
     if gpu.busy_percent is not None:
         figures.append([*fill_pieces(gpu.busy_percent / 100, bar, "$secondary"), f" {gpu.busy_percent:3} %"])

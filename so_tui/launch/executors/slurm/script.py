@@ -101,7 +101,7 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
 
 
 def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
-    """Return the variables of the job; those of the profile win. Without internet, every look-up on the hub would wait for half a minute."""
+    """Return a job's variables; those of the profile win. Without internet, every look-up on the hub would wait for half a minute."""
     several = {EXPECTED_VARIABLE: site.network, "GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
     found = {name: value for name, value in several.items() if value} if spec.nodes > 1 else {}
     return found | ({} if site.internet else {"HF_HUB_OFFLINE": "1"}) | site.environment
