@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.slurm import accounting
+
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun", "unshare")
 NODES = ("n1", "n2")
 _SYSTEM_PATH = "/usr/sbin:/sbin"
@@ -62,7 +64,6 @@ MinJobAge={min_job_age_s}
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=100000,bf_interval=1
 JobCompType=jobcomp/none
-AccountingStorageType=accounting_storage/none
 JobSubmitPlugins=lua
 GresTypes=gpu
 {nodes}
@@ -183,18 +184,24 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(folder: Path, *, min_job_age_s: int = 300) -> Iterator[Cluster]:
+def running_cluster(folder: Path, *, min_job_age_s: int = 300, accounted: bool = False) -> Iterator[Cluster]:
     """Start Slurm in a folder whose path is short enough for a socket, and stop it.
 
     Args:
         folder: An empty folder.
         min_job_age_s: How long slurmctld remembers a job that has ended.
+        accounted: Record jobs in a database, and charge accounts.
     """
-    ports = _free_ports(1 + len(NODES))
+    *ports, accounting_port, database_port = _free_ports(3 + len(NODES))
     nodes = [f"NodeName={node} NodeHostname={node} {_NODE} Port={port}" for node, port in zip(NODES, ports[1:], strict=True)]
     conf = folder / "slurm.conf"
     values = {"host": socket.gethostname(), "port": ports[0], "folder": folder, "nodes": "\n".join(nodes), "min_job_age_s": min_job_age_s}
-    conf.write_text(_CONF.format(**values))
+    storage = (
+        accounting.SLURM_CONF.format(folder=folder, port=accounting_port)
+        if accounted
+        else "AccountingStorageType=accounting_storage/none\n"
+    )
+    conf.write_text(_CONF.format(**values) + storage)
     (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "job_submit.lua").write_text(_RULES)
     (folder / "state").mkdir()
@@ -212,6 +219,8 @@ def running_cluster(folder: Path, *, min_job_age_s: int = 300) -> Iterator[Clust
         while not (folder / "munge.socket").exists():
             assert time.monotonic() < deadline, "munged did not start"
             time.sleep(0.05)
+        if accounted:
+            accounting.start_accounting(cluster, accounting_port, database_port)
         cluster.start("slurmctld", ["slurmctld", "-D", "-c"])
         for node in NODES:
             cluster.start_node(node)

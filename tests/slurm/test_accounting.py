@@ -1,0 +1,54 @@
+"""A Slurm that charges accounts and keeps jobs in a database: what it refuses, and what it keeps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.spec import InputError
+from tests.slurm.accounting import ACCOUNT, missing
+from tests.slurm.cluster import Cluster, running_cluster
+from tests.slurm.cluster import missing as missing_slurm
+from tests.slurm.submitting import submit, wait_for
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster with slurmdbd on MariaDB."""
+    if absent := (*missing_slurm(), *missing()):
+        pytest.skip(f"Slurm with accounting cannot be run here without {', '.join(absent)}")
+    folder = tempfile.TemporaryDirectory(prefix="slurm.", dir="/tmp")
+    with folder as path, running_cluster(Path(path), accounted=True) as cluster:
+        for name in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(name, cluster.environ[name])
+        monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName())
+        yield cluster
+
+
+def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(accounted: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        submit(tmp_path / "refused", slurm__account="other")
+    assert [(problem.code, problem.field, problem.value) for problem in caught.value.problems] == [
+        ("slurm-account", "slurm.account", "other")
+    ]
+    assert list((tmp_path / "refused").glob("*/spec.json")) == []
+    run = submit(tmp_path, train__steps="50000", slurm__account=ACCOUNT)
+    wait_for(run, lambda state: state.state == "training")
+    submission = read_submission(run, 1)
+    assert submission is not None
+    accounted.stop_node("n1")
+    state = wait_for(run, lambda state: state.state == "lost")
+    assert state.code == OutcomeCode.NODE_FAILED
+    recorded = commands.accounted(submission.job_id)  # what is asked when the controller has forgotten the job
+    assert recorded is not None
+    assert (recorded.state, recorded.nodes) == ("NODE_FAIL", "n1")
+    assert run.attempt_dir(1).samefile(recorded.folder)
+    accounted.start_node("n1")
