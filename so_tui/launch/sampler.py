@@ -37,10 +37,11 @@ _MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
 class _Seldom(Generic[T]):
     """A figure of the run's memory that is costly to read. It is repeated until it is read again."""
 
-    def __init__(self, read: Callable[[], T]) -> None:
+    def __init__(self, read: Callable[[], T], *, due: float = 0.0) -> None:
+        """Read from ``due`` on, by the clock of ``value``."""
         self._read = read
         self._value: T | None = None
-        self._due = 0.0
+        self._due = due
 
     def value(self, now: float) -> T | None:
         if now >= self._due:
@@ -65,8 +66,9 @@ class Sampler:
         self._own_cpu_s = time.process_time()
         self._high_water = HighWater()
         self._memory_bytes = _Seldom(tree.memory_bytes)
-        self._placement = _Seldom(lambda: read_placements(tree.alive))
-        self._placement_due = 0.0
+        # Not in the same second as the other, so that the heartbeat waits for one of them at most.
+        self._placement_due = self._clock + MEMORY_INTERVAL_S / 2
+        self._placement = _Seldom(lambda: read_placements(tree.alive), due=self._placement_due)
         self._loads = ProcessLoads()
         self._foreign: tuple[ForeignProcess, ...] = ()
         self._foreign_due = 0.0

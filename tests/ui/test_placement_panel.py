@@ -1,0 +1,134 @@
+"""The dashboard says where ranks really are, and that a run is slower than its plan."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.launch.slow_text import cause_text
+from so_tui.plan.types import RankBinding
+from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
+from so_tui.runs.placement import RankPlacement
+from so_tui.runs.records import BindingRecord, RankBindingReport
+from so_tui.runs.slowdown import Cause, Slowdown
+from so_tui.ui.panels.placement import PlacementPanel
+from tests.support.hostile import HOSTILE, unsafe
+from tests.support.make_run import GIB, plan_for, quad_machine, sample, write_run
+from tests.support.screen import opened
+
+MACHINE = quad_machine()
+PLAN = plan_for(MACHINE, "qwen3-14b", 4, 5000)
+
+
+def placed(binding: RankBinding, **changes: object) -> RankPlacement:
+    node = binding.numa_node or 0
+    right = RankPlacement(rank=binding.rank, cpus=binding.main_cpus, adam_cpus=binding.adam_cpus, node_bytes={node: 80 * GIB})
+    return msgspec.structs.replace(right, **changes)
+
+
+def write_placement(run: RunDirectory, *placement: RankPlacement) -> None:
+    """Add a newer sample with the placement of ranks."""
+    writer = SampleWriter(run, MACHINE.hostname)
+    found = sample(random.Random(1), 1, time.time(), MACHINE, PLAN)
+    writer.append(msgspec.structs.replace(found, placement=placement))
+    writer.close()
+
+
+async def panel_of(run: RunDirectory, runs_dir: Path, size: tuple[int, int]) -> list[str]:
+    """Return the lines of the panel; none while it is hidden."""
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.until(lambda: "node 3" in ui.text() or size[1] < 30)
+        panel = ui.screen.query_one(PlacementPanel)
+        ui.lines()
+        return str(panel.content).splitlines() if panel.display else []
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDirectory:
+    return write_run(runs_dir, steps=20, seconds_of_samples=5)
+
+
+async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(run: RunDirectory, runs_dir: Path) -> None:
+    assert await panel_of(run, runs_dir, (80, 24)) == []
+    (line,) = await panel_of(run, runs_dir, (120, 36))
+    assert line.startswith("✓ 4 ranks")
+    lines = await panel_of(run, runs_dir, (200, 50))
+    assert [line.partition("  ")[0] for line in lines] == [f"✓ rank {rank} · GPU {rank}" for rank in range(4)]
+    for line, binding in zip(lines, PLAN.binding, strict=True):
+        assert f"{binding.main_cpus[0]}-{binding.main_cpus[-1]}" in line
+        assert f"{binding.adam_cpus[0]}-{binding.adam_cpus[-1]}" in line
+        assert f"node {binding.numa_node} 99" in line
+
+
+async def test_ranks_elsewhere_are_named_first_however_small_the_screen(run: RunDirectory, runs_dir: Path) -> None:
+    first, second, third, fourth = PLAN.binding
+    write_placement(
+        run,
+        placed(first, nice=19, mpam_groups=("so-tui-main-4026531836-812-99", "so-tui-adam-4026531836-812-99")),
+        placed(second, cpus=(0, 1), adam_cpus=(0, 1)),
+        placed(third, node_bytes={2: 20 * GIB, 3: 60 * GIB}),
+        placed(fourth),
+    )
+    for size in ((80, 24), (120, 36), (200, 50)):
+        lines = await panel_of(run, runs_dir, size)
+        assert lines[0].startswith("✗ rank 1")
+        assert "0-1" in lines[0]
+        assert "72-143" in lines[0]
+        assert lines[1].startswith("✗ rank 2")
+        assert "25 %" in lines[1]
+    assert "so-tui-main + so-tui-adam  nice 19" in lines[2]
+
+
+async def test_a_binding_that_failed_is_shown_before_the_first_sample_of_it(run: RunDirectory, runs_dir: Path) -> None:
+    writer = MetricsWriter(run, 1)
+    report = RankBindingReport(
+        rank=3,
+        host=MACHINE.hostname,
+        pid=1,
+        gpu=3,
+        found_cpus=(0,),
+        cpus=(0,),
+        main_cpus=(0,),
+        adam_cpus=(),
+        found_memory_policy="default",
+        memory_policy="default",
+        corrected=False,
+        problem=f"cannot run on cores 216-287 {HOSTILE}",
+    )
+    writer.append(BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
+    writer.close()
+    lines = await panel_of(run, runs_dir, (120, 36))
+    assert lines[0].startswith("✗ rank 3")
+    assert not unsafe(lines[0])
+
+
+CAUSES = (
+    Cause(code="foreign-load", seconds=1.0, measured=0.4, planned=0.0, nice=20, processes=("make", HOSTILE)),
+    Cause(code="data", seconds=0.3, measured=0.5, planned=0.01),
+)
+
+
+async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
+    run: RunDirectory, runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from so_tui.commands.progress import _Printer
+
+    fine = read_state(run)
+    slow = msgspec.structs.replace(fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES))
+    write_state(run, slow)
+    async with opened(runs_dir, (120, 36), open_run=run) as ui:
+        await ui.until(lambda: "slower than planned" in ui.shown("#news"))
+        news = ui.shown("#news").replace("\n", " ")
+        assert cause_text(CAUSES[0]).split(" (")[0] in news
+        assert not unsafe(news)
+    printer = _Printer(quiet=False)
+    for state in (fine, slow, slow, msgspec.structs.replace(slow, state="saving"), fine):
+        printer.compare(state)
+    told = capsys.readouterr().out.splitlines()
+    assert ["warning" in line for line in told] == [True, False]
+    assert not unsafe("".join(told))
