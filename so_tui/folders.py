@@ -43,6 +43,11 @@ def default_runs_dir() -> Path:
     return Path(override).expanduser().absolute() if override else state_home() / "runs"
 
 
+def validation_dir() -> Path:
+    """Return the folder of the report of ``so-tui validate``."""
+    return state_home() / "validation"
+
+
 def probes_dir() -> Path:
     """Return the folder for the runs of ``plan --probe``, which no list shows; a failed one can be found by its path."""
     return state_home() / "probes"

@@ -17,13 +17,13 @@ def validate(arguments: argparse.Namespace) -> int:
     Returns:
         0; 1 if a measurement failed; 4 if the user stopped it, in which case the same command continues.
     """
-    from so_tui.folders import state_home
+    from so_tui.folders import validation_dir
     from so_tui.machine import inspect_machine
     from so_tui.validation import report as reports
     from so_tui.validation.validate import SHARED, validate
 
     machine = inspect_machine()
-    folder: Path = arguments.out or state_home() / "validation"
+    folder: Path = arguments.out or validation_dir()
     gpus = min(arguments.gpus, len(machine.gpus)) if arguments.gpus else len(machine.gpus)
     line, told = ProgressLine(shown=not arguments.quiet), ""
 

@@ -29,7 +29,7 @@ def write(folder: Path, report: Report) -> Path:
 
 def figures(report: Report) -> dict[str, str]:
     """Return the figures by the names of their files; none for what was not measured."""
-    found, drawn = _timed(report), {}
+    found, drawn = timed(report), {}
     if found:
         rows = [Bar(outcome.title, (result.useful_tokens_per_s,)) for outcome, result in found]
         drawn["tokens.svg"] = bars("useful tokens per second", ("measured",), rows, "tokens/s")
@@ -47,7 +47,7 @@ def figures(report: Report) -> dict[str, str]:
     return drawn
 
 
-def _timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
+def timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
     """Return the training parts whose speed counts."""
     return [(outcome, result) for outcome, result in trained(report.outcomes) if not result.losses_only]
 
@@ -110,7 +110,7 @@ def _part(outcome: Outcome) -> Iterator[str]:
 
 
 def _speeds(report: Report) -> Iterator[str]:
-    found = _timed(report)
+    found = timed(report)
     if not found:
         return
     rates = {outcome.key: result.useful_tokens_per_s for outcome, result in found}
@@ -148,7 +148,7 @@ def _share(distance: float | None) -> str:
 
 
 def _plans(report: Report) -> Iterator[str]:
-    found = _timed(report)
+    found = timed(report)
     if not found:
         return
     yield from [

@@ -155,6 +155,7 @@ class MachineScreen(Page):
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
         Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
+        Binding("e", "validation", "Validation", id="validation", tooltip="What `so-tui validate` measured here, beside the plan"),
         OTHER_MACHINE,
     ]
 
@@ -216,6 +217,12 @@ class MachineScreen(Page):
     def action_distances(self) -> None:
         self._distances = not self._distances
         self._show()
+
+    def action_validation(self) -> None:
+        from so_tui.folders import validation_dir
+        from so_tui.ui.screens.validation import ValidationScreen
+
+        self.app.push_screen(ValidationScreen(validation_dir()))
 
     def action_inspect_again(self) -> None:
         self.notify("Inspecting again …")

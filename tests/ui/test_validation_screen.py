@@ -1,0 +1,51 @@
+"""The screen of a validation: what is shown of a report, also while it is written, and where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.folders import validation_dir
+from so_tui.ui.screens.validation import report_lines
+from so_tui.validation import report as reports
+from so_tui.validation.report import Outcome
+from tests.support.screen import SIZES, opened
+from tests.validation.test_report import REPORT, trained
+
+FULL = replace(
+    REPORT,
+    outcomes=(
+        *REPORT.outcomes,
+        trained("losses-gpu", (8.0, 7.0), 1.0, losses_only=True),
+        trained("losses-2", (8.0, None), 1.0, losses_only=True),
+        Outcome(key="hung", title="one that hung", estimate_s=9, state="timed-out", reason="\x1b[31mtook longer than 165 s " * 9),
+    ),
+)
+FULL = replace(FULL, agreement=reports.agreement_of(FULL.outcomes))
+
+
+@pytest.mark.parametrize("width", [40, 74, 114, 194])
+def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
+    lines = report_lines(FULL, width)
+    assert max(line.cell_length for line in lines) <= width
+    text = "\n".join(line.plain for line in lines)
+    assert "took too long" in text
+    assert "no time left" in text
+    assert "not finite" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_report_is_shown_and_read_again_when_it_changes(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.press("5", "e")
+        await ui.until(lambda: "no report yet" in ui.shown("#report-status"))
+        reports.write(validation_dir(), FULL)
+        await ui.until(lambda: "parts measured" in ui.shown("#report"))
+        assert "s/step" in ui.text()
+        (validation_dir() / reports.FILE).write_text("{")
+        await ui.until(lambda: "is no report" in ui.shown("#report-status"))
+        await ui.press("escape")
+        assert ui.app.current_mode == "machine"
