@@ -57,6 +57,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+EnforcePartLimits=ALL
 SlurmdParameters=config_overrides
 SlurmdTimeout=8
 KillWait=2

@@ -113,9 +113,25 @@ def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(cluster: Clus
 
 
 def test_what_slurm_refuses_leaves_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
-    for changes in ({"slurm__partition": "absent"}, {"slurm__partition": "strict", "slurm__options": '["--gres=gpu:1"]'}):
-        with pytest.raises(SlurmError):
+    with pytest.raises(SlurmError, match="not allowed here"):  # the site's own rule, in its words
+        submit(tmp_path, slurm__partition="strict", slurm__options='["--gres=gpu:1"]')
+    refused = {}
+    for changes in (
+        {"slurm__partition": "strct"},
+        {"slurm__time_limit": "2-00:00:00"},
+        {"slurm__constraint": "absent"},
+        {"slurm__options": '["--mem=900T"]'},
+    ):
+        with pytest.raises(InputError) as caught:
             submit(tmp_path, **changes)
+        (problem,) = caught.value.problems
+        refused[problem.code] = problem.field
+    assert refused == {
+        "slurm-partition": "slurm.partition",
+        "slurm-time-limit": "slurm.time_limit",
+        "slurm-constraint": "slurm.constraint",
+        "slurm-nodes": "gpus",
+    }
     assert list(tmp_path.glob("*/spec.json")) == []
 
 

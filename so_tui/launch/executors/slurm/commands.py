@@ -13,13 +13,15 @@ from datetime import datetime
 from msgspec import Struct
 
 from so_tui.spec import SoTuiError
-from so_tui.trust.printable import brief_line, quoted
+from so_tui.trust.printable import brief_line, brief_message, quoted
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 20.0
 _AGAIN_S = 60.0
 _SUBMITTED = re.compile(r"([0-9]{1,12})(;.*)?")
 """The number of the job, and the cluster if there are several."""
+_PREFIX = re.compile(r"^s[a-z]+: (error|fatal): ")
+"""What Slurm's commands write before each line of an error."""
 _QUEUE = "%i|%T|%r|%S|%N|%Z"
 _ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,WorkDir"
 _CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -31,6 +33,18 @@ _NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
 
 class SlurmError(SoTuiError):
     """A command of Slurm is missing, failed, or did not answer in time."""
+
+
+class RefusedError(SlurmError):
+    """Slurm refused what a command asked for.
+
+    Attributes:
+        lines: Why, in Slurm's words and those of the site's own rules.
+    """
+
+    def __init__(self, command: str, lines: Sequence[str]) -> None:
+        self.lines = tuple(lines)
+        super().__init__(f"{command} refused: {brief_message('. '.join(lines))}")
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -161,6 +175,6 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise SlurmError(f"{argv[0]} refused: {said}")
+        lines = [_PREFIX.sub("", line).strip() for line in done.stderr.splitlines() if line.strip()]
+        raise RefusedError(argv[0], lines or [f"exit code {done.returncode}"])
     return done.stdout

@@ -23,6 +23,7 @@ from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError
 from so_tui.launch.executors.slurm.queue import queue
+from so_tui.launch.executors.slurm.refusals import explained
 from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s
 from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
 from so_tui.launch.hub_cache import not_cached
@@ -100,8 +101,7 @@ class SlurmExecutor:
         )
         before, queued = _enter_queue(run, attempt, script, submission, assume_dead=launch.assume_dead)
         try:
-            environment = {**os.environ, TOKEN_VARIABLE: token}
-            job_id = commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
+            job_id = _submitted(run, attempt, token, plan.spec)
         except BaseException:
             if read_state(run) == queued:  # sbatch may have failed to say that it succeeded, and the job may have started
                 write_state(run, before)
@@ -198,6 +198,15 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
 def write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+
+
+def _submitted(run: RunDirectory, attempt: int, token: str, spec: RunSpec) -> str:
+    """Submit an attempt's script and return the job's id. Raises InputError with the codes of ``refusals``, or SlurmError."""
+    environment = {**os.environ, TOKEN_VARIABLE: token}
+    try:
+        return commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
+    except SlurmError as error:
+        raise explained(error, spec) from error
 
 
 def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool) -> tuple[RunState, RunState]:

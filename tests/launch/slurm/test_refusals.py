@@ -1,0 +1,95 @@
+"""Submissions that Slurm refuses, with what Slurm 22.05 and 24.11 print; tests/slurm has the real one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import RefusedError, SlurmError
+from so_tui.launch.executors.slurm.refusals import explained
+from so_tui.spec import InputError, Problem
+from tests.support.launching import tiny
+
+SPEC = tiny(slurm__partition="gh-dv", slurm__account="mine", slurm__qos="fast", slurm__time_limit="48:00:00", slurm__constraint="gh")
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of commands that stand for Slurm's."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    installed(tmp_path, "sinfo", "printf 'gh*\\ngh-dev\\n'")
+    return tmp_path
+
+
+def installed(folder: Path, name: str, lines: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(stat.S_IRWXU)
+
+
+def refused(slurm: Path, printed: str) -> InputError | SlurmError:
+    (slurm / "printed").write_text(printed)
+    installed(slurm, "sbatch", f"cat {slurm}/printed >&2; exit 1")
+    with pytest.raises(SlurmError) as caught:
+        commands.submit("job.sh", "/", os.environ)
+    return explained(caught.value, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "field", "value"),
+    [
+        (f"{FAILED}Invalid account or account/partition combination specified\n", "slurm-account", "slurm.account", "mine"),
+        (
+            f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}Invalid partition name specified\n",
+            "slurm-partition",
+            "slurm.partition",
+            "gh-dv",
+        ),
+        (f"{FAILED}Invalid qos specification\n", "slurm-qos", "slurm.qos", "fast"),
+        (f"{FAILED}Invalid feature specification\n", "slurm-constraint", "slurm.constraint", "gh"),
+        (
+            f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)\n",
+            "slurm-time-limit",
+            "slurm.time_limit",
+            "48:00:00",
+        ),
+        (
+            f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
+            "slurm-limit",
+            "slurm.qos",
+            "fast",
+        ),
+        (f"{FAILED}Requested node configuration is not available\n", "slurm-nodes", "gpus", "2"),
+    ],
+)
+def test_a_refusal_names_the_key_that_caused_it(printed: str, code: str, field: str, value: str, slurm: Path) -> None:
+    error = refused(slurm, printed)
+    assert isinstance(error, InputError)
+    (problem,) = error.problems
+    assert (problem.code, problem.field, problem.value) == (code, field, value)
+    assert "sbatch: error" not in problem.message
+    assert problem.remedy
+
+
+def test_a_misspelt_partition_is_recognised(slurm: Path) -> None:
+    assert "gh-dev" in problem_of(refused(slurm, f"{FAILED}Invalid partition name specified\n")).remedy
+    installed(slurm, "sinfo", "exit 1")
+    assert problem_of(refused(slurm, f"{FAILED}Invalid partition name specified\n")).remedy
+
+
+def problem_of(error: InputError | SlurmError) -> Problem:
+    assert isinstance(error, InputError)
+    return error.problems[0]
+
+
+def test_a_sites_own_words_are_shown_as_they_are(slurm: Path) -> None:
+    error = refused(slurm, f"sbatch: error: Use ibrun.\x1b[2J\n\nsbatch: error: No --mem here\n{FAILED}Invalid qos specification\n")
+    assert isinstance(error, RefusedError)
+    assert error.lines == ("Use ibrun.\x1b[2J", "No --mem here", "Batch job submission failed: Invalid qos specification")
+    assert "No --mem here" in str(error)
+    assert str(error).isprintable()
