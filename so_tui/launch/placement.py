@@ -10,12 +10,11 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from so_tui.machine.resctrl import read_groups, resctrl_mount
 from so_tui.machine.system_files import SystemFiles
-from so_tui.plan.types import RankBinding
 from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import Process
 
@@ -94,14 +93,14 @@ def _nice(process: Process) -> int:
     return 0
 
 
-def misplaced(placement: RankPlacement, binding: RankBinding) -> bool:
-    """Return whether a rank's processes may run on other cores than were planned for it, or not on all of them."""
-    return {*placement.cpus, *placement.adam_cpus} != set(binding.cpus)
+def misplaced(placement: RankPlacement, cpus: Collection[int]) -> bool:
+    """Return whether a rank's processes may run on other cores than these, which were planned for it, or not on all of them."""
+    return {*placement.cpus, *placement.adam_cpus} != set(cpus)
 
 
-def share_on_node(placement: RankPlacement, binding: RankBinding) -> float | None:
-    """Return the share of a rank's memory that is on the nodes planned for it; None where any node will do, or nothing is known."""
+def share_on_nodes(placement: RankPlacement, nodes: Collection[int]) -> float | None:
+    """Return the share of a rank's memory that is on these nodes; None if there are none, so that any will do, or nothing is known."""
     total = sum(placement.node_bytes.values())
-    if not binding.memory_policy.nodes:
+    if not nodes:
         return 1.0 if total and len(placement.node_bytes) == 1 else None
-    return sum(placement.node_bytes.get(node, 0) for node in binding.memory_policy.nodes) / total if total else None
+    return sum(placement.node_bytes.get(node, 0) for node in nodes) / total if total else None

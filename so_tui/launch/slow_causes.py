@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.launch.placement import misplaced, share_on_node
+from so_tui.launch.placement import misplaced, share_on_nodes
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan, PlannedRates, RankBinding, StepTime
 from so_tui.runs.placement import RankPlacement
@@ -112,9 +112,9 @@ def _causes(measured: Measured, planned: Planned) -> Iterator[Cause]:
 
     bound = {binding.rank: binding for binding in planned.binding}
     placed = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
-    if elsewhere := [place.rank for place, binding in placed if misplaced(place, binding)]:
+    if elsewhere := [place.rank for place, binding in placed if misplaced(place, binding.cpus)]:
         yield cause("binding", compute_excess_s, float(len(elsewhere)), 0.0, rank=elsewhere[0])
-    shares = [(share, place.rank) for place, binding in placed if (share := share_on_node(place, binding)) is not None]
+    shares = [(share, place.rank) for place, binding in placed if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None]
     if shares and (worst := min(shares))[0] < LEAST_OWN_SHARE:
         yield cause("memory-node", compute_excess_s, worst[0], 1.0, rank=worst[1])
     if (taken := measured.foreign_share) >= _LEAST_FOREIGN_SHARE:

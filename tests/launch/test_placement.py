@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.placement import IDLE_NICE, misplaced, node_bytes, read_placements, share_on_node
+from so_tui.launch.placement import IDLE_NICE, misplaced, node_bytes, read_placements, share_on_nodes
 from so_tui.plan.binding import bind_ranks
 from so_tui.runs.liveness import identify
 from so_tui.runs.placement import RankPlacement
@@ -35,20 +35,19 @@ def test_memory_by_node_counts_shared_memory_and_leaves_out_files() -> None:
 
 
 def test_cores_other_than_planned_or_fewer_are_misplaced() -> None:
-    assert not misplaced(RIGHT, BINDING)
-    assert not misplaced(replace(RIGHT, cpus=BINDING.cpus, adam_cpus=()), BINDING)  # while it loads, before there is a worker
-    assert misplaced(replace(RIGHT, adam_cpus=BINDING.main_cpus), BINDING)
-    assert misplaced(replace(RIGHT, cpus=(*BINDING.main_cpus, 0)), BINDING)
+    assert not misplaced(RIGHT, BINDING.cpus)
+    assert not misplaced(replace(RIGHT, cpus=BINDING.cpus, adam_cpus=()), BINDING.cpus)  # while it loads, before there is a worker
+    assert misplaced(replace(RIGHT, adam_cpus=BINDING.main_cpus), BINDING.cpus)
+    assert misplaced(replace(RIGHT, cpus=(*BINDING.main_cpus, 0)), BINDING.cpus)
 
 
 def test_the_share_of_memory_on_the_right_node() -> None:
     assert BINDING.memory_policy.nodes == (1,)
-    assert share_on_node(RIGHT, BINDING) == 0.99
-    assert share_on_node(replace(RIGHT, node_bytes={0: 5}), BINDING) == 0.0
-    assert share_on_node(replace(RIGHT, node_bytes={}), BINDING) is None
-    anywhere = replace(BINDING, memory_policy=replace(BINDING.memory_policy, mode="default", nodes=()))
-    assert share_on_node(RIGHT, anywhere) is None
-    assert share_on_node(replace(RIGHT, node_bytes={0: 5}), anywhere) == 1.0  # a host with one node
+    assert share_on_nodes(RIGHT, (1,)) == 0.99
+    assert share_on_nodes(replace(RIGHT, node_bytes={0: 5}), (1,)) == 0.0
+    assert share_on_nodes(replace(RIGHT, node_bytes={}), (1,)) is None
+    assert share_on_nodes(RIGHT, ()) is None  # any node will do
+    assert share_on_nodes(replace(RIGHT, node_bytes={0: 5}), ()) == 1.0  # a host with one node
 
 
 @pytest.fixture

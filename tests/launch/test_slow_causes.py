@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import get_args
 
@@ -175,6 +176,21 @@ def test_a_slow_run_says_so_with_its_cause_and_stops_when_it_is_over() -> None:
 @pytest.mark.parametrize("moment_s", [10, 30, 55])
 def test_a_moment_is_no_slowdown(moment_s: float) -> None:
     assert not any(watch(lasting((900, 3.0), (moment_s, 9.0), (900, 3.1), (moment_s, 9.0), (300, 3.0)), run_cpu_s=20.0))
+
+
+def test_an_hour_of_ordinary_noise_is_no_slowdown() -> None:
+    """Steps vary by a tenth, one of twenty takes three times as long, and twice the host is busy for half a minute."""
+    chance = random.Random(11)
+
+    def steps() -> Iterator[tuple[float, float]]:
+        now = 0.0
+        while now < 3600:
+            busy = 1000 < now < 1030 or 2500 < now < 2530
+            step_s = 3.0 * chance.gauss(1.03, 0.1) * (3.0 if busy or chance.random() < 0.05 else 1.0)
+            now += step_s
+            yield now, step_s
+
+    assert not any(watch(steps(), run_cpu_s=40.0))
 
 
 def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:

@@ -84,27 +84,41 @@ async def test_ranks_elsewhere_are_named_first_however_small_the_screen(run: Run
     assert "so-tui-main + so-tui-adam  nice 19" in lines[2]
 
 
-async def test_a_binding_that_failed_is_shown_before_the_first_sample_of_it(run: RunDirectory, runs_dir: Path) -> None:
-    writer = MetricsWriter(run, 1)
+def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> None:
+    """Write what a rank reported after it was bound to cores 0 to 3."""
     report = RankBindingReport(
-        rank=3,
-        host=MACHINE.hostname,
+        rank=rank,
+        host=host,
         pid=1,
         gpu=3,
         found_cpus=(0,),
-        cpus=(0,),
+        cpus=(0, 1, 2, 3),
         main_cpus=(0,),
-        adam_cpus=(),
+        adam_cpus=(1, 2, 3),
         found_memory_policy="default",
         memory_policy="default",
         corrected=False,
-        problem=f"cannot run on cores 216-287 {HOSTILE}",
+        problem=problem,
     )
+    writer = MetricsWriter(run, 1)
     writer.append(BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
     writer.close()
+
+
+async def test_a_binding_that_failed_is_shown_before_the_first_sample_of_it(run: RunDirectory, runs_dir: Path) -> None:
+    write_report(run, 3, MACHINE.hostname, f"cannot run on cores 216-287 {HOSTILE}")
     lines = await panel_of(run, runs_dir, (120, 36))
     assert lines[0].startswith("✗ rank 3")
     assert not unsafe(lines[0])
+
+
+async def test_ranks_of_other_hosts_should_stay_where_they_were_bound(run: RunDirectory, runs_dir: Path) -> None:
+    write_report(run, 7, "another")
+    write_placement(run, *map(placed, PLAN.binding), RankPlacement(rank=7, cpus=(0,), adam_cpus=(1,)))
+    lines = await panel_of(run, runs_dir, (120, 36))
+    assert lines[0].startswith("✗ rank 7 · GPU 3")
+    assert "0-3" in lines[0]
+    assert lines[1].startswith("✓ 4 ranks")
 
 
 CAUSES = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from so_tui.launch.placement import IDLE_NICE, misplaced, share_on_node
+from so_tui.launch.placement import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.launch.slow_causes import LEAST_OWN_SHARE
 from so_tui.machine.cpulist import cpu_ranges
-from so_tui.plan.types import RankBinding
 from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import RankBindingReport
 from so_tui.ui.follow import Snapshot
@@ -38,51 +38,63 @@ class PlacementPanel(StyledLines):
         return self.rows if self.display else 0
 
 
+class _Planned(NamedTuple):
+    """Where a rank should be."""
+
+    name: str
+    cpus: tuple[int, ...]
+    nodes: tuple[int, ...]
+    """Empty where any NUMA node will do, or only another host's plan knows."""
+
+
 def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     """Return the lines about the placement of ranks, those with problems first."""
-    bound = {binding.rank: binding for binding in snapshot.plan.binding} if snapshot.plan is not None else {}
     reports = {report.rank: report for report in snapshot.binding.ranks} if snapshot.binding is not None else {}
     placed = {place.rank: place for place in snapshot.placement}
     wrong: list[Content] = []
     right: list[Content] = []
     shares: list[float] = []
-    for rank, binding in bound.items():
+    for rank, planned in _planned(snapshot).items():
         place, report = placed.get(rank), reports.get(rank)
-        problems = list(_problems(place, binding, report))
-        if problems:
-            wrong.append(Content.assemble((f"✗ {_name(binding)}  ", "$error"), "; ".join(problems)))
+        if problems := list(_problems(place, planned, report)):
+            wrong.append(Content.assemble((f"✗ {planned.name}  ", "$error"), "; ".join(problems)))
         elif place is not None:
-            right.append(_line(place, binding))
-            shares += [share] if (share := share_on_node(place, binding)) is not None else []
-    if height >= ROOMY_ROWS or not right:
+            right.append(_line(place, planned))
+            shares += [share] if (share := share_on_nodes(place, planned.nodes)) is not None else []
+    if not right or (height >= ROOMY_ROWS and len(wrong) + len(right) <= MOST_ROWS):
         return wrong + right
     if height < FEW_ROWS:
         return wrong
     on_node = f", {percent(min(shares))} or more of their memory on their nodes" if shares else ""
-    return [*wrong, Content.styled(f"✓ {plural(len(right), 'rank')} on the planned cores{on_node}", "$faint")]
+    good = Content.styled(f"✓ {plural(len(right), 'rank')} on the planned cores{on_node}", "$faint")
+    return [*wrong[: MOST_ROWS - 1], good]
 
 
-def _problems(place: RankPlacement | None, binding: RankBinding, report: RankBindingReport | None) -> Iterator[str]:
+def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
+    """Return where each rank should be: those of the plan, and those of other hosts, as they reported after they were bound."""
+    reports = snapshot.binding.ranks if snapshot.binding is not None else ()
+    bound = snapshot.plan.binding if snapshot.plan is not None else ()
+    found = {report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, ()) for report in reports}
+    return found | {each.rank: _Planned(_name(each.rank, each.gpu), each.cpus, each.memory_policy.nodes) for each in bound}
+
+
+def _problems(place: RankPlacement | None, planned: _Planned, report: RankBindingReport | None) -> Iterator[str]:
     if report is not None and report.problem:
         yield f"could not be bound: {brief_message(report.problem)}"
     if place is None:
         return
-    if misplaced(place, binding):
-        yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(binding.cpus)}"
-    share = share_on_node(place, binding)
+    if misplaced(place, planned.cpus):
+        yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(planned.cpus)}"
+    share = share_on_nodes(place, planned.nodes)
     if share is not None and share < LEAST_OWN_SHARE:
-        own, others = _listed(binding.memory_policy.nodes), _listed(_others(place, binding))
-        yield f"{percent(share)} of its memory is on node {own}, the rest on {others}"
+        others = {node for node, size in place.node_bytes.items() if size and node not in planned.nodes}
+        yield f"{percent(share)} of its memory is on node {_listed(planned.nodes)}, the rest on {_listed(others)}"
 
 
-def _others(place: RankPlacement, binding: RankBinding) -> set[int]:
-    return {node for node, size in place.node_bytes.items() if size and node not in binding.memory_policy.nodes}
-
-
-def _line(place: RankPlacement, binding: RankBinding) -> Content:
+def _line(place: RankPlacement, planned: _Planned) -> Content:
     """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
     cores = f"main cores {_listed(place.cpus)}, Adam {_listed(place.adam_cpus)}" if place.adam_cpus else f"cores {_listed(place.cpus)}"
-    parts: list[tuple[str, str] | str] = [(f"✓ {_name(binding)}  ", "$faint"), cores]
+    parts: list[tuple[str, str] | str] = [(f"✓ {planned.name}  ", "$faint"), cores]
     if place.node_bytes:
         node = max(place.node_bytes, key=lambda node: place.node_bytes[node])
         share = place.node_bytes[node] / max(1, sum(place.node_bytes.values()))
@@ -99,8 +111,8 @@ def _group(name: str) -> str:
     return "-".join(name.split("-", 3)[:3]) if name.startswith("so-tui-") else name
 
 
-def _name(binding: RankBinding) -> str:
-    return f"rank {binding.rank}" + ("" if binding.gpu is None else f" · GPU {binding.gpu}")
+def _name(rank: int, gpu: int | None) -> str:
+    return f"rank {rank}" + ("" if gpu is None else f" · GPU {gpu}")
 
 
 def _listed(numbers: set[int] | tuple[int, ...]) -> str:
