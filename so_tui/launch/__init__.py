@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from so_tui.launch.attaching import ensure_supervised
     from so_tui.launch.checks import missing_inputs, preflight, writable
     from so_tui.launch.current import current_state
     from so_tui.launch.helpers import ToolError, call_tool, stream_tool
-    from so_tui.launch.lifecycle import ensure_supervised, resume, start, stop
+    from so_tui.launch.lifecycle import resume, start, stop
     from so_tui.launch.places import machine_of
     from so_tui.launch.preparation import Launch, launch_of, prepare, prepare_resume, preview
     from so_tui.launch.processes import OwnProcesses
@@ -41,7 +42,8 @@ _MODULES = {
     "current": ("current_state",),
     "places": ("machine_of",),
     "helpers": ("ToolError", "call_tool", "stream_tool"),
-    "lifecycle": ("ensure_supervised", "resume", "start", "stop"),
+    "attaching": ("ensure_supervised",),
+    "lifecycle": ("resume", "start", "stop"),
     "checks": ("missing_inputs", "preflight", "writable"),
     "preparation": ("Launch", "launch_of", "prepare", "prepare_resume", "preview"),
     "processes": ("OwnProcesses",),

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from so_tui.launch.attaching import ensure_supervised
 from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import checks_elsewhere, quick_checks
 from so_tui.launch.current import current_state, newest_attempt, record
 from so_tui.launch.executors import Executor, SupervisorHandle, executor_of, executor_of_attempt
-from so_tui.launch.executors.local import LocalExecutor, supervisor_log
-from so_tui.launch.marker import markers
+from so_tui.launch.executors.local import supervisor_log
 from so_tui.launch.preparation import Launch
-from so_tui.launch.processes import OwnProcesses
 from so_tui.launch.shutdown import request_stop
 from so_tui.launch.starter import new_token, record_token
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
@@ -27,11 +26,10 @@ from so_tui.machine.types import Machine
 from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.ended import ended_state, record_end
-from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.listing import create_run
-from so_tui.runs.liveness import HeartbeatWatch, supervised
+from so_tui.runs.liveness import HeartbeatWatch
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.own import not_own, refuse_unless_own
+from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state, write_last_state, write_spec
@@ -166,28 +164,6 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
         )
         write_last_state(run, state)
     return state
-
-
-def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = None) -> bool:
-    """Attach a new supervisor if the run's has died on this host and processes of the run still live. Return whether one was started.
-
-    Only for a run of this user: what belongs to another user, or can be changed by one, is only read. Nothing of the run is started.
-    Concurrent callers are safe: of several new supervisors, the one that gets the lock stays.
-
-    Args:
-        run: Any run.
-        own_processes: Shared by calls for many runs, so that /proc is read once.
-    """
-    with contextlib.suppress(InputError):  # no readable state, so there is nothing to attach to
-        state = read_state(run)
-        if state.state in FINAL_STATES or not sees_processes_of(this_host(), host_of(state)) or supervised(state):
-            return False
-        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
-            return False
-        with contextlib.suppress(OSError):  # a full disk: the next call tries again
-            LocalExecutor().attach(run, state.attempt)
-            return True
-    return False
 
 
 def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Executor) -> None:

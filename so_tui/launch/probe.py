@@ -12,7 +12,8 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.launch.lifecycle import ensure_supervised, start, stop
+from so_tui.launch.attaching import ensure_supervised
+from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.preparation import Launch
 from so_tui.launch.shutdown import request_stop
 from so_tui.machine.types import Machine

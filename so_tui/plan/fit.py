@@ -26,17 +26,11 @@ from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, reso
 from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
-from so_tui.plan.types import PlannedRates, StepTime, Verdict
+from so_tui.plan.types import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.spec.types import RunSpec
 from so_tui.units import memory_size
 
-GPU_MARGIN = 0.08
-"""Share of a GPU's memory that stays free in a plan that ``fits``."""
-HOST_MARGIN = 0.06
-"""The same for host memory, beyond what the operating system needs."""
-TIGHT_MARGIN = 0.015
-"""Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
 _ANY_DATA = Workload()
 
 

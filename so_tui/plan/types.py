@@ -34,6 +34,12 @@ __all__ = [
 ]
 
 Verdict = Literal["fits", "tight", "does not fit"]
+GPU_MARGIN = 0.08
+"""Share of a GPU's memory that stays free in a plan that ``fits``."""
+HOST_MARGIN = 0.06
+"""The same for host memory, beyond what the operating system needs."""
+TIGHT_MARGIN = 0.015
+"""Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
 
 
 class MemoryPolicy(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -160,8 +160,8 @@ class RunReader:
         """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
         return self.metrics.recent(count)
 
-    def sample_history(self, host: str, first: float, last: float, rows: int) -> tuple[Rollup, ...]:
-        """Return the load of a host between two times, oldest first, in about ``rows`` rows. Raises OSError."""
+    def sample_history(self, host: str, first: float, last: float, rows: int) -> Iterator[Rollup]:
+        """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises OSError."""
         return self._sample_reader(host).history(first, last, rows)
 
     def _poll_samples(self) -> dict[str, tuple[Sample, ...]]:

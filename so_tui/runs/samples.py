@@ -8,9 +8,8 @@ sample, twice that per roll-up) they cover at least 2 hours, 9 hours, 2 days and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -18,9 +17,7 @@ from so_tui.runs.codec import decode_rollup, decode_sample, encode_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Rollup, Sample
 from so_tui.runs.rollup import roll_up, single
-from so_tui.runs.segments import MEBIBYTE, SegmentWriter, read_lines, segments
-
-R = TypeVar("R", Rollup, Sample)
+from so_tui.runs.segments import MEBIBYTE, SegmentWriter, read_lines, read_span, segments
 
 _FIRST_LINE_BYTES = 1 << 13
 
@@ -129,13 +126,13 @@ class SampleReader:
             if number > self._number:
                 self._number, self._offset = number, 0
             lines, self._offset = read_lines(path, self._offset, limit_bytes)
-            found += _decoded(lines, decode_sample)
+            found += [sample for line in lines if (sample := decode_sample(line)) is not None]
             if sum(map(len, lines)) >= limit_bytes // 2:
                 break
         return tuple(found)
 
-    def history(self, first: float, last: float, rows: int) -> tuple[Rollup, ...]:
-        """Return roll-ups between two times, oldest first.
+    def history(self, first: float, last: float, rows: int) -> Iterator[Rollup]:
+        """Yield roll-ups between two times, oldest first. They are read on the way: thousands would take a lot of memory.
 
         They come from the coarsest resolution with enough rows. Times that it does not cover come from coarser resolutions (too old) or
         finer ones (too new). A single sample becomes a roll-up of one.
@@ -147,33 +144,37 @@ class SampleReader:
         """
         wanted_s = (last - first) / max(1, rows)
         level = max((i for i, resolution in enumerate(self._resolutions) if resolution.interval_s <= wanted_s), default=0)
-        found = self._rows(self._resolutions[level], first, last)
-        for resolution in self._resolutions[level + 1 :]:
-            until = found[0].mean.time - found[0].mean.interval_s if found else last
-            found = self._rows(resolution, first, until) + found
-        for resolution in reversed(self._resolutions[:level]):
-            since = math.nextafter(found[-1].mean.time, math.inf) if found else first
-            found += self._rows(resolution, since, last)
-        return tuple(found)
+        parts: list[tuple[Resolution, float]] = []
+        until = last
+        for resolution in self._resolutions[level:]:
+            parts.insert(0, (resolution, until))
+            oldest = next(self._rows(resolution, first, until), None)
+            until = until if oldest is None else oldest.mean.time - oldest.mean.interval_s
+        parts += [(resolution, last) for resolution in reversed(self._resolutions[:level])]
+        since = first
+        for resolution, until in parts:
+            for row in self._rows(resolution, since, until):
+                yield row
+                since = math.nextafter(row.mean.time, math.inf)
 
-    def _rows(self, resolution: Resolution, first: float, last: float) -> list[Rollup]:
+    def _rows(self, resolution: Resolution, first: float, last: float) -> Iterator[Rollup]:
         paths = list(segments(self._folder, resolution.stem).values())
         starts = [self._start(resolution, path) for path in paths]
-        found: list[Rollup] = []
         for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
             if start <= last and next_start > first:
-                lines, _ = read_lines(path, 0, 2 * resolution.segment_bytes)
-                found += _as_rollups(resolution, lines)
-        return [row for row in found if first <= row.mean.time <= last]
+                for line in read_span(path, 0, 2 * resolution.segment_bytes):
+                    row = _as_rollup(resolution, line)
+                    if row is not None and first <= row.mean.time <= last:
+                        yield row
 
     def _start(self, resolution: Resolution, path: Path) -> float:
         """Return the time of a segment's first row; infinity if it has none yet."""
         if path not in self._starts:
             lines, _ = read_lines(path, 0, _FIRST_LINE_BYTES)
-            rows = _as_rollups(resolution, lines[:1])
-            if not rows:
+            row = _as_rollup(resolution, lines[0]) if lines else None
+            if row is None:
                 return math.inf
-            self._starts[path] = rows[0].mean.time
+            self._starts[path] = row.mean.time
         return self._starts[path]
 
 
@@ -181,9 +182,8 @@ def _bucket(part: Rollup, resolution: Resolution) -> int:
     return int(part.mean.time // resolution.interval_s)
 
 
-def _as_rollups(resolution: Resolution, lines: Iterable[bytes]) -> list[Rollup]:
-    return _decoded(lines, decode_rollup) if resolution.interval_s else [single(sample) for sample in _decoded(lines, decode_sample)]
-
-
-def _decoded(lines: Iterable[bytes], decode: Callable[[bytes], R | None]) -> list[R]:
-    return [row for line in lines if (row := decode(line)) is not None]
+def _as_rollup(resolution: Resolution, line: bytes) -> Rollup | None:
+    if resolution.interval_s:
+        return decode_rollup(line)
+    sample = decode_sample(line)
+    return None if sample is None else single(sample)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RUNS_POLL_S = 2.0
 TERMINAL_POLL_S = 5.0
 StartRun = Callable[..., "RunDirectory"]
-PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.plan", "so_tui.machine.doctor")
+PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.machine.doctor")
 """Packages that import their own modules. They are imported before any worker starts: of two threads that import such a package and one of
 its modules at the same time, each may wait for the other, and Python then lets one of them fail with an ImportError."""
 
@@ -73,6 +73,8 @@ class SoTuiApp(AnnouncingApp[None]):
     machine: var[Machine | None] = var(None)
     machine_file: var[str] = var("")
     """File that describes the machine that is planned for; empty for this machine."""
+    inspecting: var[bool] = var(True)
+    """Whether the machine is known or being inspected. Who only looks at a run does without: the driver's library alone takes 2 MiB."""
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
@@ -114,6 +116,7 @@ class SoTuiApp(AnnouncingApp[None]):
         setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
         super().__init__(settings)
         self.set_reactive(SoTuiApp.machine_file, machine_file)
+        self.set_reactive(SoTuiApp.inspecting, open_run is None or machine is not None)
         self.set_reactive(SoTuiApp.glyphs, self.glyphs_at_start())
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
@@ -130,11 +133,21 @@ class SoTuiApp(AnnouncingApp[None]):
     def _after_first_paint(self) -> None:
         import_packages()
         self.report_settings()
-        self.load()
+        if self.inspecting:
+            self.load()
+        else:
+            self.mode_change_signal.subscribe(self, self._load_for)
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs)
 
     # What is shared: presets, machine, runs.
+
+    def _load_for(self, mode: str) -> None:
+        """Load presets and machine for the first screen that is not the dashboard of the run that was opened."""
+        if mode != "dashboard":
+            self.mode_change_signal.unsubscribe(self)
+            self.inspecting = True
+            self.load()
 
     @work(thread=True, exclusive=True, group="load", name="load presets and machine", exit_on_error=False)
     def load(self) -> None:

@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunReader
@@ -22,6 +23,8 @@ HISTORY_ROWS = 600
 """Rows that history is asked for; it has up to ten times as many, since one resolution is ten times as fine as the next."""
 MOST_ROWS = 8000
 """Rows of a host after which its history is loaded anew in fewer: a screen may be open for weeks."""
+ROLLED_UP = 100
+"""Rows that are averaged at once: all of them would take a lot of memory."""
 BUSY = "busy_percent"
 CORES = "node.cores"
 """Wanted for the load of each core over time."""
@@ -129,6 +132,10 @@ class LoadStore:
     def clear(self) -> None:
         """Forget all samples."""
         self._loads = {}
+
+    def forget(self, host: str) -> None:
+        """Forget the samples of a host."""
+        self._loads = {key: load for key, load in self._loads.items() if key[1] != host}
 
     def append(self, host: str, sample: Sample) -> None:
         """Add a newer sample of a host."""
@@ -264,8 +271,12 @@ class Loads:
         # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0 if it is unknown.
         since = min([*([begun] if begun > 0 else []), *([start.time] if start is not None else [])], default=until)
         if until - since > 2:
-            for rollup in self._reader.sample_history(host, since, math.nextafter(until, 0), HISTORY_ROWS):
-                self._store.append(host, rollup.mean)
+            try:
+                for rollup in self._reader.sample_history(host, since, math.nextafter(until, 0), HISTORY_ROWS):
+                    self._store.append(host, rollup.mean)
+            except OSError:
+                self._store.forget(host)  # it is read again from its begin
+                raise
 
     def average(self, steps_at: array[float]) -> None:
         """Once a run has ended, average each host from the first step of its last attempt to the last step."""
@@ -276,9 +287,10 @@ class Loads:
         first = bisect_left(steps_at, start.time)
         for host in self._latest.keys() - self._means.keys():
             since = steps_at[first] if first < len(steps_at) else math.inf
-            parts = self._reader.sample_history(host, since, latest.time, HISTORY_ROWS) if since < latest.time else ()
-            if parts:
-                self._means[host] = roll_up(parts).mean
+            parts = self._reader.sample_history(host, since, latest.time, HISTORY_ROWS) if since < latest.time else iter(())
+            some = [roll_up(chunk) for chunk in iter(lambda: list(islice(parts, ROLLED_UP)), [])]  # noqa: B023 - called before the next host
+            if some:
+                self._means[host] = roll_up(some).mean
 
     def nodes(self, machine: Machine | None) -> tuple[NodeView, ...]:
         """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""

@@ -48,7 +48,7 @@ class TopLine(Widget):
         super().__init__()
 
     def on_mount(self) -> None:
-        for name in ("machine", "machine_file", "doctor_line", "starting"):
+        for name in ("machine", "inspecting", "machine_file", "doctor_line", "starting"):
             self.watch(self.app, name, self._changed, init=False)
         self.watch(self.app, "runs", self._count)
 
@@ -70,7 +70,7 @@ class TopLine(Widget):
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
-            left += Content.styled("  inspecting this machine …", "$faint")
+            left += Content.styled("  inspecting this machine …" if app.inspecting else "", "$faint")
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:

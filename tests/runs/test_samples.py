@@ -76,7 +76,7 @@ def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> Non
     assert largest <= sum(resolution.cap_bytes for resolution in SMALL)
     reader = SampleReader(run, "node1", resolutions=SMALL)
     for rows in (20, 100, 2000):
-        history = reader.history(BEGIN, BEGIN + hours * 3600, rows)
+        history = list(reader.history(BEGIN, BEGIN + hours * 3600, rows))
         times = [row.mean.time for row in history]
         assert times == sorted(set(times))
         assert min(rows, 30) <= len(history) < 1500
@@ -158,7 +158,7 @@ def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
         if attempt == 2:
             writer.close()  # the first one was killed
     reader = SampleReader(run, "node1", resolutions=SMALL)
-    assert len(reader.history(BEGIN, BEGIN + 100, 100)) == 50
+    assert len(list(reader.history(BEGIN, BEGIN + 100, 100))) == 50
     assert {row.mean.attempt for row in reader.history(BEGIN, BEGIN + 100, 5)} == {1, 2}
 
 
@@ -177,4 +177,4 @@ def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None
 
 
 def test_no_samples_is_no_history(run: RunDirectory) -> None:
-    assert RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10) == ()
+    assert not list(RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10))

@@ -154,7 +154,7 @@ def read_all(run: RunDirectory) -> None:
             continue
         reader.recent(100)
         for host in reader.hosts:
-            reader.sample_history(host, 0.0, 1e10, 50)
+            list(reader.sample_history(host, 0.0, 1e10, 50))
 
 
 def test_presets_as_trees(tmp_path: Path) -> None:

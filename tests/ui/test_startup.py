@@ -114,3 +114,32 @@ print(bool(missing), [name for name, packages in missing if packages])
     run = create_run(tiny(), tmp_path)
     done = subprocess.run([sys.executable, "-c", code, str(run.path), str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True []"
+
+
+def test_looking_at_a_run_imports_neither_planner_nor_driver_until_another_screen_needs_them(tmp_path: Path) -> None:
+    code = """
+import asyncio, sys
+from so_tui.runs.directory import RunDirectory
+from so_tui.ui.app import SoTuiApp
+
+OTHERS = ("pynvml", "so_tui.plan.planner", "so_tui.plan.fit", "so_tui.launch.preparation", "superoffload")
+
+async def main():
+    app = SoTuiApp(runs_dir=sys.argv[2], open_run=RunDirectory(sys.argv[1]))
+    async with app.run_test() as pilot:
+        async with asyncio.timeout(20):
+            while not app.runs:
+                await asyncio.sleep(0.02)
+        await pilot.pause()
+        print([name for name in OTHERS if name in sys.modules], app.machine)
+        await pilot.press("1")
+        async with asyncio.timeout(20):
+            while app.machine is None:
+                await asyncio.sleep(0.02)
+        print(app.catalog is not None)
+
+asyncio.run(main())
+"""
+    run = create_run(tiny(), tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, str(run.path), str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[] None", "True"]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from so_tui.launch.preparation import Launch
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import Problem, RunSpec
+
+if TYPE_CHECKING:
+    from so_tui.launch.preparation import Launch
 
 
 class SupervisorHandle(Protocol):

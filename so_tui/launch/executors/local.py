@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from so_tui.launch.executors import JobStatus, SupervisorHandle
-from so_tui.launch.preparation import Launch
 from so_tui.launch.starter import TOKEN_VARIABLE
 from so_tui.runs.directory import RunDirectory
 from so_tui.spec import Problem, RunSpec
 from so_tui.trust.printable import quoted
+
+if TYPE_CHECKING:
+    from so_tui.launch.preparation import Launch
 
 _LOG = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
 
 def usage_style(share: float) -> str:
     """Return the colour of memory in use: calm, or a warning where less is free than the planner leaves free."""
-    from so_tui.plan.fit import GPU_MARGIN
+    from so_tui.plan.types import GPU_MARGIN
 
     return "$warning" if share > 1 - GPU_MARGIN else "$accent"
 

@@ -105,7 +105,7 @@ def mode_text(plan: Plan) -> str:
 
 def memory_lines(plan: Plan, width: int) -> list[Content]:
     """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
-    from so_tui.plan.fit import GPU_MARGIN, HOST_MARGIN
+    from so_tui.plan.types import GPU_MARGIN, HOST_MARGIN
 
     bar = min(28, max(8, width - LABEL - 20))
     lines: list[Content] = []
@@ -131,7 +131,7 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
 
 def _bar_line(name: str, used: int, total: int | None, width: int, margin: float) -> Content:
     """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free."""
-    from so_tui.plan.fit import TIGHT_MARGIN
+    from so_tui.plan.types import TIGHT_MARGIN
 
     label = Content.styled(f"{name:<{LABEL}}", "$faint")
     if not total:
