@@ -1,12 +1,14 @@
 """Draw the pictures of the README from a real run: train the tiny model, open the screen on it, and visit the five pages.
 
     make screenshots
+    python screenshots/make.py --run RUN --name dashboard-two-nodes     # only the dashboard, of a run that there is
 
 Everything but the pictures goes to a temporary folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -48,13 +50,28 @@ async def draw(runs_dir: Path) -> None:
     stop(run, grace_s=60)
 
 
+async def draw_dashboard(folder: Path, name: str) -> None:
+    """Save a picture of the dashboard of a run, live or ended."""
+    from so_tui.runs import RunDirectory
+    from so_tui.ui.app import SoTuiApp
+
+    app = SoTuiApp(runs_dir=folder.parent, open_run=RunDirectory(folder))
+    async with app.run_test(size=SIZES[""]) as pilot:
+        await pilot.pause(6.0)
+        app.save_screenshot(f"{name}.svg", path=str(FOLDER))
+
+
 def main() -> None:
-    """Draw all pictures."""
+    """Draw all pictures, or the one that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, metavar="RUN", help="folder of a run whose dashboard is drawn")
+    parser.add_argument("--name", default="dashboard", help="name of the picture of --run, without .svg")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="so-tui-screenshots-") as scratch:
         # The pictures must not show the settings and runs of the user who draws them, and have colours.
         os.environ.update(XDG_CONFIG_HOME=f"{scratch}/config", XDG_STATE_HOME=f"{scratch}/state", COLORTERM="truecolor")
         os.environ.pop("NO_COLOR", None)
-        asyncio.run(draw(Path(scratch) / "runs"))
+        asyncio.run(draw_dashboard(given.run.absolute(), given.name) if given.run else draw(Path(scratch) / "runs"))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,12 @@ import pytest
 
 from so_tui.plan.workload import seen
 from so_tui.spec import RunSpec
+from so_tui_trainer import training_data
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.cache import intact, read
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
+from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 
@@ -192,3 +195,10 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path
     (tmp_path / "file").write_text("")
     problem = refusal(lambda: prepare(spec_of(rows_file(tmp_path)), tmp_path / "file"))
     assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")
+
+
+def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(tmp_path: Path, single_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host")
+    with pytest.raises(TrainingError) as caught:
+        training_data.read(tiny(), single_rank, lambda _: None, lambda *_: None)
+    assert caught.value.code == "cache-not-shared"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from so_tui_trainer.data import cache, tokens
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
+from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 
 OnProgress = Callable[[str], None]
@@ -90,12 +92,19 @@ def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarnin
 
 
 def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> Documents:
-    """Tokenise on rank 0, and read on all ranks."""
+    """Tokenise on rank 0, and read on all ranks.
+
+    Raises:
+        TrainingError: This rank is on another host than rank 0 and does not see its cache (code ``cache-not-shared``).
+    """
 
     def progress(rows: int, total: int) -> None:
         on_progress(f"tokenising the data, {thousands(rows)} of {thousands(total)} rows")
 
     folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path)
+    if not folder.is_dir():
+        reason = f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}"
+        raise TrainingError("cache-not-shared", reason, "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.")
     documents = cache.read(folder, spec.data)
     for warning in documents.warnings:
         warn("data", warning, "")
