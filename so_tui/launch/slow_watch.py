@@ -36,7 +36,7 @@ class SlowWatch:
         self._machine = machine
         self._attempt = attempt
         self._window_s = window_s
-        self._seen = 0
+        self._seen = self._redone = 0
         self._undisturbed = True
         self._steps: deque[StepRecord] = deque()
         self._samples: deque[Sample] = deque()
@@ -44,7 +44,11 @@ class SlowWatch:
         self.found: Slowdown | None = None
 
     def take(self, records: Iterable[MetricRecord]) -> None:
-        """Take new records. Steps beside which a checkpoint is written, or an evaluation runs, are not compared: plans do not know them."""
+        """Take new records.
+
+        Steps beside which a checkpoint is written are not compared, nor those that were redone because the gradient norm exceeded the
+        limit: plans do not count on either.
+        """
         for record in records:
             if record.attempt != self._attempt or self._planned is None:
                 continue
@@ -52,8 +56,9 @@ class SlowWatch:
                 self._undisturbed = record.phase == "training" and not record.detail
             elif isinstance(record, StepRecord):
                 self._seen += 1
+                redone, self._redone = record.redone_steps > self._redone, record.redone_steps
                 apart = not self._steps or record.time - self._steps[-1].time >= self._window_s / _MOST_STEPS
-                if self._undisturbed and self._seen > _FIRST_STEPS and apart:
+                if self._undisturbed and not redone and self._seen > _FIRST_STEPS and apart:
                     self._steps.append(record)
 
     def sample(self, sample: Sample) -> None:

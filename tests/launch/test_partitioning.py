@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from so_tui.commands.mpam import print_mpam_script
+from so_tui.launch import prepare
+from so_tui.launch.job import Job
 from so_tui.launch.partition_script import mount_script, partition_script
 from so_tui.launch.partitioning import VARIABLE, Partitioning, remove_leftovers
 from so_tui.launch.placement import group_of
@@ -19,8 +22,9 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.partitions import partitions
 from so_tui.plan.types import RankBinding
+from so_tui.runs import create_run, new_attempt
 from so_tui.runs.host import this_host
-from so_tui.spec import InputError
+from so_tui.spec import InputError, find_preset, with_values
 from tests.support.machines import superchips
 from tests.support.sysroots import build_files
 
@@ -191,6 +195,21 @@ def test_it_can_be_switched_off_and_an_error_leaves_nothing(tmp_path: Path, monk
         refused.setattr(Path, "write_text", refusing)
         with pytest.raises(OSError, match="Invalid"):
             Partitioning(tmp_path).apply(bindings())
+    assert read_groups(files, "/sys/fs/resctrl") == {}
+
+
+@pytest.mark.usefixtures("_kernel_removes_files")
+def test_a_run_has_its_partitions_as_long_as_its_supervisor_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("so_tui.launch.job.Partitioning", partial(Partitioning, tmp_path))
+    machine = replace(superchips(1), gpus=())
+    launch = prepare(with_values(find_preset("tiny").spec, {"gpus": "1", "offload.mode": "superoffload"}), machine, force=True)
+    run = create_run(launch.spec, tmp_path / "runs")
+    job = Job(run, new_attempt(run), machine.hostname, launch)
+    job.take_over()  # as after a supervisor was killed; starting it would take its host
+    assert sorted(map(len, read_groups(files, "/sys/fs/resctrl").values())) == [8, 64]
+    job.release()
     assert read_groups(files, "/sys/fs/resctrl") == {}
 
 

@@ -122,6 +122,7 @@ def test_gpus_are_sampled() -> None:
         assert sample.busy_percent is not None
         assert sample.memory_used_bytes is not None
         assert sample.power_w is not None
+        assert (sample.clock_mhz or 0) <= (sample.clock_max_mhz or 0)
         assert sample.power_limit_w is not None
         assert sample.pcie_to_gpu_bytes_per_s is not None
         assert (sample.module_power_w is not None) <= bool(gpu.c2c)

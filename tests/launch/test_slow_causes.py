@@ -200,6 +200,16 @@ def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:
     assert not any(watch(lasting((900, 9.0)), writing, saved))
 
 
+def test_steps_that_were_redone_are_none() -> None:
+    """At the start of training, the gradient norm often exceeds its limit; half of these steps take twice as long for it."""
+    watching = SlowWatch(plan(), MACHINE, attempt=1)
+    for step, (second, _) in enumerate(lasting((900, 4.5))):
+        redone = step % 3 != 0
+        watching.take([step_record(step, time=1e9 + second, step_s=6.0 if redone else 3.0, redone_steps=step - step // 3)])
+        watching.sample(sample(second))
+        assert watching.found is None
+
+
 def test_long_steps_need_enough_of_them_and_an_unknown_plan_says_nothing() -> None:
     said = watch(lasting((60 * 40, 60.0)))
     assert next(index for index, found in enumerate(said) if found) >= LEAST_STEPS
