@@ -11,7 +11,6 @@ from so_tui.plan.partitions import Partition
 from so_tui.trust.printable import printable_line
 
 _NOT_MOUNTED = """\
-mkdir -p {mount} 2>/dev/null || true
 mount -t resctrl resctrl {mount}
 echo 'Mounted. Now run "so-tui doctor --mpam" again: it reads the limits of this hardware and prints the partitions.'"""
 

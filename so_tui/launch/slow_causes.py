@@ -19,7 +19,7 @@ from so_tui.runs.slowdown import Cause
 CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
 """From cause to effect: a load on the cores also slows Adam down, so where both explain about as much, the first is named first."""
 
-_ORDER: tuple[CauseCode, ...] = get_args(CauseCode)
+_ORDER: tuple[str, ...] = get_args(CauseCode)
 _LEAST_SHARE = 0.1
 """Share of the excess that a cause must explain to be named."""
 LEAST_OWN_SHARE = 0.9
@@ -97,11 +97,7 @@ def ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     excess_s = measured.step_s - planned.step.total_s
     found = [cause for cause in _causes(measured, planned) if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0]
     most_s = max((cause.seconds for cause in found), default=0.0)
-    return tuple(sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(_code(cause)))))
-
-
-def _code(cause: Cause) -> CauseCode:
-    return next(code for code in _ORDER if code == cause.code)
+    return tuple(sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(cause.code))))
 
 
 def _causes(measured: Measured, planned: Planned) -> Iterator[Cause]:
