@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from so_tui.launch.host_processes import GpuUse
 from so_tui.machine.types import Gpu
 from so_tui.runs.records import GpuSample
 
@@ -40,6 +41,14 @@ class GpuSampler:
         """Take a sample of each GPU."""
         return tuple(device.sample() for device in self._devices)
 
+    def processes(self) -> dict[int, GpuUse]:
+        """Return what each process that computes on the GPUs uses of them, by pid."""
+        found: dict[int, dict[int, int | None]] = {}
+        for device in self._devices:
+            for pid, size in device.processes():
+                found.setdefault(pid, {})[device.index] = size
+        return {pid: GpuUse(sizes) for pid, sizes in found.items()}
+
     def close(self) -> None:
         """Release the counters and NVML."""
         for device in self._devices:
@@ -53,7 +62,7 @@ class GpuSampler:
 class _Device:
     def __init__(self, nvml: Any, gpu: Gpu, handle: Any) -> None:
         self._nvml = nvml
-        self._index = gpu.index
+        self.index = gpu.index
         self._handle = handle
         self._traffic = _Traffic(nvml, handle, c2c=gpu.c2c is not False)
         self._clock_max_mhz = _asked(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
@@ -64,7 +73,7 @@ class _Device:
         module_w, module_limit_w = self._module_power_w()
         reasons = _asked(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         return GpuSample(
-            index=self._index,
+            index=self.index,
             busy_percent=_asked(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
             memory_used_bytes=memory.used if memory else None,
             memory_total_bytes=memory.total if memory else None,
@@ -78,6 +87,11 @@ class _Device:
             throttling=throttling(reasons or 0),
             **self._traffic.rates(),
         )
+
+    def processes(self) -> Iterator[tuple[int, int | None]]:
+        """Yield pid and memory in bytes of each process that computes."""
+        for process in _asked(self._nvml, self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ():
+            yield process.pid, process.usedGpuMemory
 
     def close(self) -> None:
         self._traffic.close()

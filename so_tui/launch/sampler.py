@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from so_tui.launch.gpu_sampler import GpuSampler
 from so_tui.launch.high_water import HighWater
+from so_tui.launch.host_processes import GpuUse
 from so_tui.launch.placement import read_placements
 from so_tui.launch.process_loads import ProcessLoads
 from so_tui.launch.processes import ProcessTree
@@ -96,6 +97,10 @@ class Sampler:
             foreign=self._foreign,
             placement=self._read_placement(now),
         )
+
+    def gpu_uses(self) -> dict[int, GpuUse]:
+        """Return what processes use of the GPUs, by pid."""
+        return self._gpus.processes()
 
     def close(self) -> None:
         """Close NVML."""

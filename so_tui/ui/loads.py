@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -126,7 +126,7 @@ class LoadStore:
 
     def __init__(self) -> None:
         self.wanted: tuple[str, ...] = ()
-        """Names of ``sampled_value`` that are kept, from the first sample on."""
+        """Names of ``sampled_value`` that are kept."""
         self._loads: dict[tuple[str, str, int], _Load] = {}
 
     def clear(self) -> None:
@@ -136,6 +136,11 @@ class LoadStore:
     def forget(self, host: str) -> None:
         """Forget the samples of a host."""
         self._loads = {key: load for key, load in self._loads.items() if key[1] != host}
+
+    def want(self, names: Iterable[str]) -> None:
+        """Keep these numbers from now on, and forget the samples so far, which lack some of them."""
+        self.wanted = tuple(dict.fromkeys(names))
+        self.clear()
 
     def append(self, host: str, sample: Sample) -> None:
         """Add a newer sample of a host."""
@@ -250,7 +255,7 @@ class Loads:
     def want(self, names: tuple[str, ...]) -> None:
         """Keep these numbers of the samples too, from the begin of the run on."""
         if not set(names) <= set(self._store.wanted):
-            self._store.wanted = names
+            self._store.want(names)
             self.restart(self._begun)
 
     def restart(self, begun: float) -> None:

@@ -13,6 +13,7 @@ from so_tui.launch.process_loads import LEAST_CORES, ProcessLoads
 from so_tui.launch.processes import ProcessTree, role_of
 from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory
 from so_tui.machine import inspect_machine
+from so_tui.runs.records import ForeignProcess
 
 STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 3\n"
 
@@ -86,19 +87,23 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
 
 
 def test_other_processes_that_compute_are_named() -> None:
-    program = "import ctypes\nctypes.CDLL(None).prctl(15, b'a (b) c')\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", program]) as child:
-        loads = ProcessLoads()
-        assert loads.read() == (), "a first reading has nothing to compare with"
-        deadline = time.monotonic() + 10
-        while not (found := [load for load in loads.read() if load.pid == child.pid]) and time.monotonic() < deadline:
-            pass
-        ours = {load.pid for load in loads.read(without={child.pid})}
-        child.kill()
+    program = "import ctypes\nctypes.CDLL(None).prctl(15, b'a (b) c')\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            loads, found = ProcessLoads(), list[ForeignProcess]()
+            assert loads.read() == (), "a first reading has nothing to compare with"
+            deadline = time.monotonic() + 10
+            while not found and time.monotonic() < deadline:
+                found = [load for load in loads.read() if load.pid == child.pid]
+            others = {load.pid for load in loads.read(without={child.pid})}
+        finally:
+            child.kill()
     assert [(load.name, load.own) for load in found] == [("a (b) c", True)]
     assert found[0].cores >= LEAST_CORES
     assert found[0].cpu in read_cpu_times()
-    assert child.pid not in ours
+    assert child.pid not in others
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sampl
 
 def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> None:
     store = LoadStore()
-    store.wanted = EVERY_NAME
+    store.want(EVERY_NAME)
     for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
         gpu = GpuSample(index=3, clock_mhz=1000 + second, power_w=650.0, power_limit_w=700.0, throttling=reasons)
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
@@ -49,7 +49,7 @@ def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> No
 
 def test_several_gpus_have_a_line_and_a_colour_each() -> None:
     store = LoadStore()
-    store.wanted = ("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s")
+    store.want(("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"))
     store.append("here", one_sample(0, *(GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9 * at) for at in range(3))))
     lines = sampled_lines(BY_KEY["c2c"], store.sampled())
     assert [name for _, name in lines] == ["to GPU GPU 0", "1", "2", "to host GPU 0", "1", "2"]

@@ -1,11 +1,22 @@
-"""The Machine screen: the host as a tree, its software, and doctor's findings."""
+"""The Machine screen: this host as it works now, the host as a tree, its software, and doctor's findings."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from textual.containers import Vertical
+from textual.widgets import Static
 
+from so_tui.launch.host_processes import GpuUse, HostProcess
+from so_tui.ui.panels.host import HostPanel, process_lines
+from so_tui.ui.screens.machine import MachineScreen
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.numa_nodes import NumaNodes
 from tests.support.screen import SIZES, opened
 
 
@@ -19,3 +30,65 @@ async def test_the_tree_shows_what_belongs_together(runs_dir: Path, size: tuple[
             assert word in tree, word
         await ui.until(lambda: ui.app.findings is not None)
         assert "deepspeed 0.19.8" in ui.shown("#software")
+        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
+
+
+@pytest.fixture
+def bound_child() -> Iterator[tuple[int, int]]:
+    """Start a process that computes on one core. Return its pid and that core."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program]) as child:
+        try:
+            yield child.pid, core
+        finally:
+            child.kill()
+
+
+def rows(nodes: NumaNodes) -> list[str]:
+    return [nodes.render_line(y).text for y in range(nodes.size.height)]
+
+
+@pytest.mark.parametrize("size", [*SIZES, (200, 50)])
+async def test_this_host_is_sampled_while_it_is_shown(runs_dir: Path, size: tuple[int, int], bound_child: tuple[int, int]) -> None:
+    pid, core = bound_child
+    async with opened(runs_dir, size, this_machine=True) as ui:
+        await ui.press("5")
+        nodes = ui.find("NumaNodes", NumaNodes)
+        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.length >= 2)
+        assert max(load for picture in nodes.pictures for load in picture.view.sample.cores) > 0
+        if len(os.sched_getaffinity(0)) > 1:
+            await ui.until(lambda: str(pid) in ui.shown("#processes").split())
+            (line,) = (line for line in ui.shown("#processes").splitlines() if line.split()[:1] == [str(pid)])
+            assert line.split()[-1] == str(core)
+        if size[1] > 24:
+            assert ui.find("HostPanel Chart", Chart).lines
+        await ui.press("h")
+        await ui.until(lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows(nodes)))
+        about = ui.find("#about", Vertical)
+        assert about.display == (size[0] >= 160), "both halves where there is room"
+        await ui.press("H")
+        await ui.until(lambda: about.display and ui.find("#tree", Static).region.area > 0)
+
+
+async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) -> None:
+    async with opened(runs_dir, this_machine=True) as ui:
+        await ui.press("5")
+        screen, nodes = ui.screen, ui.find("NumaNodes", NumaNodes)
+        assert isinstance(screen, MachineScreen)
+        await ui.until(lambda: nodes.pictures)
+        assert screen.sample_soon()
+        await ui.press("1")
+        await ui.presets()
+        assert not screen.sample_soon()
+
+
+def test_users_of_gpus_are_listed_with_what_they_use() -> None:
+    training = HostProcess(7, "pyth\x1b[2Jon", "someone", 65.25, 90 << 30, tuple(range(72)), GpuUse({0: 40 << 30, 2: None}))
+    other = HostProcess(8, "tar", "root", 1.0, None, (), None)
+    lines = process_lines([training, other], 120, 5).plain.splitlines()
+    assert len(lines) == 3
+    assert lines[1].split() == ["7", "someone", "pyth\\x1b[2Jon", "65.2", "90.0", "GiB", "0,2", "40.0", "GiB", "0-71"]
+    assert lines[2].split() == ["8", "root", "tar", "1.0"]
+    assert process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
+    assert max(map(len, process_lines([training, other], 80, 5).plain.splitlines())) <= 80

@@ -50,7 +50,7 @@ def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
 
 def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
     store = LoadStore()
-    store.wanted = (CORES,)
+    store.want((CORES,))
     for second, loads in enumerate([(10, 300), (5,), (1, 2, 3), (-4, 9)]):
         node = NodeSample(id=0, cores=loads, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0)
         sample = Sample(attempt=1, time=float(second), interval_s=1.0, nodes=(node,))

@@ -1,23 +1,47 @@
-"""The dashboard's view of the hardware: every NUMA node with its cores, memory and load over time, and every GPU."""
+"""The hardware of a run or of this host: every NUMA node with its cores, memory and load over time, and every GPU."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 
-from so_tui.ui.follow import Snapshot
+from so_tui.runs.records import BindingRecord
 from so_tui.ui.glyphs import GlyphName
-from so_tui.ui.loads import CORES, MEMORY, NodeView
+from so_tui.ui.loads import CORES, MEMORY, GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.numa_nodes import PLOTS, NodePicture, NodePlot, NumaNodes
 from so_tui.ui.widgets.rule import Rule
 from so_tui.ui.widgets.styled_lines import StyledLines
+
+
+class ShowsHosts(Protocol):
+    """What the panel needs to know of a run or of this host."""
+
+    @property
+    def nodes(self) -> tuple[NodeView, ...]:
+        """NUMA nodes with cores."""
+
+    @property
+    def gpus(self) -> tuple[GpuView, ...]:
+        """GPUs of all hosts."""
+
+    @property
+    def binding(self) -> BindingRecord | None:
+        """Which cores a run's ranks have; None without a run."""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether nodes and GPUs show means over a run's training."""
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
 
 
 class NumaPanel(Vertical):
@@ -41,16 +65,16 @@ class NumaPanel(Vertical):
         yield NumaNodes(glyphs=self._glyphs, id="nodes")
         yield StyledLines(id="gpus")
 
-    def show(self, snapshot: Snapshot, axis: Axis | None, width: int) -> None:
+    def show(self, shown: ShowsHosts, axis: Axis | None, width: int) -> None:
         """Show the nodes over ``axis``, and the GPUs in lines of ``width`` cells."""
-        self.gpus.display = bool(snapshot.gpus)
-        self.gpus.update(run_lines.gpu_lines(snapshot.gpus, width))
-        self.show_nodes(snapshot, axis)
+        self.gpus.display = bool(shown.gpus)
+        self.gpus.update(run_lines.gpu_lines(shown.gpus, width))
+        self.show_nodes(shown, axis)
 
-    def show_nodes(self, snapshot: Snapshot, axis: Axis | None) -> None:
+    def show_nodes(self, shown: ShowsHosts, axis: Axis | None) -> None:
         """Show the nodes over another axis."""
-        self.nodes.show(tuple(_picture(snapshot, node) for node in snapshot.nodes), axis)
-        self.heading.update(Content.styled(_heading(snapshot, self.nodes.plot), "$faint"))
+        self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis)
+        self.heading.update(Content.styled(_heading(shown, self.nodes.plot), "$faint"))
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -72,29 +96,30 @@ class NumaPanel(Vertical):
         self.nodes.set_plot_height(history)
 
 
-def _heading(snapshot: Snapshot, plot: NodePlot) -> str:
-    cores = sum(len(node.cpus) for node in snapshot.nodes)
+def _heading(shown: ShowsHosts, plot: NodePlot) -> str:
+    cores = sum(len(node.cpus) for node in shown.nodes)
     if not cores:
         return "NUMA   waiting for the first sample"
-    when = ", means while it trained" if snapshot.averaged else ""
-    hosts = f" of {plural(snapshot.hosts, 'host')}" if snapshot.hosts > 1 else ""
-    counted = f"{plural(len(snapshot.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
+    when = ", means while it trained" if shown.averaged else ""
+    hosts = f" of {plural(shown.hosts, 'host')}" if shown.hosts > 1 else ""
+    counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
     over_time = {"load": "", "cores": "   rows are cores over time", "memory": "   memory in use, and the file cache in it"}[plot]
-    return f"NUMA   {counted}{when}{over_time}   a cell is a core: A Adam, m main, o other"
+    cells = "   a cell is a core" + (": A Adam, m main, o other" if shown.binding is not None else "")
+    return f"NUMA   {counted}{when}{over_time}{cells}"
 
 
-def _picture(snapshot: Snapshot, node: NodeView) -> NodePicture:
+def _picture(shown: ShowsHosts, node: NodeView) -> NodePicture:
     """Join a node's load with the ranks and GPUs that are bound to it."""
-    bound = snapshot.binding.ranks if snapshot.binding is not None else ()
+    bound = shown.binding.ranks if shown.binding is not None else ()
     own = set(node.cpus)
     ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
     names = " · ".join(f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks)
     used = {rank.gpu for rank in ranks}
     return NodePicture(
         node,
-        node.host if snapshot.hosts > 1 else "",
+        node.host if shown.hosts > 1 else "",
         names,
         frozenset(cpu for rank in ranks for cpu in rank.adam_cpus),
         frozenset(cpu for rank in ranks for cpu in rank.main_cpus),
-        tuple(gpu for gpu in snapshot.gpus if gpu.host == node.host and gpu.sample.index in used),
+        tuple(gpu for gpu in shown.gpus if gpu.host == node.host and gpu.sample.index in used),
     )

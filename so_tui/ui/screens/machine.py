@@ -1,18 +1,24 @@
-"""Machine: the host as a tree, its software, and doctor's findings, worst first."""
+"""Machine: this host as it works now, the host as a tree, its software, and doctor's findings, worst first."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, ClassVar
 
+from textual import getters, work
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import Worker
 
 from so_tui.plan.binding import cpu_ranges
+from so_tui.ui.monitor import HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.panels.host import HostPanel
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import gpu_model
 from so_tui.ui.text import Content, memory, memory_of, plural
@@ -142,49 +148,138 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
     return [*lines, Content("   ".join(host)), *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
 
 
+WIDE = 160
+"""Columns from which on both halves have room beside each other."""
+SAMPLE_S = 1.0
 _MARGIN = 10
 """Columns beside a finding: padding and scroll bar."""
 
 
 class MachineScreen(Page):
     PAGE = "machine"
-    CSS_PATH = "machine.tcss"
+    CSS_PATH: ClassVar[list[str | PurePath]] = ["machine.tcss", "../panels/numa.tcss"]
     AUTO_FOCUS = "#findings"
-    HELP_TEXT = "What this host is made of, which cores and memory belong to which GPU, and what would slow down or stop a run."
+    HELP_TEXT = (
+        "What this host is made of, which cores and memory belong to which GPU, and what would slow down or stop a run. Beside it, or with "
+        "H: what it does now, its nodes and GPUs over the last ten minutes, and the processes that use GPUs or are bound to cores."
+    )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
         Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
         Binding("e", "validation", "Validation", id="validation", tooltip="What `so-tui validate` measured here, beside the plan"),
+        Binding("H", "hardware", "Hardware", id="hardware", tooltip="What this host does now, or what it is made of"),
+        *HostPanel.KEYS,
         OTHER_MACHINE,
     ]
 
+    host = getters.query_one(HostPanel)
+    about = getters.query_one("#about", Vertical)
+
     def __init__(self) -> None:
         self._distances = False
+        self._live_first = True
+        """Whether the host as it works now is shown where there is room for one half only."""
+        self._sampling: Worker[None] | None = None
+        self._due = asyncio.Event()
+        self._view: HostView | None = None
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
-        with VerticalScroll(id="machine"):
-            yield Static("inspecting this machine …", id="tree")
-            yield Rule("software", id="software-rule")
-            yield Static(id="software")
-        yield Rule("doctor", id="doctor-rule")
-        yield OptionList(id="findings", compact=True)
+        with Horizontal(id="halves"):
+            yield HostPanel(glyphs=self.app.glyphs)
+            with Vertical(id="about"):
+                with VerticalScroll(id="machine"):
+                    yield Static("inspecting this machine …", id="tree")
+                    yield Rule("software", id="software-rule")
+                    yield Static(id="software")
+                yield Rule("doctor", id="doctor-rule")
+                yield OptionList(id="findings", compact=True)
 
     def on_mount(self) -> None:
+        self._share_columns()
         self.watch(self.app, "machine", self._show)
         self.watch(self.app, "findings", self._show_findings)
+        self.set_interval(SAMPLE_S, self.sample_soon)
 
-    def on_resize(self) -> None:
+    async def on_resize(self) -> None:
+        self._share_columns()
         self._show()
         self._show_findings()
+        await self._show_host()
+
+    # This host as it works now.
+
+    @property
+    def _here(self) -> bool:
+        """Whether the machine that is shown is this host."""
+        return self.app.machine is not None and self.app.machine.live and not self.app.machine_file
+
+    def _share_columns(self) -> None:
+        """Show both halves beside each other where there is room, else one of them."""
+        both = self.size.width >= WIDE
+        self.host.display = self._here and (both or self._live_first)
+        self.about.display = both or not self.host.display
+        if self.host.display and not self.about.display and self.focused is not None:
+            self.set_focus(None)
+
+    @property
+    def _about_width(self) -> int:
+        return self.size.width // 2 if self.host.display and self.about.display else self.size.width
+
+    def sample_soon(self) -> bool:
+        """Have this host sampled if it is shown; return whether it is."""
+        machine = self.app.machine
+        if machine is None or not (self.is_current and self._here and self.host.display):
+            return False
+        self._due.set()
+        if self._sampling is None or self._sampling.is_finished:
+            self._sampling = self._sample(machine)
+        return True
+
+    @work(group="monitor", name="sample this machine", exclusive=True, exit_on_error=False)
+    async def _sample(self, machine: Machine) -> None:
+        """Sample in a thread whenever it is due. One worker takes all samples, as the dashboard's does all polls."""
+        monitor = await asyncio.to_thread(Monitor, machine)
+        self._due.clear()  # a sample covers the time since the one before: none yet
+        try:
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                self._view = await asyncio.to_thread(monitor.poll)
+                await self._show_host()
+        finally:
+            monitor.close()
+
+    async def _show_host(self) -> None:
+        if self._view is not None and self.host.display and self.host.size.width:
+            await self.host.show(self._view)
+
+    async def action_hardware(self) -> None:
+        """Show the other half where there is room for one."""
+        self._live_first = not self._live_first
+        self._share_columns()
+        self._show()
+        self._show_findings()
+        self.sample_soon()
+
+    async def action_node_plot(self) -> None:
+        self.host.numa.next_plot()
+        await self._show_host()
+
+    async def action_page(self, pages: int) -> None:
+        self.host.turn(pages)
+        await self._show_host()
+
+    # What it is made of.
 
     def _show(self) -> None:
         machine = self.app.machine
         if machine is None:
             return
+        self._share_columns()
         self.query_one("#tree", Static).update(Content("\n").join(tree_lines(machine, distances=self._distances)))
-        self.query_one("#software", Static).update(Content("\n").join(software_lines(machine, self.size.width - 4)))
+        self.query_one("#software", Static).update(Content("\n").join(software_lines(machine, self._about_width - 4)))
 
     def _show_findings(self) -> None:
         findings = self.app.findings
@@ -200,12 +295,12 @@ class MachineScreen(Page):
         )
         at = options.highlighted
         options.clear_options()
-        options.add_options([Option(finding_content(finding, self.size.width - _MARGIN)) for finding in findings])
+        options.add_options([Option(finding_content(finding, self._about_width - _MARGIN)) for finding in findings])
         options.display = bool(findings)
         self.set_class(not findings, "-nothing-found")
         if findings:
             options.highlighted = min(at or 0, len(findings) - 1)
-        elif self.focused is None or self.focused is options:
+        elif self.about.display and (self.focused is None or self.focused is options):
             self.query_one("#machine").focus()  # so that the arrow keys scroll
 
     def action_copy(self) -> None:

@@ -1,0 +1,130 @@
+"""This host as it works now: its nodes and GPUs over time, and the processes that use GPUs or are bound to cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+
+from so_tui.launch.host_processes import HostProcess
+from so_tui.plan.binding import cpu_ranges
+from so_tui.ui.chart_metrics import BY_KEY, hardware_keys
+from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
+from so_tui.ui.monitor import HostView
+from so_tui.ui.panels.numa import NumaPanel
+from so_tui.ui.text import Content, memory, shorten
+from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.widgets.rule import Rule
+from so_tui.ui.widgets.styled_lines import StyledLines
+
+CHART_WIDTH = 40
+"""Cells of a chart at least."""
+_CHART_ROWS = (9, 14)
+"""Rows of the charts, at least and at most."""
+_MOST_PLOT_ROWS = 12
+_LEAST_PROCESS_ROWS = 6
+
+
+class HostPanel(Vertical):
+    """Owns the charts and the list of processes; the nodes have a panel of their own."""
+
+    DEFAULT_CSS = """
+    HostPanel { height: 1fr; }
+    HostPanel #host-charts { height: auto; }
+    HostPanel StyledLines { text-wrap: nowrap; }
+    """
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        *NumaPanel.KEYS,
+        Binding("greater_than_sign", "page(1)", "Next page", key_display=">", show=False, id="page", tooltip="The next charts"),
+        Binding("less_than_sign", "page(-1)", "Page before", key_display="<", show=False, id="page-before", tooltip="The charts before"),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
+
+    numa = getters.query_one(NumaPanel)
+    row = getters.child_by_id("host-charts", Horizontal)
+    processes_rule = getters.child_by_id("processes-rule", Rule)
+    processes = getters.child_by_id("processes", StyledLines)
+
+    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
+        self._glyphs = glyphs
+        self._first = 0
+        """Position of the first chart among those that this host has."""
+        super().__init__(id=id)
+
+    def compose(self) -> ComposeResult:
+        yield NumaPanel(glyphs=self._glyphs)
+        yield Horizontal(id="host-charts")
+        yield Rule("processes", id="processes-rule")
+        yield StyledLines(id="processes")
+
+    async def show(self, host: HostView) -> None:
+        """Show this host as it is now."""
+        width, height = self.size
+        keys = [key for key in hardware_keys(view.sample for view in host.gpus) if key != "cores"]  # the nodes show them
+        count = min(len(keys), max(1, width // CHART_WIDTH))
+        self._first %= len(keys)
+        await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
+        self.numa.show(host, host.axis, width)
+        nodes = max(1, len(host.nodes))
+        left = height - 3 - self.numa.gpu_rows - 2 * nodes  # two rules and the axis
+        charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
+        if left - charts < nodes + _LEAST_PROCESS_ROWS:
+            charts = 0
+        plot = max(0, min(_MOST_PLOT_ROWS, (left - charts - _LEAST_PROCESS_ROWS) // nodes))
+        self.row.display, self.row.styles.height = bool(charts), charts
+        self.numa.set_rows(plot, heading=True)
+        rows = max(2, left - charts - plot * nodes)
+        self.processes_rule.update(Content.styled(_processes_heading(host.processes), "$faint"))
+        self.processes.update(process_lines(host.processes, width, rows))
+
+    async def _show_charts(self, keys: list[str], host: HostView) -> None:
+        charts = {chart.id: chart for chart in self.row.query(Chart)}
+        if list(charts) != keys:
+            await self.row.remove_children()
+            await self.row.mount_all(chart_of(BY_KEY[key], self._glyphs) for key in keys)
+            charts = {chart.id: chart for chart in self.row.query(Chart)}
+        for key in keys:
+            pairs = sampled_lines(BY_KEY[key], host.sampled)
+            marked = marked_lines(BY_KEY[key], host.sampled)
+            charts[key].show([line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked)
+
+    def turn(self, pages: int) -> None:
+        """Show other charts the next time."""
+        self._first += pages * max(1, len(self.row.query(Chart)))
+
+
+def _processes_heading(processes: tuple[HostProcess, ...]) -> str:
+    on_gpus = sum(process.gpu is not None for process in processes)
+    bound = sum(bool(process.bound) for process in processes)
+    return f"processes   {on_gpus} on GPUs, {bound} bound to cores"
+
+
+def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
+    """Return a heading and a line for each process, in at most ``rows`` lines; the last says how many are not shown."""
+    listed = tuple(processes)
+    shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
+    head = f"{'pid':>8}  {'user':<10} {'name':<15} {'cores':>6} {'memory':>10} {'GPU':>5} {'GPU memory':>11}  bound"
+    lines = [Content.styled(head[:width], "$faint"), *(_process_line(process, width) for process in shown)]
+    if len(shown) < len(listed):
+        lines.append(Content.styled(f"{'':>8}  {len(listed) - len(shown)} more", "$faint"))
+    return Content("\n").join(lines)
+
+
+def _process_line(process: HostProcess, width: int) -> Content:
+    use = process.gpu
+    on = ",".join(map(str, use.memory_bytes)) if use is not None else ""
+    used = memory(use.total_bytes) if use is not None and use.total_bytes else ""
+    resident = memory(process.memory_bytes) if process.memory_bytes is not None else ""
+    line = Content.assemble(
+        (f"{process.pid:>8}  {shorten(process.user, 10):<10} ", "$faint"),
+        (f"{shorten(process.name, 15):<15}", "bold"),
+        f" {process.cores:>6.1f} {resident:>10} ",
+        (f"{on:>5} {used:>11}", "$secondary"),
+    )
+    room = width - line.cell_length - 2
+    return line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam") if process.bound and room > 0 else line
