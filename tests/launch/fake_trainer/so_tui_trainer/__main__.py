@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--node", type=int)
     arguments = parser.parse_args()
     if "orphans" not in MANNERS:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
