@@ -1,6 +1,6 @@
 """Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
-RUN/ run.json  spec.json  state.json  notes.json
+RUN/ run.json  spec.json  state.json  notes.json  answers.json
      attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
                    node1.json plan.node1.json command.node1.json ... of the other nodes of a run on several
      metrics/  samples.<host>/  control/  checkpoints/
@@ -48,6 +48,11 @@ class RunDirectory:
     def notes_path(self) -> Path:
         """The owner's note and tags."""
         return self.path / "notes.json"
+
+    @property
+    def answers_path(self) -> Path:
+        """What the model answered to the prompts of the spec."""
+        return self.path / "answers.json"
 
     @property
     def supervisor_lock_path(self) -> Path:

@@ -360,6 +360,22 @@ class TrackingSpec(Spec, frozen=True):
     project: Annotated[str, Meta(min_length=1, description="Project on Weights & Biases.")] = "so-tui"
 
 
+class PromptsSpec(Spec, frozen=True):
+    texts: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=8000)], ...],
+        Meta(max_length=8, description="Questions that the model answers before the first step, during training and at the end."),
+    ] = ()
+    every_steps: Annotated[
+        int,
+        Meta(ge=0, description="Steps between answers to `texts`; 0 asks only at both ends.", extra={"unit": "optimizer steps"}),
+    ] = 0
+    max_tokens: Annotated[
+        int,
+        Meta(ge=1, le=512, description="Longest answer. Each token takes a forward pass of all ranks.", extra={"unit": "tokens"}),
+    ] = 48
+    temperature: Annotated[float, Meta(ge=0, le=5, description="What logits are divided by; 0 takes the most probable token.")] = 0.0
+
+
 class BenchmarkSpec(Spec, frozen=True):
     warmup_steps: Annotated[int, Meta(ge=0, description="Steps excluded from the summary.", extra={"unit": "optimizer steps"})] = 0
     measured_steps: Annotated[
@@ -425,6 +441,7 @@ class RunSpec(Spec, frozen=True, kw_only=True):
     offload: OffloadSpec = OffloadSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     tracking: TrackingSpec = TrackingSpec()
+    prompts: PromptsSpec = PromptsSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     slurm: SlurmSpec = SlurmSpec()
 

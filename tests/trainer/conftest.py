@@ -15,7 +15,7 @@ from so_tui.runs import RunDirectory, create_run
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import log, start, tiny
 from tests.support.python_path import python_path
-from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
+from tests.support.shared_run import PROMPTS, SUPEROFFLOAD, TWELVE_STEPS
 
 BROKEN_WANDB = """
 class Settings:
@@ -50,7 +50,7 @@ def _train(folder: Path) -> RunDirectory:
     (package / "__init__.py").write_text(BROKEN_WANDB)
     tracking = {"tracking__wandb": "true", "tracking__tensorboard": "true"}
     saving = {"checkpoint__every_steps": "5", "checkpoint__background": "false", "checkpoint__export": "true"}
-    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, **tracking, **saving)
+    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, **PROMPTS, **tracking, **saving)
     run = create_run(spec, folder / "runs")
     assert start(run, spec, {"PYTHONPATH": python_path(package.parent)}).wait(timeout=400) == 0, log(run)
     return run

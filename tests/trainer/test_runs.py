@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from so_tui.runs import RunDirectory, control, create_run
+from so_tui.runs.answers import read_answers
 from so_tui.runs.manifest import run_id
 from so_tui.runs.records import (
     BindingRecord,
@@ -285,3 +286,13 @@ def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -
     end = end_of(records(run))
     assert (end.state, end.code) == ("failed", "data-columns-unknown")
     assert end.suggestion
+
+
+def test_prompts_are_answered_before_during_and_after_training(finished_run: RunDirectory) -> None:
+    asked = read_answers(finished_run).asked
+    assert [each.step for each in asked] == [0, 5, 10, 12]
+    for each in asked:
+        assert [answer.prompt for answer in each.answers] == ["Which process uses a port?", "Show the disks."]
+        assert all(answer.stopped or answer.tokens == 12 for answer in each.answers)
+    assert asked[0].answers != asked[-1].answers
+    assert "'Show the disks.' -> " in log(finished_run)

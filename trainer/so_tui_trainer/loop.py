@@ -13,6 +13,7 @@ import superoffload
 from so_tui import units
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
+from so_tui.runs.answers import add_answers
 from so_tui.runs.checkpoints import checkpoints_folder
 from so_tui.runs.manifest import run_id
 from so_tui.runs.records import CheckpointRecord, PhaseRecord, StepRecord, WarningRecord
@@ -25,6 +26,7 @@ from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.metrics import Metrics, Recorder, Step
+from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.schedule import learning_rate
 from superoffload.errors import NonFiniteGradientError
@@ -68,6 +70,7 @@ class Loop:
         ranks: Ranks,
         *,
         evaluation: Evaluation | None,
+        prompts: Prompts | None,
         expected_first_loss: float | None,
     ) -> None:
         """Prepare to train from the first step.
@@ -82,11 +85,12 @@ class Loop:
             recorder: Writes records.
             ranks: The process group.
             evaluation: Held-out documents, if there are any.
+            prompts: What the model is asked during training, if anything.
             expected_first_loss: The loss of random weights; None for pretrained ones.
         """
         self.run, self.spec, self.engine, self.batches, self.data = run, plan.spec, engine, batches, data
         self.metrics, self.recorder, self.ranks = metrics, recorder, ranks
-        self.evaluation, self.expected_first_loss = evaluation, expected_first_loss
+        self.evaluation, self.prompts, self.expected_first_loss = evaluation, prompts, expected_first_loss
         self.total_steps = batches.total_steps()
         self.step = self.useful_tokens = self.trained_tokens = 0
         self.last_loss: float | None = None
@@ -111,6 +115,8 @@ class Loop:
             TrainingError: A checkpoint cannot be written, or the first loss is wrong.
         """
         stop_requested = False
+        if self.step == 0:
+            self.ask()
         with Prefetcher(self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device) as micro_batches:
             self.clock.restart()
             while self.step < self.total_steps and not stop_requested:
@@ -125,6 +131,8 @@ class Loop:
                 stop_requested = "stop" in actions
                 if self._should_evaluate(stop_requested):
                     self.evaluate()
+                if self._should_ask():
+                    self.ask()
                 self._poll_saving()
                 if self._due_step is None and ("checkpoint" in actions or self._should_save()):
                     self._due_step = self.step
@@ -203,6 +211,23 @@ class Loop:
         self._show_training()
         self._restart_clocks()
 
+    def ask(self) -> None:
+        """Have the model answer the prompts of the spec, if there are any. A disk that does not take them costs no training."""
+        if self.prompts is None:
+            return
+        self.metrics.check()
+        self._phase("training", f"answering {units.plural(len(self.prompts), 'prompt')}")
+        asked = self.prompts.ask(self.engine.module, attempt=self.recorder.attempt, step=self.step)
+        if self.ranks.first:
+            for answer in asked.answers:
+                print(f"step {asked.step}/{self.total_steps}  {answer.prompt!r} -> {answer.text!r}", flush=True)
+            try:
+                add_answers(self.run, asked)
+            except OSError as error:
+                print(f"the answers cannot be kept: {error}", flush=True)
+        self._show_training()
+        self._restart_clocks()
+
     def save(self, *, background: bool = False) -> None:
         """Write a checkpoint of the last step, unless there is one.
 
@@ -267,6 +292,10 @@ class Loop:
     def _should_evaluate(self, stop_requested: bool) -> bool:
         every = self.spec.train.evaluate_every_steps
         return self.step == self.total_steps or (bool(every) and self.step % every == 0 and not stop_requested)
+
+    def _should_ask(self) -> bool:
+        every = self.spec.prompts.every_steps
+        return self.step == self.total_steps or (bool(every) and self.step % every == 0)
 
     def _should_save(self) -> bool:
         every = self.spec.checkpoint.every_steps

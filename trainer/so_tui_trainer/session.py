@@ -44,6 +44,7 @@ from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics, Recorder
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
+from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.rounding import rounding_warnings
 from so_tui_trainer.trackers import trackers_of
@@ -261,6 +262,7 @@ class Session:
             self.recorder,
             ranks,
             evaluation=data.evaluation,
+            prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention)) if self.spec.prompts.texts else None,
             expected_first_loss=expected,
         )
 

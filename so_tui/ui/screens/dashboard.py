@@ -81,6 +81,7 @@ class DashboardScreen(ChartedPage):
             id="differences",
             tooltip="What differs from the preset's defaults",
         ),
+        Binding("p", "answers", "Prompts", show=False, id="answers", tooltip="What the model answered to the prompts of the preset"),
         Binding("y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"),
     ]
 
@@ -329,6 +330,12 @@ class DashboardScreen(ChartedPage):
     def action_differences(self) -> None:
         if self.run_shown is not None:
             run_actions.show_settings(self.app, self.run_shown)
+
+    def action_answers(self) -> None:
+        from so_tui.ui.screens.answers import AnswersScreen
+
+        if self.run_shown is not None:
+            self.app.push_screen(AnswersScreen(self.run_shown))
 
     def action_copy(self) -> None:
         if self.run_shown is not None:

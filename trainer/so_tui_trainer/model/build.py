@@ -58,34 +58,40 @@ class TrainedModel(nn.Module):
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient; detached."""
 
-    def forward(self, batch: Batch, scale: float, router_scale: float = 0.0) -> Tensor:
-        """Compute the scaled loss of a micro-batch.
+    def forward(self, batch: Batch, scale: float, router_scale: float = 0.0, *, logits: bool = False) -> Tensor:
+        """Compute the scaled loss of a micro-batch, or logits.
 
         Args:
             batch: The micro-batch.
             scale: Weight of each trained token's cross-entropy.
             router_scale: Weight of each real token's router loss, which is also multiplied by the coefficient.
+            logits: Return the logits of the batch's predictors instead, [predictors, vocabulary].
 
         Returns:
             The sum of both losses; fp32 scalar.
         """
+        if logits:
+            return self._of_hidden(batch, None)
         if self.router is None or not router_scale:
             return self._language_loss(batch, scale)
-        with self.router.watching() as logits:
+        with self.router.watching() as router_logits:
             loss = self._language_loss(batch, scale)
-        balance = router_scale * self.router(logits, batch.real)
+        balance = router_scale * self.router(router_logits, batch.real)
         self.last_router_loss = balance.detach()
         return loss + self.router.coefficient * balance
 
     def _language_loss(self, batch: Batch, scale: float) -> Tensor:
+        return self._of_hidden(batch, batch.targets, scale)
+
+    def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         hidden = self.causal.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
             **attention.arguments(batch, self.attention, self.causal.config, self.dtype),
         ).last_hidden_state
-        loss: Tensor = self.loss(hidden, batch.predictors, batch.targets, scale)
-        return loss
+        result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
+        return result
 
 
 def load_config(model: ModelSpec) -> PretrainedConfig:

@@ -25,19 +25,22 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, hidden: Tensor, predictors: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def forward(self, hidden: Tensor, predictors: Tensor, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         """Compute the scaled loss. Only trained tokens get logits.
 
         Args:
             hidden: [rows, width, size] hidden states.
             predictors: [trained] int64, indices into the flattened rows whose next token is predicted.
-            targets: [trained] int64, those next tokens.
+            targets: [trained] int64, those next tokens; None for the logits themselves.
             scale: Factor of the loss, above 0.
 
         Returns:
-            ``scale`` times the summed cross-entropy, fp32 scalar; 0 with zero gradients if there are no trained tokens.
+            ``scale`` times the summed cross-entropy, fp32 scalar; 0 with zero gradients if there are no trained tokens. Without targets
+            the logits, [predictors, vocabulary].
         """
         chosen = hidden.flatten(0, -2).index_select(0, predictors)
+        if targets is None:
+            return chosen @ self.weight.t()
         if not torch.is_grad_enabled():
             normaliser, score, _ = _normalise(chosen, self.weight, targets, save=0)
             return (normaliser - score).sum() * scale
