@@ -51,6 +51,7 @@ def main() -> int:
     elif len(machine.gpus) < RANKS:
         sys.exit(f"{machine.label} has {len(machine.gpus)} GPUs, and two nodes need one each")
     changes = {"train.steps": str(given.steps), "train.deterministic": "true", "checkpoint.at_end": "false"}
+    changes |= {"offload.mode": "superoffload"}
     spec = with_values(find_preset(given.preset).spec, changes)
     with tempfile.TemporaryDirectory(prefix="two-nodes.") as folder:
         one = train(with_values(spec, {"gpus": str(RANKS)}), [machine], Path(folder))

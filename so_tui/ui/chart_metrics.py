@@ -69,7 +69,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("tokens", "tokens/s", "useful tokens of all GPUs", ("useful_tokens_per_s_total",), format_value=rate, zero=True),
     Metric("mfu", "MFU", "share of the GPU's dense bf16 peak", ("mfu",), format_value=percent, zero=True),
     Metric("gpu-memory", "GPU memory", "largest reserved memory of any GPU so far", ("gpu_memory_peak_bytes",), "GiB", per=GIB, zero=True),
-    Metric("host-memory", "host memory", "of the run's processes on rank 0's host", ("host_memory_bytes",), "GiB", per=GIB, zero=True),
+    Metric("host-memory", "host memory", "of the ranks and Adam workers of all hosts", ("host_memory_bytes",), "GiB", per=GIB, zero=True),
     Metric(EVALUATIONS, "evaluation loss", "on data that is held out", smoothing="never"),
     Metric("step", "step time", "from the end of the step before", ("step_s",), "s", zero=True),
     Metric("data", "data", "waiting for the next batch", ("data_s",), "s", zero=True),
