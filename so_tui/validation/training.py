@@ -108,6 +108,9 @@ def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
             yield Part(
                 key=f"published-{ranks}", title=f"DeepSpeed's SuperOffload as published on {ranks} GPUs", ranks=ranks, published=True
             )
+    if gpus > 1:
+        for ranks in (1, 2):
+            yield _published_losses(ranks)
     for ratio in ("0.5", "0.7", "1.0"):
         yield Part(key=f"ours-{ratio}", title=f"our engine, ratio {ratio}", settings=_PLAIN | {"offload.ratio": ratio})
     for states in ("bf16-moments", "int8-moments"):
@@ -121,6 +124,13 @@ def _loss_parts(ranks: int) -> Iterator[Part]:
     if ranks == 1:
         yield Part(key="losses-gpu", title=f"tiny without offload {where}", settings=clipped | {"offload.mode": "gpu"}, losses_only=True)
     yield Part(key=f"losses-{ranks}", title=f"tiny with our engine {where}", settings=_PLAIN | clipped, ranks=ranks, losses_only=True)
+
+
+def _published_losses(ranks: int) -> Part:
+    """Return the run that shows whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt."""
+    settings = {"offload.config": "published-clipping", "train.gradient_clipping": "1"}
+    title = f"tiny with DeepSpeed's SuperOffload on {ranks} GPU{'s' * (ranks > 1)}"
+    return Part(key=f"losses-published-{ranks}", title=title, settings=settings, ranks=ranks, published=True, losses_only=True)
 
 
 def spec_of(shape: RunSpec, part: Part) -> RunSpec:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import superoffload
+from so_tui_trainer.engine_settings import engine_settings
 from superoffload import OffloadError, Progress, checkpoint
 from tests.support import engine as support
 
@@ -20,16 +21,37 @@ BEFORE, AFTER = support.batches(3), support.batches(3, seed=9)
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
+LOADS_UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+def model(seed: int) -> torch.nn.Module:
+    """The same model for a seed. The checkpoint is of seed 0; what loads it begins with other weights."""
+    torch.manual_seed(seed)
+    return support.OddModel().bfloat16()
+
+
+def ours(universal: Path) -> list[float]:
+    """Return the losses of our engine in a script of one's own, from a universal checkpoint on."""
+    run, begun = support.spec("superoffload", 0.7), model(1)
+    settings = engine_settings(run, support.binding())
+    made, *_ = superoffload.initialize(begun, support.parameter_groups(begun), settings, support.ds_config(run) | LOADS_UNIVERSAL)
+    try:
+        made.load_checkpoint(str(universal))
+        assert made.global_steps == 3
+        return support.train(made, AFTER)
+    finally:
+        superoffload.close(made)
+
+
 def deepspeeds_own(universal: Path) -> list[float]:
     """Return the losses of DeepSpeed's ZeRO-3 with its own CPU Adam, from a universal checkpoint on."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    torch.manual_seed(1)  # other weights than those of the checkpoint
-    model = support.OddModel().bfloat16()
-    config = support.ds_config(support.spec("zerooffload")) | {"checkpoint": {"load_universal": True}}
-    optimizer = DeepSpeedCPUAdam(support.parameter_groups(model), lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)
-    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    begun = model(1)
+    config = support.ds_config(support.spec("zerooffload")) | LOADS_UNIVERSAL
+    optimizer = DeepSpeedCPUAdam(support.parameter_groups(begun), lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)
+    made, *_ = deepspeed.initialize(model=begun, optimizer=optimizer, config=config)
     try:
         made.load_checkpoint(str(universal))
         return support.train(made, AFTER)
@@ -40,7 +62,7 @@ def deepspeeds_own(universal: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 1.0), ("gpu", 1.0)])
 def test_training_goes_on_alike_on_either_side(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
-    with support.engine(support.spec(mode, ratio), model=support.OddModel()) as made:
+    with support.engine(support.spec(mode, ratio), model=model(0)) as made:
         support.train(made, BEFORE)
         superoffload.save_state(made, tmp_path / "ours")
         made.save_checkpoint(str(tmp_path / "theirs"))
@@ -49,12 +71,13 @@ def test_training_goes_on_alike_on_either_side(mode: support.Mode, ratio: float,
     universal.mkdir()
     superoffload.write_universal(tmp_path / "ours", universal, Progress(3, 6))
     assert deepspeeds_own(universal) == expected
+    assert ours(universal) == expected
     for source in ("theirs", "universal"):
         found = superoffload.deepspeed_states(tmp_path / source)
         assert found.progress[:2] == (3, 6)
         superoffload.write_states(found, tmp_path / f"from {source}")
         assert support.by_name(tmp_path / f"from {source}") == support.by_name(tmp_path / "ours")
-        with support.engine(support.spec("superoffload", 0.7), model=support.OddModel()) as made:
+        with support.engine(support.spec("superoffload", 0.7), model=model(2)) as made:
             superoffload.load_state(made, tmp_path / f"from {source}")
             assert support.train(made, AFTER) == expected
 

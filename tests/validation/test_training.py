@@ -52,7 +52,9 @@ def test_fewer_gpus_have_fewer_parts() -> None:
 
 @pytest.mark.parametrize(("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])])
 def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of_gpus(gpus: int, expected: list[str]) -> None:
-    parts = [one for one in parts_of(QUAD, gpus) if one.losses_only]
+    every = [one for one in parts_of(QUAD, gpus) if one.losses_only]
+    parts = [one for one in every if not one.published]
+    assert [one.ranks for one in every if one.published] == ([1, 2] if gpus > 1 else [])
     assert [one.key for one in parts] == [f"losses-{name}" for name in expected]
     specs = [spec_of(SHAPE, one) for one in parts]
     assert {spec.offload.mode for spec in specs} == {"gpu", "superoffload"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
+from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
 from superoffload.settings import Settings
@@ -245,14 +247,16 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             state_dict_list: Those of all ranks.
             load_optimizer_states: Whether to load the moments, too.
             arguments: Of no effect, as are ``others``: where else DeepSpeed could take master weights from.
-            checkpoint_folder: Of a universal checkpoint, which is not supported.
+            checkpoint_folder: Of a universal checkpoint, which any ranks and sub-groups may have saved. It is loaded instead.
 
         Raises:
-            OffloadError: If the sub-groups differ (``other-sub-groups``), or for a universal checkpoint (``universal-checkpoint``).
+            OffloadError: If the sub-groups differ (``other-sub-groups``), or the universal checkpoint is of another model
+                (``other-parameters``) or cannot be read (codes of ``deepspeed_states``).
         """
-        if checkpoint_folder:
-            raise OffloadError("SuperOffload cannot load DeepSpeed's universal checkpoints.", code="universal-checkpoint")
         self.core.synchronize()
+        if checkpoint_folder:
+            self._load_universal(Path(checkpoint_folder), moments=load_optimizer_states)
+            return
         saved = state_dict_list[comm.get_rank(group=self.dp_process_group)]
         flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
         here = [group.weights.numel() for group in self.core.sub_groups]
@@ -271,6 +275,32 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             for group, values in zip(self.optimizer.param_groups, optimizer_state["param_groups"], strict=True):
                 group.update(values)
             self.core.set_steps_taken(max((int(state["step"]) for state in optimizer_state["state"].values()), default=0))
+        publish_weights(self, [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)])
+
+    def _load_universal(self, folder: Path, *, moments: bool) -> None:
+        saved = deepspeed_states(folder)
+        places = {
+            name: (index, group.span(member)) for index, group in enumerate(self.core.sub_groups) for member, name in enumerate(group.names)
+        }
+        numels = {self.param_names[parameter]: parameter.ds_numel for group in self.fp16_groups for parameter in group}
+        if dict(saved.numels) != numels:
+            names = sorted(name for name in saved.numels.keys() | numels.keys() if saved.numels.get(name) != numels.get(name))
+            message = f"{folder} is of another model: {len(names)} parameters differ in name or size, {', '.join(names[:3])} first."
+            raise OffloadError(message, code="other-parameters")
+        rank = comm.get_rank(group=self.dp_process_group)
+        found = (
+            [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in self.core.sub_groups] if moments and saved.moments else []
+        )
+        for states in saved.read():
+            index, (begin, end) = places[states.name]
+            kinds = [self.core.master_weights(index), *(found[index] if found else ())]
+            for target, whole in zip(kinds, (states.master_weights, *(states.moments or ())), strict=False):
+                shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
+                target[begin : begin + len(shard)].copy_(shard)
+        for index, (first, second) in enumerate(found):
+            self.core.set_moments(index, first, second)
+        if found:
+            self.core.set_steps_taken(saved.adam_step)
         publish_weights(self, [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)])
 
     def destroy(self) -> None:

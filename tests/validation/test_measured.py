@@ -1,0 +1,105 @@
+"""The planner is held to every report of ``so-tui validate`` in ``benchmarks/results``: planned again, with the rates measured there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.launch.probe import predicted_of, probe_spec
+from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode
+from so_tui.plan.calibration import store
+from so_tui.trust.decoding import read_json
+from so_tui.validation import report as reports
+from so_tui.validation.report import MachineFound, RatesFound, Report, TrainingFound, trained
+from so_tui.validation.training import parts_of, shape_for, shape_name, spec_of
+
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("validate-*.json"))
+STEP, GPU_MEMORY, HOST_MEMORY = 0.25, 0.1, 0.15
+"""Relative errors that a plan may have."""
+
+
+def machine_of(found: MachineFound) -> Machine:
+    """Return the machine of a report, as far as plans need it: its threads as cores, numbered by node."""
+    nodes, first = [], 0
+    for node in found.nodes:
+        cpus = tuple(range(first, first + node.cores))
+        nodes.append(NumaNode(id=node.id, kind="cpu", cpus=cpus, memory_total_bytes=node.memory_bytes))
+        first += node.cores
+    near = {node.id: node.cpus for node in nodes}
+    gpus = [
+        Gpu(
+            index=gpu.index,
+            name=gpu.name,
+            pci_bus_id=f"0000:{gpu.index:02x}:00.0",
+            numa_node=gpu.numa_node,
+            cpus=near.get(-1 if gpu.numa_node is None else gpu.numa_node, ()),
+            memory_total_bytes=gpu.memory_bytes,
+            c2c=gpu.c2c,
+        )
+        for gpu in found.gpus
+    ]
+    return Machine(
+        hostname="reported",
+        cpu_name=found.cpu,
+        architecture=found.architecture,
+        page_size_bytes=found.page_size_bytes,
+        online_cpus=tuple(range(first)),
+        allowed_cpus=tuple(range(first)),
+        host_memory_bytes=sum(node.memory_bytes for node in found.nodes),
+        shm_total_bytes=None,
+        mpam=Mpam(state="unknown", evidence=""),
+        software=found.software,
+        numa_nodes=tuple(nodes),
+        gpus=tuple(gpus),
+        live=False,
+    )
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_what_was_measured_is_planned(path: Path) -> None:
+    report = read_json(path, Report)
+    results = {outcome.key: outcome.result for outcome in report.outcomes}
+    described, rates = results["machine"], results["rates"]
+    assert isinstance(described, MachineFound)
+    assert isinstance(rates, RatesFound)
+    machine = machine_of(described)
+    store(machine, rates=rates.rates)
+    shape = shape_for(machine)
+    assert shape_name(shape) == report.shape
+    parts = {part.key: part for part in parts_of(machine, report.gpus)}
+    wrong = []
+    for outcome, found in trained(report.outcomes):
+        # Plans are for bound ranks. A model so small that its speed says nothing is not predicted by it.
+        if found.placed != "bound" or found.losses_only or found.workload is None:
+            continue
+        _, planned = predicted_of(probe_spec(spec_of(shape, parts[outcome.key]), "random"), machine, found.workload)
+        for figure, most in (("step_s", STEP), ("gpu_reserved_bytes", GPU_MEMORY), ("host_bytes", HOST_MEMORY)):
+            expected, measured = getattr(planned, figure), getattr(found.measured, figure)
+            if expected and measured and abs(expected / measured - 1) > most:
+                wrong.append((outcome.key, figure, expected, measured))
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) -> None:
+    report = read_json(path, Report)
+    ours = {outcome.key for outcome, found in trained(report.outcomes) if not found.settings.get("as-published")}
+    for one in report.agreement:
+        if one.key in ours:
+            assert one.largest is not None, one.key
+            assert one.largest < 0.03, one.key
+
+
+def test_a_figure_that_was_not_planned_is_noticed(tmp_path: Path) -> None:
+    report = read_json(RESULTS[0], Report)
+    outcomes = tuple(
+        replace(outcome, result=replace(outcome.result, measured=replace(outcome.result.measured, host_bytes=1 << 50)))
+        if isinstance(outcome.result, TrainingFound)
+        else outcome
+        for outcome in report.outcomes
+    )
+    reports.write(tmp_path, replace(report, outcomes=outcomes))
+    with pytest.raises(AssertionError, match="host_bytes"):
+        test_what_was_measured_is_planned(tmp_path / reports.FILE)
