@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType
@@ -40,7 +41,7 @@ _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it ends the others."""
 
 
-class HostSupervisor:
+class HostSupervisor(ABC):
     """Watches the processes of one attempt on this host. Subclasses say what becomes of the run."""
 
     def __init__(self, run: RunDirectory, attempt: int, launch: Launch, nodes: Nodes) -> None:
@@ -70,14 +71,19 @@ class HostSupervisor:
         self._trim_due = 0.0
         self._trouble: dict[str, int | None] = {}
 
+    @abstractmethod
+    def watch(self) -> int:
+        """Run the attempt on this host from its start to its end. Return an exit code."""
+
+    @abstractmethod
     def _look(self) -> bool:
         """Look at what decides whether the processes go on. Return whether this supervisor still acts for them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _report(self) -> None:
         """Record what was seen."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sampled(self, sample: Sample) -> None:
         """Take note of a sample, which has yet to be written."""
 

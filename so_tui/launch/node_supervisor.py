@@ -23,7 +23,7 @@ from so_tui.launch.shutdown import request_stop
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import FINAL_STATES
+from so_tui.runs.records import FINAL_STATES, Sample
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, SoTuiError
 
@@ -61,6 +61,9 @@ class NodeSupervisor(HostSupervisor):
     def _report(self) -> None:
         self._state = msgspec.structs.replace(self._state, processes=self._tree.alive)
         self._write_state()
+
+    def _sampled(self, sample: Sample) -> None:
+        pass  # alerts and causes of slowness are the first node's
 
     def _check_losses(self, before: set[int]) -> None:
         super()._check_losses(before)
