@@ -85,6 +85,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("useful", "useful tokens", "of a step, without padding", ("useful_tokens",), zero=True),
     Metric("trained", "trained tokens", "of a step, those that carry loss", ("trained_tokens",), zero=True),
     Metric("hardware", "hardware TFLOPS", "with recomputation and padding", ("hw_tflops_per_gpu",), zero=True),
+    Metric("example", "TFLOPS by DeepSpeed's example", "summed over GPUs, as published figures are", ("seed_tflops_total",), zero=True),
     Metric("router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"),
     Metric("slowest", "slowest rank", "the rank that took longest", ("slowest_rank",), zero=True, smoothing="never"),
 )
