@@ -1,4 +1,4 @@
-"""Partition cache and memory bandwidth for a run, where this user may write to resctrl, and undo it.
+"""Partition cache and memory bandwidth for a run, if its user wants that and may write to resctrl, and undo it.
 
 The name of a group says which supervisor made it, so that what a killed one left is found by whoever comes next: the run's next supervisor,
 the next start on this host, or ``so-tui doctor``.
@@ -22,7 +22,7 @@ from so_tui.runs.liveness import alive, identify
 from so_tui.runs.records import Process
 
 VARIABLE = "SO_TUI_MPAM"
-"""``off`` leaves resctrl alone."""
+"""``on`` lets runs make partitions. Nothing is made by default: what it gains is not measured, and Adam's cores get less bandwidth."""
 _NAME = re.compile(r"so-tui-(?:main|adam)-(\d+)-(\d+)-(\d+)")
 """PID namespace, pid and start time of a supervisor."""
 
@@ -36,15 +36,17 @@ class Partitioning:
         self._groups: list[Path] = []
 
     def apply(self, bindings: Sequence[RankBinding]) -> tuple[Partition, ...]:
-        """Make the groups, and return them; none where that is switched off, not permitted or not possible.
+        """Remove what dead supervisors left and make the groups. Return them; none where that is not wanted, permitted or possible.
 
         Raises:
             OSError: The kernel refused what its own limits allow. What was made is removed again.
         """
-        mount = resctrl_mount(self._files)
-        if os.environ.get(VARIABLE) == "off" or mount is None or not os.access(self._files.path(mount[0]), os.W_OK):
+        mount = _writable_mount(self._files)
+        if mount is None:
             return ()
         remove_leftovers(self._files)
+        if os.environ.get(VARIABLE) != "on":
+            return ()
         found = read_resctrl(self._files)
         wanted = partitions(found, bindings) if found is not None else ()
         own = identify(os.getpid())
@@ -53,7 +55,7 @@ class Partitioning:
         try:
             for partition in wanted:
                 name = f"so-tui-{partition.role}-{this_host().pid_namespace}-{own.pid}-{own.start_time}"
-                self._make(self._files.path(mount[0]) / name, partition)
+                self._make(mount / name, partition)
         except OSError:
             self.remove()
             raise
@@ -73,20 +75,31 @@ class Partitioning:
 
 
 def remove_leftovers(files: SystemFiles | None = None) -> tuple[str, ...]:
-    """Remove the groups of supervisors that have died, and return their names; those of other PID namespaces are not judged.
+    """Remove this user's groups whose supervisors have died, and return their names. Those of other PID namespaces are not judged.
 
     Raises:
         OSError: A group cannot be removed.
     """
-    files = files or SystemFiles()
+    mount = _writable_mount(files or SystemFiles())
+    left = [group for group in mount.iterdir() if _is_left(group)] if mount is not None else []
+    for group in left:
+        with contextlib.suppress(FileNotFoundError):  # another start was faster
+            os.rmdir(group)  # noqa: PTH106 - as above
+    return tuple(group.name for group in left)
+
+
+def _writable_mount(files: SystemFiles) -> Path | None:
     mount = resctrl_mount(files)
-    removed = []
-    for name in files.names(mount[0]) if mount is not None else ():
-        made_by = _NAME.fullmatch(name)
-        if mount is None or made_by is None or int(made_by[1]) != this_host().pid_namespace:
-            continue
-        if not alive(Process(pid=int(made_by[2]), start_time=int(made_by[3]))):
-            with contextlib.suppress(PermissionError):  # another user's
-                os.rmdir(files.path(mount[0]) / name)  # noqa: PTH106 - as above
-                removed.append(name)
-    return tuple(removed)
+    path = files.path(mount[0]) if mount is not None else None
+    return path if path is not None and os.access(path, os.W_OK) else None
+
+
+def _is_left(group: Path) -> bool:
+    """Return whether a group is of this user and its supervisor has died. The kernel may hide processes of other users."""
+    made_by = _NAME.fullmatch(group.name)
+    if made_by is None or int(made_by[1]) != this_host().pid_namespace or alive(Process(pid=int(made_by[2]), start_time=int(made_by[3]))):
+        return False
+    try:
+        return group.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False

@@ -141,7 +141,7 @@ def _kernel_removes_files(monkeypatch: pytest.MonkeyPatch) -> None:
         remove_folder(group)
 
     monkeypatch.setattr(os, "rmdir", rmdir)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "on")
 
 
 @pytest.mark.usefixtures("_kernel_removes_files")
@@ -178,12 +178,23 @@ def test_what_a_dead_supervisor_left_is_removed_by_the_next_start(tmp_path: Path
     assert {foreign, "theirs"} <= names.keys()
 
 
-@pytest.mark.usefixtures("_kernel_removes_files")
-def test_it_can_be_switched_off_and_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a folder of another user")
+def test_a_group_of_another_user_stays_although_its_supervisor_is_not_seen(tmp_path: Path) -> None:
     files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
-    with monkeypatch.context() as off:
-        off.setenv(VARIABLE, "off")
+    name = f"so-tui-adam-{this_host().pid_namespace}-{2**22 + 1}-17"
+    build_files({f"/sys/fs/resctrl/{name}/cpus_list": "7-71\n"}, tmp_path)
+    os.chown(tmp_path / "sys/fs/resctrl" / name, 65534, 65534)
+    assert remove_leftovers(files) == ()
+    assert name in read_groups(files, "/sys/fs/resctrl")
+
+
+@pytest.mark.usefixtures("_kernel_removes_files")
+def test_nothing_is_made_unasked_and_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
+    with monkeypatch.context() as unasked:
+        unasked.delenv(VARIABLE)
         assert Partitioning(tmp_path).apply(bindings()) == ()
+    assert read_groups(files, "/sys/fs/resctrl") == {}
     written = Path.write_text
 
     def refusing(path: Path, text: str) -> int:
