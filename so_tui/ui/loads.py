@@ -23,7 +23,7 @@ HISTORY_ROWS = 600
 """Rows that history is asked for; it has up to ten times as many, since one resolution is ten times as fine as the next."""
 MOST_ROWS = 8000
 """Rows of a host after which its history is loaded anew in fewer: a screen may be open for weeks."""
-ROLLED_UP = 100
+ROLLED_UP = 1000
 """Rows that are averaged at once: all of them would take a lot of memory."""
 BUSY = "busy_percent"
 CORES = "node.cores"

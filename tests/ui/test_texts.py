@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
 import msgspec
 import pytest
 from rich.text import Text
+from textual.content import Span
 from textual.scrollbar import ScrollBarRender
 
 from so_tui.machine.doctor import Finding
@@ -19,11 +21,12 @@ from so_tui.ui.run_columns import COLUMNS, with_room
 from so_tui.ui.run_details import Comparison
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import count, disk, duration, mark_duration, memory, memory_of, rate, significant
+from so_tui.ui.text import Content, count, disk, duration, mark_duration, memory, memory_of, rate, significant
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
 from so_tui.ui.widgets.log import thumb_top
+from so_tui.ui.widgets.styled_lines import pieces
 from so_tui.units import thousands
 from tests.support.make_run import plan_for, quad_machine
 
@@ -66,18 +69,32 @@ def test_bars_fill_their_width_and_hide_no_part() -> None:
     assert len(set(bar)) == 2, "parts differ without colour"
 
 
+def test_pieces_of_a_content_have_the_styles_of_each_of_their_characters() -> None:
+    chance = random.Random(4)
+    for _ in range(200):
+        content = Content("".join(chance.choice("ab\n") for _ in range(chance.randrange(12))))
+        for style in ("bold", "$accent", "$faint", "italic")[: chance.randrange(5)]:
+            start = chance.randrange(13)
+            content = Content(content.plain, [*content.spans, Span(start, start + chance.randrange(6), style)])
+        expected = [
+            (character, tuple(span.style for span in content.spans if span.start <= at < span.end))
+            for at, character in enumerate(content.plain)
+        ]
+        assert [(character, styles) for text, styles in pieces(content) for character in text] == expected
+
+
 def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
     loads = [float(cpu) for cpu in range(72)]
     groups = group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
     assert [(group.name, len(group.loads)) for group in groups] == [("Adam", 65), ("main", 7)]
     for width in (120, 60, 20):
         cells = heat_cells(groups, width, "braille")
-        assert len(cells) <= width
-        assert [character for character, role in cells if role == "sign"] == ["A", "m"]
-    assert len(heat_cells(groups, 120, "braille")) == 72 + 3
-    assert all(character.isascii() for character, _ in heat_cells(groups, 120, "ascii"))
+        assert sum(len(text) for text, _ in cells) <= width
+        assert [text for text, role in cells if role == "sign"] == ["A", "m"]
+    assert sum(len(text) for text, _ in heat_cells(groups, 120, "braille")) == 72 + 3
+    assert all(text.isascii() for text, _ in heat_cells(groups, 120, "ascii"))
     idle = group_cores([0.0, 50.0, 100.0], range(3), frozenset(), frozenset())
-    assert "".join(character for character, role in heat_cells(idle, 20, "braille") if role == "other") == "▁▅█"
+    assert [text for text, role in heat_cells(idle, 20, "braille") if role == "other"] == ["▁▅█"]
 
 
 def test_every_setting_is_in_the_form_once() -> None:

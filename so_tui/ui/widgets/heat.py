@@ -45,7 +45,7 @@ def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int
 
 
 def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:
-    """Return one row of ``(character, role)``: each group's sign and its cores, in at most ``width`` cells."""
+    """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width`` cells."""
     room = width - 2 * len(groups)
     cores = sum(len(group.loads) for group in groups)
     per_cell = 1 if cores <= room else 2 if glyphs == "braille" and (cores + len(groups)) // 2 <= room else 0
@@ -64,7 +64,7 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
         else:
             count = max(1, room * len(group.loads) // cores)
             shown = [level(load, glyphs) for load in averaged(group.loads, count)]
-        cells += [(character, group.role) for character in shown]
+        cells.append(("".join(shown), group.role))
     return cells
 
 

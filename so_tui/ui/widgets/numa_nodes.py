@@ -162,7 +162,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
             if plot and self.axis is not None and width > GUTTER + 4:
                 rows += self._plotted(picture, (width - GUTTER, plot), styles)
             cells = self._cores(groups, width - 1)
-            indent = min(INDENT, max(1, width - len(cells)))
+            indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
             rows.append([Segment(" " * indent, styles["note"]), *joined(cells, styles)])
         if not rows:
             rows.append([Segment("no samples of this host yet", styles["note"])])
@@ -209,7 +209,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         return [*rows, *([Segment(" " * GUTTER + text, styles["note"])] for text in rest)]
 
     def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
-        return [(character, HEAT_ROLES.get(role, role)) for character, role in heat_cells(groups, width, self.glyphs)]
+        return [(text, HEAT_ROLES.get(role, role)) for text, role in heat_cells(groups, width, self.glyphs)]
 
     def _heading(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
         """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""

@@ -14,7 +14,7 @@ from so_tui.ui.follow import PARTS, Snapshot
 from so_tui.ui.loads import GpuView
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
-from so_tui.ui.widgets.bars import FILLS, Part, Piece, fill, fill_pieces, legend, stacked, usage_style
+from so_tui.ui.widgets.bars import FILLS, Part, Piece, fill_pieces, legend, stacked, usage_style
 from so_tui.units import thousands
 
 SIGNS = {
@@ -39,52 +39,56 @@ _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part"
 
 def state_content(name: str) -> Content:
     """Return ``● training``. Besides the states of runs there is ``checking``, for one that may have been lost."""
+    return Content.assemble(_state_piece(name))
+
+
+def _state_piece(name: str) -> tuple[str, str]:
     sign, style = SIGNS.get(name, ("?", "$faint"))
-    return Content.styled(f"{sign} {name}", f"bold {style}")
+    return f"{sign} {name}", f"bold {style}"
 
 
 def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     """Return run, state, step, progress bar, time left, last checkpoint: as much of it as fits."""
     state = snapshot.state
-    pieces = [Content.styled(shorten(snapshot.run.name, 34), "bold")]
+    line: list[Piece] = [(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
-        return Content("  ").join([*pieces, Content.styled("its state cannot be read yet", "$warning")])
+        return Content.assemble(*line, "  ", ("its state cannot be read yet", "$warning"))
     shown = "checking" if snapshot.checking else state.state
-    pieces.append(Content.styled("✗ deleted", "bold $error") if snapshot.deleted else state_content(shown))
+    line += ["  ", ("✗ deleted", "bold $error") if snapshot.deleted else _state_piece(shown)]
     if snapshot.live and not snapshot.checking and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error):
-        pieces.append(Content.styled(f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning"))
+        line += ["  ", (f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning")]
     latest, total = snapshot.latest, state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
     step = latest.step if latest is not None else state.step
     if total:
-        pieces.append(Content(f"step {thousands(step)} / {thousands(total)}"))
+        line.append(f"  step {thousands(step)} / {thousands(total)}")
     tail = _tail(snapshot, total - step, now)
-    line = Content("  ").join(pieces)
+    cells = _cells(line)
     for count in range(len(tail), -1, -1):
-        rest = Content("  ").join(tail[:count])
-        room = width - line.cell_length - rest.cell_length - 12
+        rest: list[Piece] = [piece for number, pieces in enumerate(tail[:count]) for piece in ("  " if number else "", *pieces)]
+        room = width - cells - _cells(rest) - 12
         if room >= 8 or count == 0:
             if total and room >= 8:
-                line = line + "  " + fill(step / total, min(40, room), "$accent") + f" {100 * step / total:3.0f} %"
-            return line + "  " + rest
-    return line
+                line += ["  ", *fill_pieces(step / total, min(40, room), "$accent"), f" {100 * step / total:3.0f} %"]
+            return Content.assemble(*line, "  ", *rest)
+    return Content.assemble(*line)
 
 
-def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[Content]:
+def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
     """Return the time left (or that it stops, or its duration), then the last checkpoint."""
     state = snapshot.state
     assert state is not None
-    pieces: list[Content] = []
+    tail: list[list[Piece]] = []
     step_s = snapshot.recent_median("step_s")
     if snapshot.live and snapshot.stop_asked:
-        pieces.append(Content.styled("asked to stop", "$warning"))
+        tail.append([("asked to stop", "$warning")])
     elif snapshot.training and steps_left > 0 and math.isfinite(step_s):
-        pieces.append(Content.assemble(("left ", "$faint"), duration(steps_left * step_s)))
+        tail.append([("left ", "$faint"), duration(steps_left * step_s)])
     elif not snapshot.live and not snapshot.deleted and state.took_s is not None:
-        pieces.append(Content.assemble(("took ", "$faint"), duration(state.took_s)))
+        tail.append([("took ", "$faint"), duration(state.took_s)])
     if snapshot.checkpoints and not snapshot.deleted:
         last = snapshot.checkpoints[-1]
-        pieces.append(Content.assemble(("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"))
-    return pieces
+        tail.append([("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"])
+    return tail
 
 
 def news_line(snapshot: Snapshot) -> Content | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import deque
+from collections.abc import Iterator
 
 from rich.segment import Segment
 from rich.style import Style
@@ -15,6 +16,27 @@ from so_tui.ui.widgets.drawing import repaint
 
 Styles = tuple[VisualStyle | str, ...]
 """Styles that lie over each other, as a span names them."""
+
+
+def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
+    """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each other there."""
+    plain, spans = content.plain, content.spans
+    borders = sorted({0, len(plain), *(at for span in spans for at in (span.start, span.end) if at < len(plain))})
+    coming = deque(sorted(range(len(spans)), key=lambda number: spans[number].start))
+    present: list[int] = []
+    begun = 0
+    styles: Styles = ()
+    for start in borders[:-1]:
+        while coming and spans[coming[0]].start <= start:
+            present.append(coming.popleft())
+        present = sorted(number for number in present if spans[number].end > start)  # a later span lies over an earlier one
+        found = tuple(spans[number].style for number in present)
+        if found != styles and begun < start:
+            yield plain[begun:start], styles
+            begun = start
+        styles = found
+    if begun < len(plain):
+        yield plain[begun:], styles
 
 
 class StyledLines(DrawsPrintable):
@@ -69,24 +91,16 @@ class StyledLines(DrawsPrintable):
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self._style(()))
 
     def _draw(self) -> list[Strip]:
-        width = self.size.width
-        plain = self.content.plain
-        applied: list[Styles] = [()] * len(plain)
-        for span in self.content.spans:
-            covered = applied[span.start : span.end]
-            applied[span.start : span.end] = (
-                [(*styles, span.style) for styles in covered] if any(covered) else [(span.style,)] * len(covered)
-            )
-        strips, start = [], 0
-        for line in plain.split("\n"):
-            segments, at = [], start
-            for styles, characters in groupby(applied[start : start + len(line)]):
-                end = at + sum(1 for _ in characters)
-                segments.append(Segment(plain[at:end], self._style(styles)))
-                at = end
-            strips.append(Strip(segments).adjust_cell_length(width, self._style(())))
-            start += len(line) + 1
-        return strips
+        width, base = self.size.width, self._style(())
+        rows: list[list[Segment]] = [[]]
+        for text, styles in pieces(self.content):
+            style = self._style(styles)
+            for number, part in enumerate(text.split("\n")):
+                if number:
+                    rows.append([])
+                if part:
+                    rows[-1].append(Segment(part, style))
+        return [Strip(row).adjust_cell_length(width, base) for row in rows]
 
     def _style(self, styles: Styles) -> Style:
         found = self._styles_of.get(styles)
