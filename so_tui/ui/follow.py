@@ -11,7 +11,7 @@ import statistics
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from so_tui.machine import load_machine
@@ -36,6 +36,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_settings import Wanted
+from so_tui.ui.inspected import Inspected, Inspector, Position
 from so_tui.ui.loads import GpuView, Loads, NodeView, Sampled
 from so_tui.ui.series import Axis, Line, Series
 from so_tui.ui.step_series import FollowedSteps, StepSeries, mean_of, mean_steps
@@ -87,6 +88,8 @@ class Snapshot:
     """Where the ranks were last seen."""
     sampled: Mapping[str, tuple[Sampled, ...]]
     """Numbers of the samples that charts want, by name."""
+    inspected: Inspected | None
+    """What is known of the cursor's position; nodes and GPUs show its samples then."""
     averaged: bool
     """Nodes and GPUs show means over the training, because the run has ended and its host now does other work."""
     log_lines: tuple[LogLine, ...]
@@ -171,16 +174,26 @@ class Snapshot:
         right = bisect_left(positions, x, 0, coarse)
         return min(positions[max(0, right - 1) : right + 1], key=lambda position: abs(position - x))
 
+    @property
+    def examined(self) -> tuple[StepRecord, ...]:
+        """The step at the cursor, or the newest ones."""
+        return self.recent if self.inspected is None or self.inspected.step is None else (self.inspected.step,)
+
     def recent_median(self, name: str) -> float:
         """Return the median of a field of the newest step records; NaN where none has it."""
-        values = [value for record in self.recent if (value := getattr(record, name)) is not None]
-        return statistics.median(values) if values else math.nan
+        return median_of(self.recent, name)
 
 
 def _starting(state: RunState | None, latest: StepRecord | None) -> bool:
     """Return whether a state is one before the first step of its attempt; ``latest`` is the last step of all attempts."""
     begun = state is not None and latest is not None and latest.attempt >= state.attempt
     return state is not None and not begun and state.state in ("starting", "loading", "training")
+
+
+def median_of(records: Sequence[StepRecord], name: str) -> float:
+    """Return the median of a field of step records; NaN where none has it."""
+    values = [value for record in records if (value := getattr(record, name)) is not None]
+    return statistics.median(values) if values else math.nan
 
 
 class RunFollower:
@@ -193,6 +206,8 @@ class RunFollower:
         self._watch = HeartbeatWatch()
         self._reader = RunReader(run, watch=self._watch, state_of=current_state)
         self._loads = Loads(self._reader)
+        self._inspector = Inspector(self._reader)
+        self._inspected: Inspected | None = None
         self._evaluations: tuple[EvaluationRecord, ...] = ()
         self._evaluation_line: Line | None = None
         self._attempt = -1
@@ -219,8 +234,8 @@ class RunFollower:
         total = max(state.total_steps if state is not None else 0, latest.step if latest is not None else 0)
         return mean_steps(total, self._spec.train.log_interval if self._spec is not None else 1)
 
-    def poll(self, window: tuple[float, float] | None = None, wanted: Wanted | None = None) -> Snapshot:
-        """Read what is new, and the steps in ``window`` in full detail; ``wanted`` are other metrics than before.
+    def poll(self, window: tuple[float, float] | None = None, wanted: Wanted | None = None, cursor: Position | None = None) -> Snapshot:
+        """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``; ``wanted`` are other metrics than before.
 
         A directory that cannot be read now is reported in ``read_error``; earlier data stays.
         """
@@ -243,8 +258,11 @@ class RunFollower:
             while self._new_samples:
                 host, samples = self._new_samples.popleft()
                 self._loads.add(host, samples, self._whole.begin[1])
-            self._loads.average(self._whole.times)
+            if not self._reader.metrics.unread_share:  # until then the first step that is known is not the first
+                self._loads.average(self._whole.times)
             self._read_window(window)
+            self._inspected = self._inspector.read(cursor)
+            self._loads.inspected = self._inspected.samples if self._inspected is not None else {}
             state = self._reader.state
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
         except OSError as error:
@@ -339,6 +357,7 @@ class RunFollower:
             gpus=self._loads.gpus(),
             placement=self._loads.placement(),
             sampled=self._loads.sampled(),
+            inspected=self._inspected,
             averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,

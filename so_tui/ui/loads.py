@@ -232,12 +232,14 @@ class Loads:
         self._begun = math.nan
         self._latest: dict[str, Sample] = {}
         self._means: dict[str, Sample] = {}
+        self.inspected: Mapping[str, Sample] = {}
+        """What is shown of hosts instead of their newest samples or their means."""
         self._placement: dict[str, tuple[RankPlacement, ...]] = {}
 
     @property
     def averaged(self) -> bool:
         """Whether views show means over the training."""
-        return bool(self._means)
+        return bool(self._means) and not self.inspected
 
     def add(self, host: str, samples: tuple[Sample, ...], begun: float) -> None:
         """Add newer samples of a host. The first also load its history since the run began: ``begun``, the time of its first step."""
@@ -300,7 +302,7 @@ class Loads:
     def nodes(self, machine: Machine | None) -> tuple[NodeView, ...]:
         """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
-        samples = (self._latest | self._means).items()
+        samples = (self._latest | self._means | dict(self.inspected)).items()
         views = (self._store.node(host, sample, node, cpus) for host, sample in samples for node in sample.nodes)
         return tuple(view for view in views if view is not None)
 
@@ -310,6 +312,6 @@ class Loads:
 
     def gpus(self) -> tuple[GpuView, ...]:
         """Return the GPUs of every host."""
-        samples = (self._latest | self._means).items()
+        samples = (self._latest | self._means | dict(self.inspected)).items()
         views = (self._store.gpu(host, gpu) for host, sample in samples for gpu in sample.gpus)
         return tuple(view for view in views if view is not None)

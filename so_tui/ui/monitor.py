@@ -15,6 +15,7 @@ from so_tui.launch.sampler import Sampler
 from so_tui.machine.types import Machine
 from so_tui.runs.records import BindingRecord, Sample
 from so_tui.ui.chart_metrics import HARDWARE, samples_of
+from so_tui.ui.inspected import Inspected
 from so_tui.ui.loads import CORES, MEMORY, GpuView, LoadStore, NodeView, Sampled
 from so_tui.ui.series import Axis
 
@@ -37,6 +38,7 @@ class HostView:
     processes: tuple[HostProcess, ...]
     axis: Axis
     binding: BindingRecord | None = None
+    inspected: Inspected | None = None
     averaged: bool = False
     hosts: int = 1
 

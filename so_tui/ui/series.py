@@ -176,6 +176,15 @@ class Axis:
         share = (step - before) / (after - before)
         return self.times[right - 1] + share * (self.times[right] - self.times[right - 1])
 
+    def position(self, x: float) -> tuple[float, float]:
+        """Return a position on the axis as step and time; the step is the last one done by then, 0 before the first."""
+        if self.unit == "step":
+            return x, self.time_of(x)
+        if self.steps is None or self.times is None:
+            return 0.0, x
+        done = bisect_right(self.times, x, 0, self.length)
+        return (self.steps[done - 1] if done else 0.0), x
+
     def in_steps(self) -> tuple[float, float]:
         """Return the window in steps; for a time axis, from the step before it to the step after it."""
         if self.unit == "step" or self.steps is None or self.times is None or not self.length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from textual import getters, on
@@ -13,6 +14,9 @@ from so_tui.ui.follow import Snapshot
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.rule import Rule
+
+_STEP_LINE = re.compile(r"\bstep ([0-9]{1,15})/[0-9]")
+"""How the trainer begins what it prints of a step. The log is free text: where a line is missing, the one before it is gone to."""
 
 
 class LogPanel(Vertical):
@@ -26,6 +30,13 @@ class LogPanel(Vertical):
 
     heading = getters.child_by_id("log-rule", Rule)
     lines = getters.child_by_id("log", LogView)
+
+    def __init__(self) -> None:
+        self._step: float | None = None
+        """The step that is shown instead of the end."""
+        self._followed = True
+        """Whether the end was followed before."""
+        super().__init__()
 
     def compose(self) -> ComposeResult:
         yield Rule("log", id="log-rule")
@@ -54,6 +65,23 @@ class LogPanel(Vertical):
         """Give the keyboard to the log and scroll to the newest line that matches."""
         self.lines.focus()
         self.lines.action_next_match(-1)
+
+    def show_step(self, step: float | None) -> None:
+        """Scroll to the line of the last step that was logged up to ``step``; None scrolls back to the end if it left it."""
+        if step == self._step:
+            return
+        followed = self.lines.following if self._step is None else self._followed
+        self._step, self._followed = step, followed
+        if step is None:
+            if followed:
+                self.follow_end()
+            return
+        lines = self.lines.lines
+        for index in range(len(lines) - 1, -1, -1):
+            if (found := _STEP_LINE.search(lines[index])) is not None and int(found[1]) <= step:
+                self.lines.go_to(index)
+                return
+        self.lines.go_to(0)
 
     def follow_end(self) -> None:
         """Scroll to the newest line and stay there."""

@@ -11,6 +11,7 @@ from textual.containers import Vertical
 
 from so_tui.runs.records import BindingRecord
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.inspected import Inspected
 from so_tui.ui.loads import CORES, MEMORY, GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import Content, plural
@@ -40,6 +41,10 @@ class ShowsHosts(Protocol):
         """Whether nodes and GPUs show means over a run's training."""
 
     @property
+    def inspected(self) -> Inspected | None:
+        """What nodes and GPUs show instead of the newest samples."""
+
+    @property
     def hosts(self) -> int:
         """Number of hosts."""
 
@@ -65,15 +70,15 @@ class NumaPanel(Vertical):
         yield NumaNodes(glyphs=self._glyphs, id="nodes")
         yield StyledLines(id="gpus")
 
-    def show(self, shown: ShowsHosts, axis: Axis | None, width: int) -> None:
+    def show(self, shown: ShowsHosts, axis: Axis | None, width: int, cursor: float | None = None) -> None:
         """Show the nodes over ``axis``, and the GPUs in lines of ``width`` cells."""
         self.gpus.display = bool(shown.gpus)
         self.gpus.update(run_lines.gpu_lines(shown.gpus, width))
-        self.show_nodes(shown, axis)
+        self.show_nodes(shown, axis, cursor)
 
-    def show_nodes(self, shown: ShowsHosts, axis: Axis | None) -> None:
+    def show_nodes(self, shown: ShowsHosts, axis: Axis | None, cursor: float | None = None) -> None:
         """Show the nodes over another axis."""
-        self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis)
+        self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis, cursor)
         self.heading.update(Content.styled(_heading(shown, self.nodes.plot), "$faint"))
 
     @property
@@ -101,6 +106,8 @@ def _heading(shown: ShowsHosts, plot: NodePlot) -> str:
     if not cores:
         return "NUMA   waiting for the first sample"
     when = ", means while it trained" if shown.averaged else ""
+    if shown.inspected is not None:
+        when = ", at the cursor" if shown.inspected.samples else ", now: nothing was sampled at the cursor"
     hosts = f" of {plural(shown.hosts, 'host')}" if shown.hosts > 1 else ""
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
     over_time = {"load": "", "cores": "   rows are cores over time", "memory": "   memory in use, and the file cache in it"}[plot]

@@ -23,6 +23,7 @@ from textual.worker import Worker
 from so_tui.runs import RunDirectory
 from so_tui.ui.chart_settings import Wanted, load_settings
 from so_tui.ui.follow import RunFollower, Snapshot
+from so_tui.ui.inspected import Position
 from so_tui.ui.overlay import Overlaid, Overlays
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.header import RunHeader
@@ -183,18 +184,29 @@ class DashboardScreen(ChartedPage):
             zoomed = self.view.window is not None and self.axis is not None
             window = self.axis.in_steps() if zoomed and self.axis is not None else None
             wanted = replace(self.charts.wanted, samples=(*self.charts.wanted.samples, *self.numa.wanted))
-            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, wanted, self.chosen)
+            cursor = self._cursor_position()
+            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, wanted, cursor, self.chosen)
             if follower is self._follower:
                 self.overlays = overlays
                 self._take(snapshot)
                 if (snapshot.unread_share or any(overlaid.more for overlaid in overlays)) and self.is_current:
                     self._due.set()  # earlier steps are read without a pause
 
+    def _cursor_position(self) -> Position | None:
+        """Return step and time of the cursor."""
+        cursor, axis = self.view.cursor, self.axis
+        return None if cursor is None or axis is None else axis.position(cursor)
+
     def _read(
-        self, follower: RunFollower, window: tuple[float, float] | None, wanted: Wanted, chosen: tuple[RunDirectory, ...]
+        self,
+        follower: RunFollower,
+        window: tuple[float, float] | None,
+        wanted: Wanted,
+        cursor: Position | None,
+        chosen: tuple[RunDirectory, ...],
     ) -> tuple[Snapshot, tuple[Overlaid, ...]]:
         """Poll the run and those laid over it, in a thread."""
-        snapshot = follower.poll(window, wanted)
+        snapshot = follower.poll(window, wanted, cursor)
         others = [run for run in chosen if run.path != follower.run.path]
         return snapshot, self._overlay_reader.read(others, wanted, snapshot.whole.begin[1])
 
@@ -215,7 +227,7 @@ class DashboardScreen(ChartedPage):
         self.step.show(snapshot, now, width)
         self.log_panel.show(snapshot)
         self.show_charts(snapshot)
-        self.numa.show(snapshot, self.axis, width)
+        self.numa.show(snapshot, self.axis, width, self.view.cursor)
         self.placement.show(snapshot, width, self.size.height)
         self._share_rows(snapshot)
 
@@ -247,9 +259,11 @@ class DashboardScreen(ChartedPage):
         if (snapshot := self.snapshot) is not None:
             self.axis = axis_of(snapshot, self.view, overlays=self.overlays)
             self.show_charts(snapshot)
-            self.numa.show_nodes(snapshot, self.axis)
-            if self.view.window is not None:
-                self.tick()  # the range that was zoomed to is read in more detail
+            self.numa.show_nodes(snapshot, self.axis, self.view.cursor)
+            at = self._cursor_position()
+            self.log_panel.show_step(None if at is None else at[0])
+            if self.view.window is not None or at is not None or snapshot.inspected is not None:
+                self.tick()  # the range that was zoomed to is read in more detail, and what was at the cursor
 
     # The panels.
 

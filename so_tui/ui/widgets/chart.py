@@ -13,7 +13,19 @@ from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import plural, significant
-from so_tui.ui.widgets.drawing import GUTTER, Mark, RoleStyles, axis_row, gutter_text, plot_key, plot_rows, repaint, value_at, x_text
+from so_tui.ui.widgets.drawing import (
+    GUTTER,
+    Mark,
+    RoleStyles,
+    axis_row,
+    gutter_text,
+    plot_key,
+    plot_rows,
+    repaint,
+    value_at,
+    with_cursor,
+    x_text,
+)
 from so_tui.ui.widgets.mouse import AxisMouse
 from so_tui.ui.widgets.plot import GLYPHS, Scale, beyond, fit_scale, spans
 
@@ -210,7 +222,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             self._body_key = key
             plot, scale = self._plot(axis, width, height, styles, drawn)
             labels = gutter_text(scale, height, self.format_value, self.per)
-            plot = [self._with_range(self._with_cursor(row, width, styles), width, styles) for row in plot]
+            plot = [self._with_range(with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles) for row in plot]
             rows = [[Segment(label, styles["label"]), *row] for label, row in zip(labels, plot, strict=True)]
             corner = f"{axis.unit} "[-GUTTER:].rjust(GUTTER)
             rows.append([Segment(corner, styles["label"]), *axis_row(axis, width, self._all_marks(axis, width), styles)])
@@ -284,16 +296,6 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
                 yield [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
         for note in self.notes:
             yield [Segment(f"  {note}", styles["note"])]
-
-    def _with_cursor(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
-        """Return the row with the cursor's cell replaced; a crossing line stays visible in the cursor's colour."""
-        axis, cursor = self.axis, self.cursor
-        if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
-            return row
-        column = min(width - 1, int((cursor - axis.low) / (axis.high - axis.low) * width))
-        left, at, right = Strip(row).divide([column, column + 1, width])
-        character = at.text if at.text.strip() not in ("", "\u2800") else "│"
-        return [*left, Segment(character, styles["cursor"]), *right]
 
     def _with_range(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
         """Return the row with the range reversed that is being dragged over."""

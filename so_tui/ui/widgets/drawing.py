@@ -174,6 +174,15 @@ def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> lis
     return segments
 
 
+def with_cursor(row: list[Segment], axis: Axis | None, cursor: float | None, width: int, style: Style) -> list[Segment]:
+    """Return a row of a plot with the cursor's cell replaced; what crosses it stays visible in the cursor's colour."""
+    if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
+        return row
+    column = _column(axis, cursor, width)
+    left, at, right = Strip(row).divide([column, column + 1, width])
+    return [*left, Segment(at.text if at.text.strip() not in ("", "\u2800") else "│", style), *right]
+
+
 def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0) -> list[str]:
     """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row named; values are divided by ``per``."""
     texts = [" " * GUTTER] * height

@@ -147,6 +147,13 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self.following = True
         self.scroll_end(animate=False)
 
+    def go_to(self, index: int) -> None:
+        """Mark a line and scroll to it."""
+        self._found = index
+        self.following = False
+        self.scroll_to(y=max(0, index - self.size.height // 2), animate=False, immediate=True)
+        self.refresh()
+
     def action_next_match(self, direction: int) -> None:
         """Scroll to the next line with the searched text, from the newest backwards at first."""
         wanted = self.needle.lower()
@@ -157,10 +164,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         for distance in range(1, count + 1):
             index = (start + direction * distance) % count
             if wanted in self.lines[index].lower():
-                self._found = index
-                self.following = False
-                self.scroll_to(y=max(0, index - self.size.height // 2), animate=False, immediate=True)
-                self.refresh()
+                self.go_to(index)
                 return
 
     def draw_line(self, y: int) -> Strip:

@@ -17,7 +17,7 @@ from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import GIB, memory, memory_of, plural, shorten
 from so_tui.ui.widgets.core_heat import HeatRow, heat_rows, heat_texts
-from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, axis_row, gutter_text, joined, plot_key, plot_rows, repaint
+from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, axis_row, gutter_text, joined, plot_key, plot_rows, repaint, with_cursor
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, Scale
 
@@ -108,6 +108,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         self.glyphs = glyphs
         self.pictures: tuple[NodePicture, ...] = ()
         self.axis: Axis | None = None
+        self.cursor: float | None = None
         self.plot_height = 2
         self.plot: NodePlot = "load"
         self._strips: list[Strip] = []
@@ -115,10 +116,10 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         self._role_styles = RoleStyles("nodes", self.ROLES)
         self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
 
-    def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None) -> None:
+    def show(self, pictures: tuple[NodePicture, ...], axis: Axis | None, cursor: float | None = None) -> None:
         """Show new data."""
         rows = len(self.pictures)
-        self.pictures, self.axis = pictures, axis
+        self.pictures, self.axis, self.cursor = pictures, axis, cursor
         if rows != len(pictures) or self._drawn != self._render_key():
             self._drawn = ()
             self.refresh(layout=rows != len(pictures))
@@ -160,7 +161,8 @@ class NumaNodes(DrawsPrintable, can_focus=True):
             groups = picture.groups()
             rows.append(self._heading(picture, groups, styles, width))
             if plot and self.axis is not None and width > GUTTER + 4:
-                rows += self._plotted(picture, (width - GUTTER, plot), styles)
+                plotted = self._plotted(picture, (width - GUTTER, plot), styles)
+                rows += [[label, *with_cursor(row, self.axis, self.cursor, width - GUTTER, styles["cursor"])] for label, *row in plotted]
             cells = self._cores(groups, width - 1)
             indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
             rows.append([Segment(" " * indent, styles["note"]), *joined(cells, styles)])

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from so_tui.launch.slow_text import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, StepRecord
 from so_tui.trust.printable import brief_line
-from so_tui.ui.follow import PARTS, Snapshot
+from so_tui.ui.follow import PARTS, Snapshot, median_of
 from so_tui.ui.loads import GpuView
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
@@ -130,7 +130,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
 
 
 def anatomy_lines(snapshot: Snapshot, now: float, width: int) -> Content:
-    """Return the parts of a step's time, medians over the newest steps: one line, in wide terminals the bar above its legend.
+    """Return the parts of a step's time, at the cursor or medians over the newest steps, with as many names as fit.
 
     Before the first step, return the way to it, a line for each part.
     """
@@ -138,17 +138,19 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int) -> Content:
     since = None if state is None else state.attempt_started or state.started
     if state is not None and since and snapshot.starting:
         return timeline_lines(stages(snapshot.phases, state.attempt, since, now, state.checks_s), width)
-    if not snapshot.recent:
+    records, inspected = snapshot.examined, snapshot.inspected
+    if not records:
         return Content.styled("step anatomy: after the first step", "$faint")
-    values = [max(0.0, snapshot.recent_median(name)) for name in PARTS]
+    values = [max(0.0, median_of(records, name)) for name in PARTS]
     parts = [
         Part(name, value, duration(value), style, short_name)
         for name, value, style, short_name in zip(_PART_NAMES, values, _PART_STYLES, _SHORT_PART_NAMES, strict=True)
     ]
-    head = Content.assemble(("step ", "bold"), f"{duration(snapshot.recent_median('step_s'))}  ")
+    number = f"{thousands(inspected.step.step)}  " if inspected is not None and inspected.step is not None else ""
+    head = Content.assemble((f"step {number}", "bold"), f"{duration(median_of(records, 'step_s'))}  ")
     named = legend(parts)
     room = width - head.cell_length - named.cell_length - 2
-    texts = _worker_texts(snapshot.recent[-1]) or [Content("")]
+    texts = _worker_texts(records[-1]) or [Content("")]
     if room >= 12 + texts[-1].cell_length:
         worker = next(text for text in texts if room >= 12 + text.cell_length)
         return head + stacked(parts, min(60, room - worker.cell_length)) + "  " + named + worker
