@@ -200,6 +200,7 @@ def _add_run(commands: _Commands) -> None:
     how.add_argument("--dry-run", action="store_true", help="start nothing; print the plan, the binding and the exact command")
     how.add_argument("--detach", action="store_true", help=_DETACH)
     how.add_argument("--plain", action="store_true", help=_PLAIN)
+    run.add_argument("--edit", action="store_true", help="change Slurm's batch script in $EDITOR before it is submitted")
     run.add_argument("--force", action="store_true", help=_FORCE)
     run.add_argument("--no-preflight", action="store_true", help="skip the check of model, tokenizer and data before the start")
 

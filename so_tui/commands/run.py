@@ -16,6 +16,7 @@ from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
+    from so_tui.launch.executors import Executor
 
 
 class StartedRun(Struct, frozen=True):
@@ -40,11 +41,25 @@ def run(arguments: argparse.Namespace) -> int:
         _print_launch(_prepared(spec, arguments), as_json=arguments.json)
         return 0
     _interrupt_on_termination(arguments)
+    executor = _editing(spec) if arguments.edit else None
     launch = _prepared(spec, arguments)
     if not arguments.no_preflight:
         launch, warnings = preflight(launch, runs_dir=arguments.runs_dir)
         _report_warnings(arguments, warnings)
-    return _show(start(launch, runs_dir=arguments.runs_dir), arguments, owner=True)
+    return _show(start(launch, runs_dir=arguments.runs_dir, executor=executor), arguments, owner=True)
+
+
+def _editing(spec: RunSpec) -> Executor:
+    """Return an executor that shows the batch script in the user's editor before it is submitted."""
+    from so_tui.commands.edit import edited
+    from so_tui.launch.executors import executor_of
+
+    if executor_of(spec).here:
+        message, remedy = "needs a batch script, and this run starts on this machine", "Name a partition with --partition."
+        raise InputError([Problem(code="nothing-to-edit", field="--edit", value=spec.name, message=message, remedy=remedy)])
+    from so_tui.launch.executors.slurm.executor import SlurmExecutor
+
+    return SlurmExecutor(edit=edited)
 
 
 def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:

@@ -14,6 +14,7 @@ from so_tui.launch import prepare, prepare_resume, resume, start
 from so_tui.launch.current import newest_attempt
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
+from so_tui.launch.executors.slurm.executor import SlurmExecutor
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, read_spec, read_state, write_state
 from so_tui.spec import SoTuiError
@@ -105,3 +106,21 @@ def test_nothing_is_submitted_to_a_cluster_without_a_name(
     with pytest.raises(SlurmError):
         resume(stopped, launch)
     assert (submitted, read_state(stopped), stopped.attempts()) == ([], before, (1,))
+
+
+def test_a_script_is_submitted_as_it_was_edited(submitted: list[str], tmp_path: Path) -> None:
+    launch = prepare(tiny(slurm__partition="gh"), inspect_machine())
+    run = start(launch, runs_dir=tmp_path / "runs", executor=SlurmExecutor(edit=lambda script: script + "# edited\n"))
+    assert submitted == [str(run.attempt_dir(1))]
+    assert (run.attempt_dir(1) / "job.sh").read_text().endswith("# edited\n")
+
+
+def test_a_start_whose_editing_is_given_up_leaves_nothing(submitted: list[str], tmp_path: Path) -> None:
+    def given_up(_script: str) -> str:
+        raise SoTuiError("the editor ended with code 1")
+
+    launch = prepare(tiny(slurm__partition="gh"), inspect_machine())
+    with pytest.raises(SoTuiError, match="editor"):
+        start(launch, runs_dir=tmp_path / "runs", executor=SlurmExecutor(edit=given_up))
+    assert submitted == []
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -83,6 +83,10 @@ class SlurmExecutor:
 
     here = False
 
+    def __init__(self, *, edit: Callable[[str], str] = str) -> None:
+        """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before anything is submitted."""
+        self._edit = edit
+
     def start(self, run: RunDirectory, attempt: int, token: str) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
         machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
@@ -90,7 +94,7 @@ class SlurmExecutor:
         launch = read_launch(run, attempt, planned_for)
         plan = launch.plan
         name, site = site_of(plan.spec)
-        script = _script(plan, site, run.path, attempt, _checkpoint_s(run))
+        script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
             cluster=commands.cluster_name(),  # without it, nobody could tell later whose job it is
             partition=plan.spec.slurm.partition,
