@@ -40,5 +40,5 @@ def runs_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def _short_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut Configure down to its first groups: mounting the others takes most of the time of a test that needs none of them."""
-    monkeypatch.setattr("so_tui.ui.screens.configure.advanced_paths", tuple)
-    monkeypatch.setattr("so_tui.ui.screens.configure.GROUPS", GROUPS[:7])
+    monkeypatch.setattr("so_tui.ui.panels.form.advanced_paths", tuple)
+    monkeypatch.setattr("so_tui.ui.panels.form.GROUPS", GROUPS[:7])

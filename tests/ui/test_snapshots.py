@@ -84,6 +84,6 @@ async def test_configure(runs_dir: Path, picture: SnapshotAssertion, size: tuple
             await ui.until(marked(row, mark))
             await ui.until(lambda: "1 change" in ui.shown("#form-title") and ui.app.findings is not None)
             if mark == "-changed":
-                await ui.until(lambda: form.what_if.strips)
+                await ui.until(lambda: form.plan.what_if.strips)
             await ui.press("escape")
             assert await svg(ui) == picture(name=mark.removeprefix("-"))

@@ -1,12 +1,17 @@
-"""The fields of Configure: moving between them, finding one by its name, and what the one with the focus is for."""
+"""The fields of Configure: their values and marks, moving between them, finding one by its name, what the one with the focus is for."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
+from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from so_tui.spec import field_index
+from so_tui.ui.form import GROUPS, SLURM, advanced_paths
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.find_field import FindField
@@ -23,6 +28,50 @@ class FormPanel(Vertical):
         yield VerticalScroll(id="form", can_focus=False)
         yield FindField("find a field by its name or what it is for: enter goes to it, esc ends", id="find")
         yield Static(id="about")
+
+    async def show_values(self, shown_value: Callable[[str], tuple[str, str]], *, slurm: bool) -> bool:
+        """Show every field's value, and make the fields if there are none yet. Return whether they were made.
+
+        Args:
+            shown_value: Returns the key that a row shows, and its text.
+            slurm: Whether jobs can be submitted from here; otherwise there are no fields for that.
+        """
+        rows = self.query(FieldRow)
+        for row in rows:
+            row.show_value(*shown_value(row.path))
+        if rows:
+            return False
+        widgets: list[Widget] = []
+        for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
+            if title == SLURM and not slurm:
+                continue
+            widgets.append(Static(title, classes="group"))
+            widgets += [FieldRow(path, field_index().get(path), *shown_value(path)) for path in paths]
+        await self.fields.mount_all(widgets)
+        self.query_one("#field-slurm-partition").disabled = not slurm and not shown_value("slurm.partition")[1]
+        return True
+
+    def set_values(self, values: Mapping[str, str]) -> None:
+        """Show values that were entered elsewhere."""
+        for row in self.query(FieldRow):
+            if row.path in values:
+                row.show_value(row.path, values[row.path])
+
+    def mark(self, was: Callable[[str], str | None], problems: Mapping[str, str], note: Callable[[str], str]) -> None:
+        """Mark the fields that differ from the preset, which says ``was``, or that are wrong; ``note`` stands beside the others."""
+        for row in self.query(FieldRow):
+            row.show_status(was=was(row.path), problem=problems.get(row.path, ""), note=note(row.path))
+        self.show_about()
+
+    def entered(self) -> tuple[str, str] | None:
+        """Return path and text of the field with the focus; None if no field has it."""
+        return next((row.entered() for row in self.query(FieldRow) if row.has_focus_within), None)
+
+    def go_to_wrong(self) -> None:
+        """Give the keyboard to the first field that is wrong."""
+        if wrong := self.query(FieldRow).filter(".-wrong"):
+            wrong.first().scroll_visible()
+            wrong.first().focus_control()
 
     @property
     def rows(self) -> list[FieldRow]:

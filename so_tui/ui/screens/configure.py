@@ -9,26 +9,24 @@ from typing import ClassVar
 
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
-from so_tui.spec import InputError, RunSpec, field_index, with_values
+from so_tui.spec import InputError, RunSpec, with_values
 from so_tui.ui import launching, planning
 from so_tui.ui.drafts import Drafts
 from so_tui.ui.field_notes import field_note, impossible_field, partition_note, problems_by_row
 from so_tui.ui.form import (
-    GROUPS,
-    SLURM,
-    advanced_paths,
     problem_text,
     text_of,
 )
 from so_tui.ui.messages import Compared, Failed, Partitions, Planned
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.panels.form import FormPanel
+from so_tui.ui.panels.plan import PlanPanel
 from so_tui.ui.panels.what_if import WhatIf
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import plan_view
@@ -73,7 +71,7 @@ class ConfigureScreen(Page):
     ]
 
     form = getters.query_one(FormPanel)
-    what_if = getters.query_one(WhatIf)
+    plan = getters.query_one(PlanPanel)
 
     def __init__(self) -> None:
         self._drafts = Drafts()
@@ -89,16 +87,7 @@ class ConfigureScreen(Page):
         yield Static("Choose a preset first: press 1, then enter on a row.", id="form-title")
         with Horizontal(id="columns"):
             yield FormPanel()
-            with Vertical(id="plan"):
-                yield Static(id="verdict")
-                yield WhatIf(id="what-if")
-                with VerticalScroll(id="plan-pane", can_focus=False):
-                    yield Static(id="plan-text")
-                with Horizontal(id="buttons"):
-                    yield Button("Launch  F5", id="launch", compact=True, disabled=True)
-                    yield Button("Save  ^s", id="save", compact=True)
-                    yield Button("Data  d", id="preview_data", compact=True, tooltip="See the data as the model will")
-                    yield Button("Copy  y", id="copy", compact=True)
+            yield PlanPanel(id="plan")
 
     def on_mount(self) -> None:
         self.watch(self.app, "machine", self._machine_known)
@@ -133,21 +122,8 @@ class ConfigureScreen(Page):
         return self._drafts.unsaved()
 
     async def _show_form(self) -> None:
-        form = self.form.fields
-        if form.query(FieldRow):
-            for row in form.query(FieldRow):
-                row.show_value(*self._drafts.shown_value(row.path))
-        else:
-            widgets: list[Widget] = []
-            for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
-                if title == SLURM and not has_slurm():
-                    continue
-                widgets.append(Static(title, classes="group"))
-                widgets += [FieldRow(path, field_index().get(path), *self._drafts.shown_value(path)) for path in paths]
-            await form.mount_all(widgets)
-            form.query_one("#field-slurm-partition").disabled = not has_slurm() and not self._drafts.values.get("slurm.partition")
-            if has_slurm():
-                self._ask_for_partitions()
+        if await self.form.show_values(self._drafts.shown_value, slurm=has_slurm()) and has_slurm():
+            self._ask_for_partitions()
         self.replan()
 
     @on(FieldRow.Edited)
@@ -207,17 +183,7 @@ class ConfigureScreen(Page):
         self._planned = message
         self._mark_fields(message, *impossible_field(message.plan))
         self._show_title()
-        plan = message.plan
-        self.query_one("#launch", Button).disabled = plan is None or not message.command
-        if plan is None:
-            count = plural(len(message.problems), "invalid field")
-            them = "it" if len(message.problems) == 1 else "them"
-            self.query_one("#verdict", Static).update(Content.styled(f"✗ {count}: correct {them} to get a plan", "bold $error"))
-            self.what_if.show(())
-            self.query_one("#plan-text", Static).update(Content("\n\n").join(map(problem_text, message.problems)))
-        else:
-            self.query_one("#verdict", Static).update(plan_view.headline(plan))
-            self._lay_out_plan()
+        self.plan.show(message)
         waiting, self._when_planned = self._when_planned, None
         if waiting is not None and self.is_current:
             waiting(message)
@@ -225,7 +191,7 @@ class ConfigureScreen(Page):
     @on(Compared)
     def _show_strips(self, message: Compared) -> None:
         if message.serial == self._serial:
-            self.what_if.show(message.strips)
+            self.plan.what_if.show(message.strips)
 
     @on(WhatIf.Stepped)
     def _stepped(self, message: WhatIf.Stepped) -> None:
@@ -235,32 +201,24 @@ class ConfigureScreen(Page):
         if plan is not None and plan.spec.offload.mode != self._drafts.values.get("offload.mode"):
             values = {"offload.mode": plan.mode, "offload.ratio": text_of(plan.ratio), **values}
         changed = [self._set_field(path, text) for path, text in values.items()]
-        for row in self.query(FieldRow):
-            if row.path in values:
-                row.show_value(row.path, values[row.path])
+        self.form.set_values(values)
         if any(changed):
             self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
-    def _lay_out_plan(self) -> None:
-        """Draw the plan for the present width of its pane."""
-        planned = self._planned
-        if planned is not None and planned.plan is not None:
-            width = max(30, self.query_one("#plan-pane").content_size.width - 1)
-            self.query_one("#plan-text", Static).update(plan_view.whole(planned.plan, planned.command, width))
-
     def on_resize(self) -> None:
-        self.call_after_refresh(self._lay_out_plan)
+        self.call_after_refresh(self.plan.lay_out)
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
         """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible on this machine."""
         problems = problems_by_row(message.problems) if message.problems else {field: f"{reason}."} if field else {}
         given_mode = self._drafts.values.get("offload.mode", "")
-        for row in self.query(FieldRow):
-            note = field_note(row.path, message.plan, self.app.machine, given_mode)
-            if row.path == "slurm.partition":
-                note = partition_note(self._partitions, slurm=has_slurm())
-            row.show_status(was=self._drafts.was(row.path), problem=problems.get(row.path, ""), note=note)
-        self.form.show_about()
+
+        def note_of(path: str) -> str:
+            if path == "slurm.partition":
+                return partition_note(self._partitions, slurm=has_slurm())
+            return field_note(path, message.plan, self.app.machine, given_mode)
+
+        self.form.mark(self._drafts.was, problems, note_of)
 
     def _show_title(self) -> None:
         assert self._drafts.base is not None
@@ -278,8 +236,8 @@ class ConfigureScreen(Page):
         self.form.open_find()
 
     def action_what_if(self) -> None:
-        if self.what_if.display:
-            self.what_if.focus()
+        if self.plan.what_if.display:
+            self.plan.what_if.focus()
 
     def action_leave_field(self) -> None:
         if self.form.close_find():
@@ -291,9 +249,8 @@ class ConfigureScreen(Page):
 
     def _once_planned(self, command: Callable[[Planned], None]) -> None:
         """Run ``command`` with the plan of what is in the form now, which may not have been made yet."""
-        for row in self.query(FieldRow):
-            if row.has_focus_within:  # its last key press may not have been announced yet
-                self._set_field(*row.entered())
+        if (entered := self.form.entered()) is not None:  # its last key press may not have been announced yet
+            self._set_field(*entered)
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
         elif self._drafts.base is not None and self.app.machine is not None:
@@ -315,10 +272,7 @@ class ConfigureScreen(Page):
     def _go_to_first_problem(self, planned: Planned) -> None:
         texts = [*map(problem_text, planned.problems), *(planned.plan.reason_texts if planned.plan else ())]
         self.notify(texts[0], title="Not launched", severity="error", markup=False)
-        rows = self.query(FieldRow).filter(".-wrong")
-        if rows:
-            rows.first().scroll_visible()
-            rows.first().focus_control()
+        self.form.go_to_wrong()
 
     def action_save(self) -> None:
         self._once_planned(self._save)
