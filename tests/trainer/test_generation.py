@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from so_tui_trainer.export import marker_of
 from so_tui_trainer.generation import Detokenizer, Writer, Written, next_token, prompt_ids, stop_tokens
 from so_tui_trainer.model import whole
 from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.whole import placed
 from so_tui_trainer.tools.generate import base_of, in_turn
 from tests.support.launching import tiny
@@ -175,6 +177,16 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
     (tmp_path / "pytorch_model.bin").write_bytes(b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR.")
     assert refusal(lambda: whole.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code == "model-unreadable"
     assert not proof.exists()
+
+
+def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTrainedModel) -> None:
+    """A kernel on the hub is a program, too."""
+    causal.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/kernel"}))
+    model = ModelSpec(id=str(tmp_path))
+    assert whole.of_folder(tmp_path, model).config._attn_implementation == "sdpa"
+    assert meta_model(load_config(model)).config._attn_implementation == "sdpa"
 
 
 def test_the_base_model_is_what_the_training_began_with() -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _NAMED = 4
 """Number of tensors that a message names."""
+DEFAULT_ATTENTION = None
+"""Lets transformers choose. Without it, what config.json names is used, which may be a kernel on the hub: code of others."""
 
 
 class Conversion(NamedTuple):
@@ -53,7 +55,9 @@ def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
 
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = factory.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=trust_remote_code
+        )
     return model
 
 

@@ -11,6 +11,7 @@ from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line
 from so_tui.spec.generation import Device
 from so_tui_trainer.export import weights
 from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.matching import DEFAULT_ATTENTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,9 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
     factory: Any = AutoModelForCausalLM
     config = load_config(spec.model)
     with no_init_weights():
-        causal: PreTrainedModel = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=spec.model.trust_remote_code)
+        causal: PreTrainedModel = factory.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=spec.model.trust_remote_code
+        )
     shapes = {name: parameter.shape for name, parameter in causal.named_parameters()}
     causal.load_state_dict(weights(checkpoint, shapes), strict=False, assign=True)
     causal.tie_weights()
@@ -40,7 +43,7 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
 
 
 def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
-    """Load a model's folder. Only safetensors are read: other weights are pickles, which can run code.
+    """Load a model's folder. Only safetensors are read: other weights are pickles, which can run code. So can kernels that it names.
 
     Args:
         folder: The folder.
@@ -52,9 +55,15 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
-    how = {"dtype": torch.bfloat16, "use_safetensors": True, "local_files_only": True, "trust_remote_code": model.trust_remote_code}
     try:
-        causal: PreTrainedModel = factory.from_pretrained(folder, **how)
+        causal: PreTrainedModel = factory.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            attn_implementation=DEFAULT_ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=model.trust_remote_code,
+        )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         message = f"has no causal language model in safetensors that can be read ({first_line(error)})"
         remedy = "Name a run, or a folder that `so-tui export` wrote."
