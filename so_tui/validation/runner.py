@@ -58,9 +58,8 @@ def run(report: Report, measurements: Sequence[Measurement], seconds: float, wri
     """Measure what the report lacks.
 
     Measurements are in the order of their importance. One that does not fit into what is left of the time, judged by how long those before
-    it took, is left out, and a shorter one
-    after it is tried. One that fails, or takes much longer than its estimate, says so in the report, and the next one follows. What
-    failed is tried again by the next run.
+    it took, is left out, and a shorter one after it is tried. One that fails, or takes much longer than its estimate, says so in the
+    report, and the next one follows. What failed is tried again by the next run.
 
     Args:
         report: What was measured before.

@@ -130,7 +130,7 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     states = {outcome.key: (outcome.state, outcome.reason) for outcome in report.outcomes}
     assert states.keys() == {"machine", "rates", "ours", "zerooffload", "ours-clipped"}
     assert {key: state for key, (state, _) in states.items()}["ours"] == "measured", states
-    assert not [key for key, (state, _) in states.items() if state == "failed"], states
+    assert not [key for key, (state, _) in states.items() if state in reports.FAILURES], states
     found = {outcome.key: result for outcome, result in reports.trained(report.outcomes)}
     first, *_, last = found["ours"].losses
     assert first is not None
@@ -139,7 +139,7 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     assert valid("validate", (tmp_path / reports.FILE).read_text())["host"] == machine.hostname
     assert "TFLOPS by DeepSpeed's example" in (tmp_path / "report.md").read_text()
     assert machine.hostname not in (tmp_path / "shared" / "report.md").read_text()
-    assert report.agreement
+    assert bool(report.agreement) == ("zerooffload" in found)  # on a busy host it may have been left out
     for one in report.agreement:
         assert one.largest is not None
         assert one.largest < 0.02
