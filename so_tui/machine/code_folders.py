@@ -53,9 +53,10 @@ def make_code_folders(environment: Mapping[str, str]) -> None:
         NotOwnError: Something else has the name of one: a link, another user's folder, or one that others can write.
         OSError: One cannot be made.
     """
-    for name in _NAMES:
-        if folder := environment.get(name):
-            private_folder(Path(folder))
+    for folder in (Path(environment[name]) for name in _NAMES if environment.get(name)):
+        if folder.is_relative_to(host_folder()):
+            private_folder(host_folder())  # whoever made it first, in /tmp, could exchange what is in it
+        private_folder(folder)
 
 
 def _is_private(folder: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ NAMES = (
 USE = """
 import os
 from so_tui.machine.code_folders import code_folders, make_code_folders
-environment = os.environ | code_folders(os.environ)
+environment = os.environ | code_folders(os.environ, several_hosts="SEVERAL_HOSTS" in os.environ)
 make_code_folders(environment)
 for name in code_folders({}):
     print(environment[name])
@@ -82,6 +83,21 @@ def test_what_another_user_planted_before_the_first_run_is_refused(machine: Shar
     assert code == 1
     assert "NotOwnError" in errors
     assert str(cache / "triton") in errors
+
+
+@pytest.mark.parametrize("squatted", [False, True])
+def test_a_folder_in_tmp_that_another_user_made_first_is_refused(squatted: bool, machine: SharedMachine) -> None:
+    """Its owner could exchange the folders in it, whoever made those."""
+    usual = Path(f"/tmp/so-tui-{machine.owner.uid}")
+    try:
+        if squatted:
+            assert machine.other.run("mkdir", "-m", "777", str(usual)).returncode == 0
+        code, folders, errors = use(machine, {"SEVERAL_HOSTS": "1"})
+        assert (code, "NotOwnError" in errors) == ((1, True) if squatted else (0, False)), errors
+        assert any(folder.is_relative_to(usual) for folder in folders) != squatted
+        assert not squatted or list(usual.iterdir()) == []
+    finally:
+        shutil.rmtree(usual)
 
 
 def test_a_private_folder_of_ones_own_choice_stays(tmp_path: Path) -> None:
