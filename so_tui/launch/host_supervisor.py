@@ -106,8 +106,10 @@ class HostSupervisor(ABC):
             while self._watches:
                 self._tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._tick()
-                if time.monotonic() >= due and self._acts:
-                    due = time.monotonic() + TICK_S
+                if time.monotonic() < due:
+                    continue
+                due = time.monotonic() + TICK_S
+                if self._acts:
                     with self._despite_errors_of("samples"):
                         sample = sampler.sample()
                         self._sampled(sample)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import FRESH_S, OLD_S, STALE_S, Sighting, sighting, state_with_truth
+from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state, write_last_state
@@ -46,9 +47,12 @@ def record_end(run: RunDirectory) -> RunState:
     """Record that a run has ended, by the user's word, and return its final state. From then on it is final on every host.
 
     Raises:
+        Refused: It is another user's.
         InputError: It is live here, or has a living supervisor elsewhere (code ``run-is-live``).
         OSError: Its folder cannot be written.
     """
+    refuse_another_users(run)
+    ended_state(run, assume_dead=True)  # before the lock is taken from a supervisor that lives here and has only been silent
     with run_lock(run, assume_dead=True) as lock:
         if lock is None:
             raise lock_held(run, assume_dead=True)

@@ -105,6 +105,14 @@ def test_the_users_word_does_not_end_a_run_that_lives_here(run: RunDirectory) ->
     assert read_state(run).state == "training"
 
 
+def test_the_users_word_takes_no_lock_from_a_silent_supervisor_that_lives_here(run: RunDirectory) -> None:
+    recorded(run, "here", OLD_S, supervisor=identify(os.getpid()))
+    with run_lock(run) as held:
+        assert held is not None
+        assert code_of(lambda: record_end(run)) == "run-is-live"
+        held.refresh()
+
+
 def test_a_living_supervisor_keeps_its_run_whatever_the_user_says(run: RunDirectory) -> None:
     """On a file system whose locks work between hosts, the lock shows that the supervisor lives."""
     recorded(run, "elsewhere", STALE_S - 10)
