@@ -12,7 +12,7 @@ from so_tui.launch.executors import JobPhase, JobStatus, executor_of_attempt
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
+from so_tui.runs.liveness import HeartbeatWatch, Liveness, sighting, state_with_truth
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.own import not_own
 from so_tui.runs.records import FINAL_STATES, RunState
@@ -40,10 +40,15 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
     if job.phase is JobPhase.ENDED and not forgotten:
         return _ended(run, attempt, job)
-    if recorded.state != "queued":
+    if recorded.state != "queued" and not starts_again(run, recorded, job, watch):
         # The heartbeat of a suspended job stands still.
         return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
-    return replace(recorded, detail=queue_text(job))
+    return replace(recorded, state="queued", detail=queue_text(job))
+
+
+def starts_again(run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None) -> bool:
+    """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be older than the run's state."""
+    return job.phase is JobPhase.QUEUED and sighting(run, recorded, watch).liveness is not Liveness.ALIVE
 
 
 def newest_attempt(run: RunDirectory, state: RunState) -> int:

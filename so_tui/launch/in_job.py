@@ -15,6 +15,8 @@ from so_tui.launch import admission, run_state
 from so_tui.launch.attempt_files import read_launch, write_launch, write_node_launch
 from so_tui.launch.evidence import not_started
 from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.executors.slurm.script import requeues
+from so_tui.launch.executors.slurm.site import load_site
 from so_tui.launch.node_states import NodeState, write_node_state
 from so_tui.launch.node_supervisor import NodeSupervisor
 from so_tui.launch.nodes import Nodes, nodes_of_job, numbered
@@ -22,6 +24,7 @@ from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.partition_machines import remember
 from so_tui.launch.preparation import Launch, prepare
 from so_tui.launch.processes import become_subreaper
+from so_tui.launch.restarts import attempt_of_restart, put_back, restarted
 from so_tui.launch.shutdown import stop_request
 from so_tui.launch.supervision import supervise
 from so_tui.machine import inspect_machine
@@ -63,10 +66,14 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
         admission.refuse_wrong_token(run, attempt, token)
         os.umask(umask_of(run.path))
         return _supervise_node(run, attempt, read_launch(run, attempt, submission.planned_for), nodes)
-    before = read_state(run)
-    admission.refuse_start(run, attempt, before, token)
     os.umask(umask_of(run.path))
     machine = inspect_machine()
+    if restarted(os.environ):
+        admission.refuse_wrong_token(run, attempt, token)
+        attempt = attempt_of_restart(run, attempt, token, machine)
+        submission = read_submission(run, attempt) or submission
+    before = read_state(run)
+    admission.refuse_start(run, attempt, before, token)
     remember(submission.partition, machine)
     submitted = read_launch(run, attempt, submission.planned_for)
     try:
@@ -75,7 +82,10 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
         return _refused_here(run, attempt, submitted, error)
     code = supervise(run, attempt, token, nodes)
     if submitted.spec.slurm.continues and needs_successor(run, before, start_over=submitted.start_over):
-        _submit_successor(run, machine)
+        if requeues(submitted.spec, load_site(submission.site)):
+            put_back(run, attempt)
+        else:
+            _submit_successor(run, machine)
     return code
 
 

@@ -10,8 +10,6 @@ import socket
 import time
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from so_tui.launch.attaching import ensure_supervised
 from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import checks_elsewhere, quick_checks
@@ -19,6 +17,7 @@ from so_tui.launch.current import current_state, newest_attempt, record
 from so_tui.launch.executors import Executor, SupervisorHandle, executor_of, executor_of_attempt
 from so_tui.launch.executors.local import supervisor_log
 from so_tui.launch.preparation import Launch
+from so_tui.launch.run_state import left_queue
 from so_tui.launch.shutdown import request_stop
 from so_tui.launch.starter import new_token, record_token
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
@@ -27,13 +26,11 @@ from so_tui.runs import control
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.ended import ended_state, record_end
 from so_tui.runs.listing import create_run
-from so_tui.runs.liveness import HeartbeatWatch
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.liveness import HeartbeatWatch, Liveness, sighting
 from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state, write_last_state, write_spec
-from so_tui.runs.unobserved import EXIT_CODES
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import close_to_others
@@ -157,11 +154,11 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
             problem = Problem(code="run-may-be-live", field="run", value=run.name, message=f"is in a queue: {error}", remedy=remedy)
             raise InputError([problem]) from error
     with run_lock(run) as lock:
-        if lock is None or read_state(run).state != "queued":  # it has started a moment ago, and the scheduler ends it
+        recorded = read_state(run)
+        alive = recorded.state != "queued" and sighting(run, recorded).liveness is Liveness.ALIVE
+        if lock is None or recorded.state in FINAL_STATES or alive:  # it has started a moment ago, and the scheduler ends it
             return current_state(run)
-        state = replace(
-            state, state="stopped", attempt=attempt, detail="", code=OutcomeCode.STOPPED, ended=time.time(), exit_code=EXIT_CODES["stopped"]
-        )
+        state = left_queue(state, attempt)
         write_last_state(run, state)
     return state
 

@@ -75,7 +75,7 @@ class NodeSupervisor(HostSupervisor):
         """Ask the run to stop, on all nodes. A scheduler's warning reaches the first node, too, which asks for that."""
         if self._signal not in (None, signal.SIGUSR1):
             assert self._signal is not None
-            request_stop(self._run, reason=f"the supervisor on {self._host} received {self._signal.name}")
+            request_stop(self._run, reason=f"the supervisor on {self._host} received {self._signal.name}", signalled=True)
         self._signal = None
 
     def _check_first_node(self) -> None:

@@ -10,7 +10,9 @@ from so_tui.launch.outcome import Outcome
 from so_tui.launch.outcome_text import OutcomeText
 from so_tui.runs.host import HostIdentity
 from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import EndRecord, Process, RunState, State
+from so_tui.runs.unobserved import EXIT_CODES
 
 
 def first_state(
@@ -41,13 +43,44 @@ def first_state(
         saved_at=None if start_over else before.saved_at,
         started=before.started or now,
         attempt_started=now,
-        earlier_s=before.took_s or 0.0,
+        earlier_s=_took_s(before),
         heartbeat=before.heartbeat + 1,
         forced=forced,
         checks_s=checks_s,
         supervisor=supervisor,
         alerts=before.alerts,
     )
+
+
+def queued_state(before: RunState) -> RunState:
+    """Return the state of a run that waits for a job. ``before`` is the state that the previous attempt left."""
+    return replace(
+        before,
+        state="queued",
+        host="",
+        supervisor=None,
+        processes=(),
+        ended=None,
+        code="",
+        reason="",
+        suggestion="",
+        detail="",
+        exit_code=None,
+        earlier_s=_took_s(before),
+        heartbeat=before.heartbeat + 1,
+    )
+
+
+def left_queue(queued: RunState, attempt: int | None = None) -> RunState:
+    """Return the final state of a run that waits for a job and will not get it; ``attempt`` if it is another than the state's."""
+    now, number = time.time(), queued.attempt if attempt is None else attempt
+    ended = replace(queued, state="stopped", attempt=number, detail="", code=OutcomeCode.STOPPED, exit_code=EXIT_CODES["stopped"])
+    return replace(ended, attempt_started=now, ended=now)  # waiting is no part of its duration
+
+
+def _took_s(before: RunState) -> float:
+    """Return the duration of the attempts until a state, which one that waits for a job keeps as that of the earlier ones."""
+    return before.earlier_s if before.took_s is None else before.took_s
 
 
 def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: float) -> RunState:

@@ -23,7 +23,9 @@ class StopRequest(control.Request, frozen=True, kw_only=True):
     grace_s: float = DEFAULT_GRACE_S
 
 
-def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason: str = "", warned: bool = False) -> None:
+def request_stop(
+    run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason: str = "", warned: bool = False, signalled: bool = False
+) -> None:
     """Ask the run to stop within ``grace_s`` seconds. A later request replaces an earlier one.
 
     Args:
@@ -31,15 +33,18 @@ def request_stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason:
         grace_s: After how many seconds it is killed.
         reason: Why, in words.
         warned: A scheduler's warning asks.
+        signalled: A signal to a supervisor asks.
 
     Raises:
         OSError: The run directory cannot be written.
     """
-    control.request(run, "stop", reason=reason, warned=warned)
+    control.request(run, "stop", reason=reason, warned=warned, signalled=signalled)
     asked = control.details(run, "stop")
-    if asked is not None and asked.warned != warned:
+    if asked is not None and (asked.warned, asked.signalled) != (warned, signalled):
         return  # a person's request stays
-    bounded = StopRequest(by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s, warned=warned)
+    bounded = StopRequest(
+        by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s, warned=warned, signalled=signalled
+    )
     write_run_file(run, run.control_dir / "stop", msgspec.json.encode(bounded))
 
 

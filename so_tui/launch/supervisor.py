@@ -137,7 +137,8 @@ class Supervisor(HostSupervisor):
 
     def _check_stop_request(self) -> None:
         if self._signal:
-            request_stop(self._run, reason=f"the supervisor received {self._signal.name}", warned=self._signal is signal.SIGUSR1)
+            warned = self._signal is signal.SIGUSR1
+            request_stop(self._run, reason=f"the supervisor received {self._signal.name}", warned=warned, signalled=not warned)
             self._signal = None
         asked = stop_request(self._run)
         if asked is not None:

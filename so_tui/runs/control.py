@@ -28,23 +28,27 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     warned: bool = False
     """Whether a scheduler's warning asks, before it ends the job, and no person: then another job may continue."""
+    signalled: bool = False
+    """Whether a signal to a supervisor asks, as of a scheduler that ends a job: only that job itself may continue, if it starts again."""
 
 
 prepare(Request)
 
 
-def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool = False) -> None:
-    """Ask the run to stop (with a checkpoint) or to save a checkpoint. A warning does not replace a person's request.
+def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool = False, signalled: bool = False) -> None:
+    """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a signal replaces a person's request.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
         OSError: The folder cannot be written.
     """
     refuse_another_users(run)
-    if warned and (before := details(run, action)) is not None and not before.warned:
+    if (warned or signalled) and (before := details(run, action)) is not None and not (before.warned or (signalled and before.signalled)):
         return
     run.control_dir.mkdir(exist_ok=True)
-    asked = Request(by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason, warned=warned)
+    asked = Request(
+        by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason, warned=warned, signalled=signalled
+    )
     write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))
 
 

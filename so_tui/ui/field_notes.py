@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from so_tui.trust.printable import printable_line
 from so_tui.ui.form import LENGTH, LENGTH_KEYS
 from so_tui.ui.widgets import plan_view
-from so_tui.units import thousands
+from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
+    from so_tui.launch.executors.slurm.partitions import Partition
     from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
     from so_tui.spec import Problem
@@ -54,8 +55,17 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
     return ""
 
 
-def partition_note(partitions: Sequence[str], *, slurm: bool) -> str:
-    """Return what a partition may be, or why none can be named here."""
+def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool) -> str:
+    """Return what the chosen partition offers, what it may be, or why none can be named here."""
     if not slurm:
         return "no Slurm here"
-    return ", ".join(map(printable_line, partitions)) or "empty: this machine"
+    found = next((partition for partition in partitions if partition.name == chosen), None)
+    if found is None:
+        return printable_line(", ".join(partition.name for partition in partitions)) or "empty: this machine"
+    parts = [
+        "" if found.open else "closed now",
+        f"{found.idle} of {plural(found.nodes, 'node')} free",
+        f"{plural(found.gpus, 'GPU')} each" if found.gpus else "",
+        f"at most {found.time_limit}" if found.time_limit else "",
+    ]
+    return printable_line(", ".join(filter(None, parts)))

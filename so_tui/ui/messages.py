@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from textual.message_pump import MessagePump
 
     from so_tui.launch import Launch
+    from so_tui.launch.executors.slurm.partitions import Partition
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
@@ -85,8 +86,8 @@ class Compared(Message):
 class Partitions(Message):
     """Slurm has said which partitions this user sees."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(self, partitions: tuple[Partition, ...]) -> None:
+        self.partitions = partitions
         super().__init__()
 
 

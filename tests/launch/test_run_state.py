@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.run_state import last_alive, observed
+from so_tui.launch.run_state import first_state, last_alive, left_queue, observed, queued_state
 from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.host import HostIdentity
 from so_tui.runs.index import index_path
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, ResumedRecord, RunState
@@ -95,3 +96,13 @@ def test_what_was_saved_no_longer_counts_after_starting_over(tmp_path: Path) -> 
     saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
     reader = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=0))
     assert observed(RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0), reader, 2).saved_step is None
+
+
+def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:
+    host = HostIdentity("n1")
+    stopped = RunState(name="r", state="stopped", started=100.0, attempt_started=200.0, ended=260.0, earlier_s=40.0)
+    assert stopped.took_s == 100
+    queued = queued_state(stopped)
+    assert left_queue(queued).took_s == pytest.approx(100)
+    again = first_state("r", 2, host, None, queued, forced=False)
+    assert again.earlier_s == 100

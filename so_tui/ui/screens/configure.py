@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import PurePath
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
@@ -31,6 +31,9 @@ from so_tui.ui.panels.what_if import WhatIf
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
+
+if TYPE_CHECKING:
+    from so_tui.launch.executors.slurm.partitions import Partition
 
 DEBOUNCE_S = 0.12
 
@@ -78,7 +81,7 @@ class ConfigureScreen(Page):
         self._planned: Planned | None = None
         self._serial = 0
         self._timer: Timer | None = None
-        self._partitions: tuple[str, ...] = ()
+        self._partitions: tuple[Partition, ...] = ()
         self._when_planned: Callable[[Planned], None] | None = None
         """The command that waits for the plan of the newest edit."""
         super().__init__()
@@ -164,7 +167,8 @@ class ConfigureScreen(Page):
 
     @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
     def _ask_for_partitions(self) -> None:
-        from so_tui.launch.executors.slurm.commands import SlurmError, partitions
+        from so_tui.launch.executors.slurm.commands import SlurmError
+        from so_tui.launch.executors.slurm.partitions import partitions
 
         try:
             self.post_message(Partitions(partitions()))
@@ -173,7 +177,7 @@ class ConfigureScreen(Page):
 
     @on(Partitions)
     def _show_partitions(self, message: Partitions) -> None:
-        self._partitions = message.names
+        self._partitions = message.partitions
         self.replan()
 
     @on(Planned)
@@ -215,7 +219,7 @@ class ConfigureScreen(Page):
 
         def note_of(path: str) -> str:
             if path == "slurm.partition":
-                return partition_note(self._partitions, slurm=has_slurm())
+                return partition_note(self._partitions, self._drafts.values.get("slurm.partition", ""), slurm=has_slurm())
             return field_note(path, message.plan, self.app.machine, given_mode)
 
         self.form.mark(self._drafts.was, problems, note_of)

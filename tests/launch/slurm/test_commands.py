@@ -67,7 +67,7 @@ def installed(folder: Path, name: str, lines: str) -> None:
         ("squeue", commands.own_jobs),
         ("sacct", lambda: commands.accounted("7")),
         ("scancel", lambda: commands.cancel("7")),
-        ("sinfo", commands.partitions),
+        ("sinfo", lambda: commands.sinfo("%P")),
         ("sbatch", lambda: submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})),
     ],
 )

@@ -22,7 +22,7 @@ FAILED = "sbatch: error: Batch job submission failed: "
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of commands that stand for Slurm's."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    installed(tmp_path, "sinfo", "printf 'gh*\\ngh-dev\\n'")
+    installed(tmp_path, "sinfo", "printf 'gh*|up|1:00|0/1/0/1||\\ngh-dev|up|1:00|0/1/0/1||\\n'")
     return tmp_path
 
 

@@ -94,6 +94,11 @@ def cancel(job_id: str) -> None:
     _call(("scancel", job_id))
 
 
+def requeue(job_id: str) -> None:
+    """End a job, and put it back into the queue. Raises SlurmError."""
+    _call(("scontrol", "requeue", job_id))
+
+
 class ClusterName:
     """The name of the cluster that commands of this host speak to. Once known it is not asked for again."""
 
@@ -125,10 +130,9 @@ def cluster_name() -> str:
     return CLUSTER.get()
 
 
-def partitions() -> tuple[str, ...]:
-    """Return the names of the partitions that this user can see, the default one first. Raises SlurmError."""
-    names = _call(("sinfo", "--noheader", "--format=%P")).split()
-    return tuple(dict.fromkeys(name.rstrip("*") for name in sorted(names, key=lambda name: not name.endswith("*"))))
+def sinfo(layout: str) -> str:
+    """Return what ``sinfo`` prints of the partitions that this user can see, without a header. Raises SlurmError."""
+    return _call(("sinfo", "--noheader", f"--format={layout}"))
 
 
 def parse_queue(printed: str) -> tuple[Job, ...]:

@@ -28,7 +28,8 @@ from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_l
 from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
 from so_tui.launch.hub_cache import not_cached
 from so_tui.launch.preparation import Launch
-from so_tui.launch.starter import TOKEN_VARIABLE
+from so_tui.launch.run_state import queued_state
+from so_tui.launch.starter import TOKEN_VARIABLE, record_token
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
@@ -76,6 +77,18 @@ class Submission(Struct, frozen=True, kw_only=True):
     submitted: float
     planned_for: str
     """Name of the machine in whose file the plan was made; the job plans again for its node."""
+    works_in: Annotated[int, Meta(ge=0)] = 0
+    """The attempt in whose folder the job works, if it is an earlier one: Slurm has started the job again."""
+
+
+class Restarted(Struct, frozen=True, kw_only=True):
+    """A job that Slurm has started again, and that makes the next attempt itself."""
+
+    job_id: str
+    works_in: int
+    """The attempt that it was submitted for."""
+    token: str
+    """The starter's token that it was given then."""
 
 
 class SlurmExecutor:
@@ -83,9 +96,12 @@ class SlurmExecutor:
 
     here = False
 
-    def __init__(self, *, edit: Callable[[str], str] = str) -> None:
-        """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before anything is submitted."""
-        self._edit = edit
+    def __init__(self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None) -> None:
+        """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before anything is submitted.
+
+        With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has started again.
+        """
+        self._edit, self._restarted = edit, restarted
 
     def start(self, run: RunDirectory, attempt: int, token: str) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
@@ -102,10 +118,15 @@ class SlurmExecutor:
             poll_s=site.poll_s,
             submitted=time.time(),
             planned_for=planned_for,
+            works_in=self._restarted.works_in if self._restarted else 0,
         )
         before, queued = _enter_queue(run, attempt, script, submission, assume_dead=launch.assume_dead)
         try:
-            job_id = _submitted(run, attempt, token, plan.spec)
+            if self._restarted is None:
+                job_id = _submitted(run, attempt, token, plan.spec)
+            else:
+                job_id = self._restarted.job_id
+                record_token(run, attempt, self._restarted.token)
         except BaseException:
             if read_state(run) == queued:  # sbatch may have failed to say that it succeeded, and the job may have started
                 write_state(run, before)
@@ -165,7 +186,7 @@ class SlurmExecutor:
             return JobStatus(job_id=job.id, phase=JobPhase.COMPLETING, nodes=job.nodes)
         if job.state not in _ENDS:
             return JobStatus(job_id=job.id, phase=JobPhase.UNKNOWN, nodes=job.nodes)
-        output = _last_lines(run, attempt, job.id) if job.state == "FAILED" else ""
+        output = _last_lines(Path(job.folder), job.id) if job.state == "FAILED" else ""
         return JobStatus(job_id=job.id, phase=JobPhase.ENDED, nodes=job.nodes, end=_ENDS[job.state], output=output)
 
 
@@ -225,20 +246,7 @@ def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submi
             raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
         write_run_file(run, run.job_script_path(attempt), script.encode())
         write_submission(run, attempt, submission)
-        queued = msgspec.structs.replace(
-            before,
-            state="queued",
-            host="",
-            supervisor=None,
-            processes=(),
-            ended=None,
-            code="",
-            reason="",
-            suggestion="",
-            detail="",
-            exit_code=None,
-            heartbeat=before.heartbeat + 1,
-        )
+        queued = queued_state(before)
         write_state(run, queued)
     return before, queued
 
@@ -248,7 +256,7 @@ def _job_of(run: RunDirectory, attempt: int, submission: Submission, jobs: Itera
 
     The number alone would name the original's job in a copy of its folder, and some other job once Slurm begins to count again.
     """
-    folder = run.attempt_dir(attempt)
+    folder = run.attempt_dir(submission.works_in or attempt)
     return next((job for job in jobs if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)), None)
 
 
@@ -280,9 +288,9 @@ def _accounted(job_id: str, minute: int) -> Job | None:
     return commands.accounted(job_id)
 
 
-def _last_lines(run: RunDirectory, attempt: int, job_id: str) -> str:
+def _last_lines(folder: Path, job_id: str) -> str:
     try:
-        content = read_bounded(run.attempt_dir(attempt) / OUTPUT.replace("%j", job_id), _OUTPUT_BYTES)
+        content = read_bounded(folder / OUTPUT.replace("%j", job_id), _OUTPUT_BYTES)
     except OSError:  # nothing was written, or more than anybody reads
         return ""
     return " / ".join(content.decode(errors="replace").split("\n")[-4:]).strip(" /")

@@ -13,10 +13,10 @@ Problem codes:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from so_tui.launch.executors.slurm.commands import RefusedError, SlurmError, partitions
+from so_tui.launch.executors.slurm.commands import RefusedError, SlurmError
+from so_tui.launch.executors.slurm.partitions import partitions
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.spec.wording import nearest
 from so_tui.trust.printable import brief_message
@@ -77,7 +77,7 @@ def _value(spec: RunSpec, field: str) -> str:
 
 def _partitions_remedy(given: str) -> str:
     try:
-        names: Sequence[str] = partitions()
+        names = tuple(partition.name for partition in partitions())
     except SlurmError:
         return "`sinfo` lists the partitions."
-    return f"{nearest(given, tuple(names))}Partitions: {', '.join(names)}."
+    return f"{nearest(given, names)}Partitions: {', '.join(names)}."

@@ -107,6 +107,11 @@ def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
     return found | ({} if site.internet else {"HF_HUB_OFFLINE": "1"}) | site.environment
 
 
+def requeues(spec: RunSpec, site: Site) -> bool:
+    """Return whether Slurm may start a job of this spec again. Otherwise a successor is submitted."""
+    return site.requeue and spec.slurm.continues and spec.nodes == 1
+
+
 def time_limit_of(spec: RunSpec, site: Site) -> str:
     """Return the time limit that a job asks for; empty for the partition's own."""
     partition = site.partitions.get(spec.slurm.partition)
@@ -171,8 +176,7 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
         yield f"--mem={share * site.memory_per_gpu_gib}G"
     # To the processes of the step, not to this script: the supervisor and the ranks handle it, and srun does not see it.
     yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
-    # A job that Slurm starts again would find its attempt started. A successor is submitted instead.
-    yield "--no-requeue"
+    yield "--requeue" if requeues(spec, site) else "--no-requeue"
     yield f"--output={OUTPUT}"
     yield "--open-mode=append"
     yield from (*site.options, *slurm.options)

@@ -1,0 +1,93 @@
+"""A job that Slurm starts again: after its node has failed, when it has given way to another job, or because it asked for that.
+
+Its attempt has ended with the processes of the first start, so the same job makes the next one.
+
+Problem code:
+    not-continued: What ended the run is no reason to go on: it has finished, it failed by itself, or a person stopped it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.executor import Restarted, SlurmExecutor, read_submission
+from so_tui.launch.run_state import left_queue, queued_state
+from so_tui.launch.shutdown import stop_request
+from so_tui.machine.types import Machine
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import FINAL_STATES, RunState
+from so_tui.runs.run_lock import run_lock
+from so_tui.runs.state import read_state, write_last_state, write_state
+from so_tui.spec import InputError, Problem, SoTuiError
+
+_ENDED_FROM_OUTSIDE = frozenset(
+    (
+        *(OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST, OutcomeCode.STOPPED, OutcomeCode.UNOBSERVED),
+        *(OutcomeCode.NODE_FAILED, OutcomeCode.PREEMPTED, OutcomeCode.OUT_OF_TIME),
+    )
+)
+
+
+def restarted(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm has started this job before."""
+    return environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def attempt_of_restart(run: RunDirectory, submitted: int, token: str, machine: Machine) -> int:
+    """Return the attempt that a job makes when it starts again: the next one, or its own if that was never begun.
+
+    Args:
+        run: The run.
+        submitted: The attempt that the job was submitted for.
+        token: The starter's token that the job was given.
+        machine: The node that the job has now.
+
+    Raises:
+        InputError, Refused: The run is not continued (code ``not-continued``), or cannot be resumed here.
+    """
+    from so_tui.launch.lifecycle import resume
+    from so_tui.launch.preparation import prepare_resume
+
+    state = read_state(run)
+    if state.attempt < submitted:
+        return submitted
+    if not _may_continue(run, state):
+        message, remedy = f"is {state.state} ({state.code or 'by a person'})", "`so-tui resume` continues it."
+        raise InputError([Problem(code="not-continued", field="run", value=run.name, message=message, remedy=remedy)])
+    _leave_queue(run)
+    executor = SlurmExecutor(restarted=Restarted(job_id=os.environ["SLURM_JOB_ID"], works_in=submitted, token=token))
+    return resume(run, prepare_resume(run, machine, assume_dead=True), executor=executor)
+
+
+def put_back(run: RunDirectory, attempt: int) -> None:
+    """Put this job back into the queue, and record that. If Slurm refuses, the run stays stopped, and can be resumed."""
+    submission = read_submission(run, attempt)
+    with run_lock(run) as lock:
+        if lock is None or submission is None:
+            return
+        stopped = read_state(run)
+        write_state(run, queued_state(stopped))
+    try:
+        commands.requeue(submission.job_id)
+    except SoTuiError as error:
+        print(f"so-tui: the job of {run.name} is not started again: {error}", file=sys.stderr, flush=True)
+        write_state(run, stopped)
+
+
+def _may_continue(run: RunDirectory, state: RunState) -> bool:
+    """Return whether something else than the run itself or a person ended it."""
+    asked = stop_request(run)
+    by_a_person = asked is not None and not asked.warned and not asked.signalled
+    return not by_a_person and (state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE)
+
+
+def _leave_queue(run: RunDirectory) -> None:
+    """Record that a run which waited for this job has an attempt behind it that was stopped."""
+    with run_lock(run) as lock:
+        state = read_state(run)
+        if lock is not None and state.state == "queued":
+            write_last_state(run, left_queue(state))

@@ -1,0 +1,153 @@
+"""Jobs that Slurm starts again; tests/slurm has the real one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from so_tui.launch import prepare, start, stop
+from so_tui.launch.admission import refuse_start
+from so_tui.launch.current import current_state
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.executors.slurm.script import batch_script
+from so_tui.launch.executors.slurm.site import Site
+from so_tui.launch.restarts import attempt_of_restart, put_back, restarted
+from so_tui.launch.shutdown import request_stop
+from so_tui.launch.starter import new_token, record_token
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs.outcome import OutcomeCode
+from so_tui.spec import InputError
+from tests.support.launching import tiny
+
+MACHINE = inspect_machine()
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(commands, "cancel", found.append)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run that trains in job 7, which Slurm has started again since."""
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(commands, "submit", lambda *_: "7")
+    monkeypatch.setattr(commands, "accounted", lambda _: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = start(prepare(tiny(slurm__partition="gh"), MACHINE), runs_dir=tmp_path / "runs")
+    write_state(run, replace(read_state(run), state="training", attempt=1, host="n1", boot_id="another"))
+    return run
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: str) -> None:
+    monkeypatch.setattr(commands, "own_jobs", lambda: (Job(id="7", state=state, folder=str(run.attempt_dir(1))),))
+
+
+def token_of(run: RunDirectory, attempt: int = 1) -> str:
+    token = new_token()
+    record_token(run, attempt, token)
+    return token
+
+
+@pytest.mark.parametrize(("count", "again"), [(None, False), ("", False), ("0", False), ("1", True), ("12", True)])
+def test_slurm_counts_the_starts_of_a_job(count: str | None, again: bool) -> None:
+    assert restarted({} if count is None else {"SLURM_RESTART_COUNT": count}) is again
+
+
+@pytest.mark.parametrize(("allowed", "nodes", "option"), [(True, 1, "--requeue"), (True, 2, "--no-requeue"), (False, 1, "--no-requeue")])
+def test_only_jobs_of_one_node_start_again_and_only_where_the_profile_allows_it(allowed: bool, nodes: int, option: str) -> None:
+    spec = tiny(slurm__partition="gh", nodes=str(nodes))
+    script = batch_script(spec, Site(title="Ours", requeue=allowed), gpus=1, run=Path("/runs/x"), attempt=1, python="python")
+    assert f"#SBATCH {option}\n" in script
+
+
+def test_the_job_makes_the_next_attempt_with_its_own_token(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(run.state_path, (1.0, 1.0))
+    token = token_of(run)
+    assert attempt_of_restart(run, 1, token, MACHINE) == 2
+    state = read_state(run)
+    assert state.state == "queued"
+    refuse_start(run, 2, state, token)
+    with pytest.raises(InputError):
+        refuse_start(run, 2, state, new_token())
+    submission = read_submission(run, 2)
+    assert submission is not None
+    assert (submission.job_id, submission.works_in, submission.planned_for) == ("7", 1, MACHINE.hostname)
+    answer(monkeypatch, run, "PENDING")
+    assert "7" in current_state(run).detail  # it is found although it works in the first attempt's folder
+
+
+def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
+    write_state(run, replace(read_state(run), state="queued", attempt=0, host=""))
+    assert attempt_of_restart(run, 1, token_of(run), MACHINE) == 1
+    assert run.attempts() == (1,)
+
+
+@pytest.mark.parametrize("code", [OutcomeCode.FINISHED, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.NON_FINITE, OutcomeCode.JOB_CANCELLED])
+def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirectory) -> None:
+    state = "finished" if code == OutcomeCode.FINISHED else "failed"
+    write_state(run, replace(read_state(run), state=state, code=code))
+    with pytest.raises(InputError) as caught:
+        attempt_of_restart(run, 1, token_of(run), MACHINE)
+    assert [problem.code for problem in caught.value.problems] == ["not-continued"]
+    assert run.attempts() == (1,)
+
+
+@pytest.mark.parametrize(
+    ("person", "signalled", "warned", "continues"),
+    [(True, False, False, False), (False, True, False, True), (False, False, True, True), (True, True, True, False)],
+)
+def test_a_run_that_a_person_stopped_does_not_continue(
+    person: bool, signalled: bool, warned: bool, continues: bool, run: RunDirectory
+) -> None:
+    """A scheduler that ends a job sends signals; neither they nor its warning replace what a person wants."""
+    if person:
+        request_stop(run)
+    if signalled:
+        request_stop(run, signalled=True)
+    if warned:
+        request_stop(run, warned=True)
+    write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
+    if continues:
+        assert attempt_of_restart(run, 1, token_of(run), MACHINE) == 2
+        return
+    with pytest.raises(InputError):
+        attempt_of_restart(run, 1, token_of(run), MACHINE)
+
+
+def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
+    run: RunDirectory, cancelled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, run, "PENDING")
+    assert current_state(run).state == "training"  # its heartbeat is newer than what Slurm said
+    os.utime(run.state_path, (1.0, 1.0))
+    assert current_state(run).state == "queued"
+    assert stop(run).state == "stopped"
+    assert (cancelled, read_state(run).state) == (["7"], "stopped")
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_job_near_its_time_limit_is_put_back(refused: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[str] = []
+
+    def requeue(job_id: str) -> None:
+        put.append(job_id)
+        if refused:
+            raise SlurmError("scontrol refused")
+
+    monkeypatch.setattr(commands, "requeue", requeue)
+    stopped = replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
+    write_state(run, stopped)
+    put_back(run, 1)
+    assert put == ["7"]
+    assert read_state(run).state == ("stopped" if refused else "queued")
+    assert read_state(run).saved_step == 4

@@ -1,0 +1,66 @@
+"""Jobs that Slurm starts again where the site profile allows it: one run, one history, the same losses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from so_tui.launch import stop
+from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import ResumedRecord, RunState, StepRecord
+from tests.slurm.cluster import Cluster
+from tests.slurm.submitting import ended, submit, wait_for
+from tests.support.launching import records, tiny, train
+
+pytestmark = pytest.mark.system
+
+STEPS = 16
+
+
+@pytest.fixture(autouse=True)
+def _requeues(_polled_quickly: None) -> None:
+    site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
+    site.write_text(site.read_text() + "requeue = true\n")
+
+
+def trains(state: RunState) -> bool:
+    return state.state == "training" and state.step >= 2
+
+
+def losses(run: RunDirectory) -> list[float]:
+    found = {record.step: record.loss for record in records(run) if isinstance(record, StepRecord)}
+    assert sorted(found) == list(range(1, STEPS + 1))
+    return [found[step] for step in sorted(found)]
+
+
+def job_of(run: RunDirectory, attempt: int) -> str:
+    submission = read_submission(run, attempt)
+    assert submission is not None
+    return submission.job_id
+
+
+def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path / "again", train__steps=str(STEPS))
+    wait_for(run, trains)
+    cluster.run("scancel", "--signal=USR1", job_of(run, 1))
+    state = wait_for(run, lambda state: ended(state) and state.attempt == 2)
+    assert (state.state, state.step, run.attempts()) == ("finished", STEPS, (1, 2))
+    assert job_of(run, 2) == job_of(run, 1)
+    whole, code = train(tiny(train__steps=str(STEPS)), tmp_path / "whole")
+    assert code == 0
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
+
+
+def test_a_run_whose_node_fails_continues_on_another(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path, train__steps="50000", checkpoint__every_steps="2")
+    saved = wait_for(run, lambda state: (state.saved_step or 0) >= 2)
+    cluster.stop_node(saved.host)
+    state = wait_for(run, lambda state: state.attempt == 2 and trains(state))
+    assert state.host != saved.host
+    assert (job_of(run, 2), run.attempts()) == (job_of(run, 1), (1, 2))
+    resumed = next(record.step for record in records(run) if isinstance(record, ResumedRecord))
+    assert resumed >= (saved.saved_step or 0)
+    assert stop(run).state == "stopped"
