@@ -27,7 +27,7 @@ from so_tui_trainer.model import whole
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.whole import placed
-from so_tui_trainer.tools.generate import base_of, in_turn
+from so_tui_trainer.tools.generate import base_of, in_turn, of_folder
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import refusal
@@ -187,6 +187,28 @@ def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTr
     model = ModelSpec(id=str(tmp_path))
     assert whole.of_folder(tmp_path, model).config._attn_implementation == "sdpa"
     assert meta_model(load_config(model)).config._attn_implementation == "sdpa"
+
+
+def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(tmp_path: Path, causal: PreTrainedModel) -> None:
+    folder = tmp_path / "model"
+    causal.save_pretrained(folder)
+    marker = marker_of("run", 5, ModelSpec(id="owner/model", revision="v2"))
+    (folder / "so_tui_export.json").write_bytes(msgspec.json.encode(marker))
+    load = LoadModel(folder=str(folder), compare=True)
+
+    def base() -> ModelSpec:
+        steps = of_folder(load)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                _, model, facts = end.value
+                assert facts.step == 5
+                return base_of(load, model)
+
+    assert base() == ModelSpec(id="owner/model", revision="v2")
+    folder.chmod(0o777)
+    assert refusal(base).code == "base-model-unknown"
 
 
 def test_the_base_model_is_what_the_training_began_with() -> None:

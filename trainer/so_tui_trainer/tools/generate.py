@@ -146,7 +146,7 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     from so_tui_trainer.generation import Writer, stop_tokens
     from so_tui_trainer.model import whole
 
-    tuned, model, facts = yield from (_of_run(load) if load.run else _of_folder(load))
+    tuned, model, facts = yield from (_of_run(load) if load.run else of_folder(load))
     models: dict[Side, PreTrainedModel] = {"tuned": tuned}
     known = [facts]
     if load.compare:
@@ -198,7 +198,15 @@ def _of_run(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, Mo
     return causal, spec.model, ModelFacts(side="tuned", name=run.name, step=step, parameters=whole.parameter_count(causal))
 
 
-def _of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+def of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+    """Load a model's folder.
+
+    Yields:
+        Progress.
+
+    Returns:
+        The model, the one that its training began with (with random weights if that is not known), and facts about it.
+    """
     from so_tui.trust.ownership import distrust_of_folder
     from so_tui_trainer.export import read_marker
     from so_tui_trainer.model import whole
