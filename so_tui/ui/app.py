@@ -21,14 +21,12 @@ from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
 from textual.worker import Worker, WorkerState
 
-from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.announcing import AnnouncingApp
 from so_tui.ui.glyphs import GlyphName, PlainCharacters
 from so_tui.ui.launching import Checking, go_back, start_launch
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
-from so_tui.ui.text import plural
 
 if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding
@@ -40,6 +38,8 @@ if TYPE_CHECKING:
     from so_tui.ui.screens.dialogs import Question
 
 RUNS_POLL_S = 2.0
+DASHBOARD_POLLS = 3
+"""Times as long between two readings of the list while the dashboard is shown."""
 TERMINAL_POLL_S = 5.0
 SETTLED_S = 3.0
 """After the first paint: the first screen is complete."""
@@ -119,9 +119,10 @@ class SoTuiApp(AnnouncingApp[None]):
         self.opened = open_run
         self.start_run = start
         self._lister: RunLister | None = None
-        self._quit_question: Question | None = None
+        self.quit_question: Question | None = None
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
+        self._polls = 0
         if open_run is not None:
             import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another screen first.
@@ -150,7 +151,7 @@ class SoTuiApp(AnnouncingApp[None]):
         else:
             self.mode_change_signal.subscribe(self, self._load_for)
         self.list_runs()
-        self.set_interval(RUNS_POLL_S, self.list_runs)
+        self.set_interval(RUNS_POLL_S, self._list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests
             self.set_timer(SETTLED_S, settle)
 
@@ -219,6 +220,12 @@ class SoTuiApp(AnnouncingApp[None]):
         self._listing_due.set()
         if self._listing is None or self._listing.is_finished:
             self._listing = self._list_runs()
+
+    def _list_runs_in_time(self) -> None:
+        """Request readings less often where only the number of live runs is seen: one costs half as much as following a run."""
+        self._polls += 1
+        if self.current_mode != "dashboard" or self._polls % DASHBOARD_POLLS == 0:
+            self.list_runs()
 
     @work(group="runs", name="list runs", exclusive=True, exit_on_error=False)
     async def _list_runs(self) -> None:
@@ -300,31 +307,9 @@ class SoTuiApp(AnnouncingApp[None]):
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""
-        from so_tui.ui.screens.configure import ConfigureScreen
-        from so_tui.ui.screens.dialogs import Question
+        from so_tui.ui.leaving import ask_to_leave
 
-        try:
-            bottom = self.get_screen_stack("configure")[:1]
-        except KeyError:  # never opened
-            bottom = []
-        unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
-        if not unsaved:
-            self._quit()
-        elif self.screen is not self._quit_question:
-            lines = [f"Configure: {plural(count, 'change')} to preset {preset}, not saved" for preset, count in unsaved.items()]
-            self._quit_question = Question("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
-            self.push_screen(self._quit_question, lambda yes: self._quit() if yes else None)
-
-    def _quit(self) -> None:
-        live = [row.run.name for row in self.runs if row.live]
-        lines = []
-        if live:
-            names, goes_on = printable_line(", ".join(live)), "continues" if len(live) == 1 else "continue"
-            lines.append(f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again.")
-        if self.starting:
-            lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
-        self.restore_title()
-        self.exit(message="\n".join(lines) or None)
+        ask_to_leave(self)
 
     def action_help(self) -> None:
         from so_tui.ui.page import Page
