@@ -103,7 +103,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         _fix(arguments)
     if not arguments.machine:
         for name in remove_leftovers():
-            note(arguments, f"removed the memory partition {name} of a run whose supervisor has died", stderr=arguments.json)
+            note(arguments, f"removed the resctrl group {name}, which a supervisor that has died left behind", stderr=arguments.json)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         print_json(Findings(tuple(found)))

@@ -163,7 +163,7 @@ class Job:
         try:
             self._partitioning.remove()
         except OSError as error:
-            print(f"memory partitions: {error}", file=sys.stderr, flush=True)
+            print(f"resctrl groups: {error}", file=sys.stderr, flush=True)
 
     def _partitioned(self) -> Iterator[str]:
         """Partition memory bandwidth and cache where that is possible, and yield lines that say so. Training goes on without it."""

@@ -45,11 +45,13 @@ def partitions(found: Resctrl, bindings: Sequence[RankBinding]) -> tuple[Partiti
         return "too-few-groups"
     if any((adam | main).intersection(cpus) for cpus in found.groups.values()):
         return "cores-taken"
-    wanted: list[Partition] = []
-    for role, cpus in (("main", main), ("adam", adam)):
-        lines = tuple(_schemata(found, role == "adam", {found.cache_of.get(cpu) for cpu in cpus}))
-        wanted.append(Partition(role="main" if role == "main" else "adam", cpus=tuple(sorted(cpus)), schemata=lines))
-    return tuple(wanted) if any(partition.schemata for partition in wanted) else "no-controls"
+    wanted = (_partition(found, "main", main), _partition(found, "adam", adam))
+    return wanted if any(partition.schemata for partition in wanted) else "no-controls"
+
+
+def _partition(found: Resctrl, role: Role, cpus: set[int]) -> Partition:
+    lines = tuple(_schemata(found, role == "adam", {found.cache_of.get(cpu) for cpu in cpus}))
+    return Partition(role=role, cpus=tuple(sorted(cpus)), schemata=lines)
 
 
 def _schemata(found: Resctrl, adam: bool, caches: Iterable[int | None]) -> Iterator[str]:

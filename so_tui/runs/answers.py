@@ -50,10 +50,10 @@ prepare(Answers)
 
 
 def read_answers(run: RunDirectory) -> Answers:
-    """Return the answers of a run; none if there is no such file, or it is damaged."""
+    """Return the answers of a run; none if there is no such file, or it cannot be read."""
     try:
-        return decode_json(read_bounded(run.answers_path, _LARGEST_BYTES), Answers)
-    except (OSError, msgspec.DecodeError):
+        return _read(run)
+    except OSError:
         return Answers()
 
 
@@ -61,8 +61,16 @@ def add_answers(run: RunDirectory, asked: Asked) -> None:
     """Add the answers after a step, in place of those of this and later steps, which a resumed run takes again.
 
     Raises:
-        OSError: They cannot be written.
+        OSError: They cannot be written, or the earlier ones, which would be lost, cannot be read.
     """
-    earlier = tuple(each for each in read_answers(run).asked if each.step < asked.step)
+    earlier = tuple(each for each in _read(run).asked if each.step < asked.step)
     kept = earlier if len(earlier) < MOST_ASKED else (earlier[0], *earlier[2 - MOST_ASKED :])
     write_run_file(run, run.answers_path, msgspec.json.encode(Answers(asked=(*kept, asked))))
+
+
+def _read(run: RunDirectory) -> Answers:
+    """Return the answers of a run; none if there is no such file, or it is damaged. Raises OSError."""
+    try:
+        return decode_json(read_bounded(run.answers_path, _LARGEST_BYTES), Answers)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return Answers()

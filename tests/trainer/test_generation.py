@@ -158,6 +158,11 @@ def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
         assert prompt_ids(each, Prompt(text="Once upon")) == [*leading_ids(chat.tokenizer), *tokens[:-1].tolist()]
 
 
+def test_nothing_cannot_be_continued(chat: Chat) -> None:
+    assert leading_ids(chat.tokenizer) == []
+    assert refusal(lambda: prompt_ids(chat, Prompt(text=""))).code == "prompt-empty"
+
+
 def test_answers_end_at_any_stop_token_that_is_known(templated: Chat, causal: PreTrainedModel) -> None:
     eos = templated.tokenizer.eos_token_id
     assert isinstance(eos, int)

@@ -101,3 +101,12 @@ def test_answers_are_bounded_and_replaced_after_a_resume(tmp_path: Path) -> None
     assert read_answers(run).asked[-1].answers[0].text == "again"
     run.answers_path.write_text('{"asked": [')
     assert read_answers(run).asked == ()
+
+
+def test_answers_that_cannot_be_read_are_not_replaced(tmp_path: Path) -> None:
+    run = create_run(tiny(), tmp_path)
+    run.answers_path.mkdir()
+    assert read_answers(run).asked == ()
+    with pytest.raises(OSError, match="answers"):
+        add_answers(run, asked_at(1))
+    assert run.answers_path.is_dir()

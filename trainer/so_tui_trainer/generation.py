@@ -157,7 +157,7 @@ def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt, as training would encode them.
 
     Raises:
-        InputError: The chat template rejects the conversation.
+        InputError: The chat template rejects the conversation, or there is nothing to continue.
     """
     text = prompt.text
     if prompt.turns:
@@ -167,7 +167,10 @@ def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
             message, remedy = f"is rejected by the chat template: {error}", "Leave out the system message, or alternate user and assistant."
             raise InputError([Problem(code="prompt-template", field="prompt", value="", message=message, remedy=remedy)]) from error
     ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return [*(leading_ids(chat.tokenizer) if not (prompt.turns and chat.templated) else []), *ids]
+    leading = leading_ids(chat.tokenizer) if not (prompt.turns and chat.templated) else []
+    if not (leading or ids):
+        raise InputError([Problem(code="prompt-empty", field="prompt", value="", message="has no tokens", remedy="Give a text.")])
+    return [*leading, *ids]
 
 
 def stop_tokens(chat: Chat, causal: PreTrainedModel) -> frozenset[int]:

@@ -77,9 +77,8 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     yield {"message": f"converting step {found.progress.step}, {len(found.numels)} parameters"}
     folder = checkpoint_folder.claim(run, spec)
     try:
-        checkpoint_folder.make_room(
-            folder, 12 * sum(found.numels.values()), "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-        )
+        field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
+        checkpoint_folder.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
         partial = checkpoint_folder.begin(folder, found.progress.step)
         superoffload.write_states(found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name)
         checkpoint_folder.complete(partial, _manifest(run_id(run), found.progress, spec))
