@@ -44,7 +44,8 @@ async def draw(runs_dir: Path) -> None:
         async with app.run_test(size=size) as pilot:
             for page in ("dashboard", "presets", "configure", "runs", "machine"):
                 app.action_show(page)
-                await pilot.pause(4.0)  # workers answer, and the dashboard sees a few samples
+                # Workers answer, the dashboard sees a few samples, and Machine takes enough for lines.
+                await pilot.pause(15.0 if page == "machine" else 4.0)
                 app.save_screenshot(f"{page}{suffix}.svg", path=str(FOLDER))
                 print(f"screenshots/{page}{suffix}.svg", flush=True)
     stop(run, grace_s=60)

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from so_tui.launch.host_processes import HostProcess, HostProcesses
 from so_tui.launch.processes import ProcessTree
 from so_tui.launch.sampler import Sampler
@@ -70,7 +72,7 @@ class Monitor:
             self._sampler.close()
 
     def _sample(self) -> HostView:
-        sample = self._sampler.sample()
+        sample = msgspec.structs.replace(self._sampler.sample(), foreign=())  # without a run nothing is foreign to it
         self._kept.append(sample)
         self._store.append("", sample)
         if self._store.rows() > 2 * _KEPT:

@@ -28,6 +28,8 @@ _CHART_ROWS = (9, 14)
 """Rows of the charts, at least and at most."""
 _MOST_PLOT_ROWS = 12
 _LEAST_PROCESS_ROWS = 6
+_NOT_HERE = ("cores", "foreign")
+"""Charts that say nothing here: the nodes show their cores, and without a run nothing is foreign."""
 
 
 class HostPanel(Vertical):
@@ -65,7 +67,7 @@ class HostPanel(Vertical):
     async def show(self, host: HostView) -> None:
         """Show this host as it is now."""
         width, height = self.size
-        keys = [key for key in hardware_keys(view.sample for view in host.gpus) if key != "cores"]  # the nodes show them
+        keys = [key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE]
         count = min(len(keys), max(1, width // CHART_WIDTH))
         self._first %= len(keys)
         await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
@@ -75,7 +77,8 @@ class HostPanel(Vertical):
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0
-        plot = max(0, min(_MOST_PLOT_ROWS, (left - charts - _LEAST_PROCESS_ROWS) // nodes))
+        most = max((len(view.cpus) for view in host.nodes), default=0) if self.numa.nodes.plot == "cores" else _MOST_PLOT_ROWS
+        plot = max(0, min(most, _MOST_PLOT_ROWS, (left - charts - _LEAST_PROCESS_ROWS) // nodes))
         self.row.display, self.row.styles.height = bool(charts), charts
         self.numa.set_rows(plot, heading=True)
         rows = max(2, left - charts - plot * nodes)
@@ -108,7 +111,7 @@ def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Co
     """Return a heading and a line for each process, in at most ``rows`` lines; the last says how many are not shown."""
     listed = tuple(processes)
     shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
-    head = f"{'pid':>8}  {'user':<10} {'name':<15} {'cores':>6} {'memory':>10} {'GPU':>5} {'GPU memory':>11}  bound"
+    head = f"{'pid':>8}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>10} {'GPU':>5} {'GPU memory':>11}  bound"
     lines = [Content.styled(head[:width], "$faint"), *(_process_line(process, width) for process in shown)]
     if len(shown) < len(listed):
         lines.append(Content.styled(f"{'':>8}  {len(listed) - len(shown)} more", "$faint"))
@@ -121,7 +124,7 @@ def _process_line(process: HostProcess, width: int) -> Content:
     used = memory(use.total_bytes) if use is not None and use.total_bytes else ""
     resident = memory(process.memory_bytes) if process.memory_bytes is not None else ""
     line = Content.assemble(
-        (f"{process.pid:>8}  {shorten(process.user, 10):<10} ", "$faint"),
+        (f"{process.pid:>8}  {shorten(process.user, 9):<9} ", "$faint"),
         (f"{shorten(process.name, 15):<15}", "bold"),
         f" {process.cores:>6.1f} {resident:>10} ",
         (f"{on:>5} {used:>11}", "$secondary"),

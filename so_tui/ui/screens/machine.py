@@ -164,11 +164,11 @@ class MachineScreen(Page):
         "H: what it does now, its nodes and GPUs over the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("H", "hardware", "Hardware", id="hardware", tooltip="What this host does now, or what it is made of"),
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
         Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
         Binding("e", "validation", "Validation", id="validation", tooltip="What `so-tui validate` measured here, beside the plan"),
-        Binding("H", "hardware", "Hardware", id="hardware", tooltip="What this host does now, or what it is made of"),
         *HostPanel.KEYS,
         OTHER_MACHINE,
     ]
