@@ -123,12 +123,17 @@ def test_every_exit_code_is_in_the_reference() -> None:
     assert in_help == in_table
 
 
-def test_each_guarantee_of_the_security_page_names_a_test_that_exists() -> None:
-    page = (ROOT / "SECURITY.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("|") and "tests/" in line]
-    assert len(rows) > 20
+@pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/monitors.md", 26)])
+def test_each_guarantee_and_each_feature_names_a_test_that_exists(page: str, least: int) -> None:
+    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|") and "tests/" in line]
+    assert len(rows) > least
     for row in rows:
         for name in re.findall(r"`(tests/[\w/.]+(?:::\w+)?)`", row):
             path, _, function = name.partition("::")
             text = (ROOT / path).read_text()
             assert f"def {function}(" in text if function else "def test_" in text, name
+
+
+def test_each_feature_that_so_tui_has_is_shown_by_a_test() -> None:
+    rows = [line.split("|") for line in (ROOT / "docs/monitors.md").read_text().splitlines() if line.startswith("| ")]
+    assert [row[1].strip() for row in rows if row[2].strip() == "Y" and "`tests/" not in row[-2]] == []
