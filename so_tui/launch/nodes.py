@@ -1,6 +1,6 @@
 """The nodes of a run as one of them sees them: its number, and where the ranks of all nodes meet.
 
-Only this module calls a host a node, as schedulers do.
+A node is a host here and wherever a run's nodes have numbers, as schedulers call it.
 """
 
 from __future__ import annotations
