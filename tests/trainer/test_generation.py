@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import Chat, chat_of, segments
 from so_tui_trainer.data.encoding import Encoder, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
-from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
 from so_tui_trainer.export import marker_of
 from so_tui_trainer.generation import Detokenizer, Writer, Written, next_token, prompt_ids, stop_tokens
 from so_tui_trainer.model import whole
@@ -182,6 +183,27 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
     (tmp_path / "pytorch_model.bin").write_bytes(b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR.")
     assert refusal(lambda: whole.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code == "model-unreadable"
     assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("model.safetensors", b"\0" * 5, "model-unreadable"),
+        ("config.json", b'{"model_type": "qwen3", "hidden_size": "x"}', "model-unreadable"),
+        ("config.json", b"[1]", "model-unreadable"),
+        ("config.json", b"[" * 200_000, "model-unreadable"),
+        ("tokenizer_config.json", b"[]", "tokenizer-unreadable"),
+    ],
+)
+def test_a_damaged_folder_is_named(name: str, content: bytes, code: str, tmp_path: Path, causal: PreTrainedModel) -> None:
+    causal.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    (tmp_path / name).write_bytes(content)
+    model = ModelSpec(id=str(tmp_path))
+    load: Callable[[], object] = partial(tokenizer_of, model) if code.startswith("tokenizer") else partial(whole.of_folder, tmp_path, model)
+    assert refusal(load).code == code
+    if name == "config.json":
+        assert refusal(lambda: load_config(model)).code == "model-config-unreadable"
 
 
 def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTrainedModel) -> None:

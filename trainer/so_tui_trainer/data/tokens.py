@@ -66,11 +66,18 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
             code, reason = "tokenizer-folder-missing", "there is no such folder"
             remedy = "Name a folder with a tokenizer, or a model on the hub (owner/name)."
         raise InputError([Problem(code=code, field=field, value=name, message=f"no tokenizer ({reason})", remedy=remedy)]) from error
+    except Exception as error:  # a damaged file raises whatever it leads to
+        raise InputError([_damaged(field, name, first_line(error))]) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty tokenizer for a folder with only weights and config.json.
         message = "has no tokenizer files: its tokenizer has no tokens"
         raise InputError([Problem(code="tokenizer-files-missing", field=field, value=name, message=message, remedy=_NO_FILES)])
     return tokenizer
+
+
+def _damaged(field: str, name: str, reason: str) -> Problem:
+    message, remedy = f"a damaged tokenizer ({reason})", "Copy or download its files again."
+    return Problem(code="tokenizer-unreadable", field=field, value=name, message=message, remedy=remedy)
 
 
 def prepare(spec: RunSpec, cache_dir: Path | None = None, on_progress: Callable[[int, int], None] | None = None) -> Path:

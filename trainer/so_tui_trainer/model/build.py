@@ -117,7 +117,7 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
         remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
         problem = Problem(code="model-config-incomplete", field="model.config", value="", message=f"lacks {error}", remedy=remedy)
         raise InputError([problem]) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged config.json raises whatever it leads to
         message = f"cannot be read ({first_line(error)})"
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
         raise InputError([_problem("model-config-unreadable", model, message, remedy)]) from error

@@ -64,7 +64,7 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
         )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # a damaged folder raises whatever it leads to, also errors of other packages
         message = f"has no causal language model in safetensors that can be read ({first_line(error)})"
         remedy = "Name a run, or a folder that `so-tui export` wrote."
         raise InputError([Problem(code="model-unreadable", field="model", value=str(folder), message=message, remedy=remedy)]) from error
