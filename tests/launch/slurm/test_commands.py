@@ -20,6 +20,13 @@ QUEUE = """\
 1197_[1-4]|PENDING|Resources|N/A||z
 slurm_load_jobs: a warning
 """
+QUEUE_24_11 = """\
+4|CANCELLED|JobHeldUser|2026-11-25T09:49:19||/root
+3|PENDING|BeginTime|2026-11-25T10:49:19||/root
+2|PENDING|ReqNodeNotAvail, UnavailableNodes:n[1-2]|N/A||/root
+1|PENDING|Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions|N/A||/root
+"""
+"""By Slurm 24.11.5 of Debian 13."""
 ACCOUNTING = "1198|CANCELLED by 1000|None|2026-11-24T00:01:00|n1|y\n1190|TIMEOUT|None|2026-11-23T00:01:00|None assigned|z\n"
 
 
@@ -30,6 +37,14 @@ def test_the_queue() -> None:
     assert (behind.start, behind.folder) == (None, "/runs/a|b")
     assert (runs.state, runs.reason, runs.nodes) == ("RUNNING", "", "nid00[1001-1002]")
     assert cancelled.state == "CANCELLED"
+
+
+def test_the_queue_of_slurm_24_11() -> None:
+    cancelled, begins, unavailable, down = parse_queue(QUEUE_24_11)
+    assert (cancelled.id, cancelled.state, cancelled.folder) == ("4", "CANCELLED", "/root")
+    assert begins.start is not None
+    assert (unavailable.reason, unavailable.start) == ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", None)
+    assert down.reason.startswith("Nodes required for job are DOWN")
 
 
 def test_the_accounting() -> None:

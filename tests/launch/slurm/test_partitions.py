@@ -9,6 +9,8 @@ from so_tui.ui.field_notes import partition_note
 
 RECORDED = "main*|up|1:00:00|1/1/0/2|gpu:2|(null)\nstrict|up|1:00:00|1/1/0/2|gpu:2|(null)\n"
 """By Slurm 22.05.8."""
+RECORDED_24_11 = "main*|up|1:00:00|0/2/0/2|(null)|thp_never,a\nclosed|down|infinite|0/2/0/2|(null)|thp_never,a\n"
+"""By Slurm 24.11.5."""
 SEVERAL = """\
 gh-dev|up|2:00:00|0/8/0/8|(null)|gh
 normal*|up|1-00:00:00|90/10/4/104|gpu:gh200:4(S:0-3)|thp_never,nvidia_vboost_enabled
@@ -21,6 +23,12 @@ def test_what_slurm_22_05_printed() -> None:
     main, strict = parse_partitions(RECORDED)
     assert main == Partition(name="main", default=True, time_limit="1:00:00", nodes=2, idle=1, gpus=2)
     assert (strict.name, strict.default) == ("strict", False)
+
+
+def test_what_slurm_24_11_printed() -> None:
+    main, closed = parse_partitions(RECORDED_24_11)
+    assert main == Partition(name="main", default=True, time_limit="1:00:00", nodes=2, idle=2, gpus=0, features=("thp_never", "a"))
+    assert (closed.open, closed.time_limit) == (False, "")
 
 
 def test_groups_of_nodes_add_up_and_the_default_partition_comes_first() -> None:

@@ -65,6 +65,8 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
             "fast",
         ),
         (f"{FAILED}Requested node configuration is not available\n", "slurm-nodes", "gpus", "2"),
+        (f"{FAILED}More processors requested than permitted\n", "slurm-nodes", "nodes", "1"),  # --nodes=9 of 2, by 24.11.5
+        ("sbatch: error: Invalid generic resource (gres) specification\n", "slurm-nodes", "gpus", "2"),  # by 24.11.5
     ],
 )
 def test_a_refusal_names_the_key_that_caused_it(printed: str, code: str, field: str, value: str, slurm: Path) -> None:

@@ -48,6 +48,8 @@ _REFUSALS = (
     _Refusal(
         "requested node configuration is not available", "slurm-nodes", "gpus", "`sinfo --format='%P %c %m %G'` lists what nodes have."
     ),
+    _Refusal("invalid generic resource", "slurm-nodes", "gpus", "`sinfo --format='%P %G'` lists the GPUs of nodes."),
+    _Refusal("more processors requested than permitted", "slurm-nodes", "nodes", "`sinfo --format='%P %D %c'` lists how many there are."),
     _Refusal("node count specification invalid", "slurm-nodes", "nodes", "`sinfo --format='%P %D %s'` lists how many a job may have."),
 )
 
