@@ -109,11 +109,11 @@ def print_json(value: object) -> None:
     print(printable_source(json.dumps(msgspec.to_builtins(value, str_keys=True), indent=2)))  # DEL is ASCII
 
 
-def print_rich(*renderables: Any) -> None:
-    """Print for people, in colour if the terminal has it and NO_COLOR is not set."""
+def print_rich(*renderables: Any, wrap: bool = True) -> None:
+    """Print for people, in colour if the terminal has it and NO_COLOR is not set. Without ``wrap``, lines stay whole, to be copied."""
     out = console()
     for renderable in renderables:
-        out.print(renderable)
+        out.print(renderable, soft_wrap=not wrap)
 
 
 class ProgressLine:

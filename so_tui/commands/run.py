@@ -75,12 +75,13 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
 
 
 def _print_launch(launch: Launch, *, as_json: bool) -> None:
-    from so_tui.launch.render import render_launch, shown_launch
+    from so_tui.launch.render import render_launch, render_start, shown_launch
 
     if as_json:
         print_json(shown_launch(launch))
     else:
         print_rich(render_launch(launch))
+        print_rich(render_start(launch), wrap=False)
 
 
 def _interrupt_on_termination(arguments: argparse.Namespace) -> None:

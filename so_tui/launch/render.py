@@ -52,7 +52,7 @@ class ShownLaunch(Struct, frozen=True, kw_only=True):
 
 
 def render_launch(launch: Launch) -> RenderableType:
-    """Return what ``run --dry-run`` prints."""
+    """Return what ``run --dry-run`` prints of the plan and of the environment."""
     plan = launch.plan
     sign, style = _VERDICTS[plan.verdict]
     label = f"  {plan.spec.label} on {launch.machine.label}: {plan.mode}, ratio {plan.ratio:g}"
@@ -60,7 +60,6 @@ def render_launch(launch: Launch) -> RenderableType:
         Text(f"  ~ {printable_line(warning)}", style="yellow") for warning in plan.warning_texts
     ]
     overridden = overrides(launch.ds_config)
-    script = executor_of(launch.spec).preview(launch)
     return Group(
         Text.assemble((f"{sign} {plan.verdict}", style), label),
         *notes,
@@ -70,10 +69,17 @@ def render_launch(launch: Launch) -> RenderableType:
         _environment(launch.environment),
         *((Text(), _overrides(overridden)) if overridden else ()),
         Text(),
+    )
+
+
+def render_start(launch: Launch) -> RenderableType:
+    """Return the command and the batch script of ``run --dry-run``: to be copied, so it must not be wrapped."""
+    script = executor_of(launch.spec).preview(launch)
+    return Group(
         Text("the command", style="bold"),
-        Text(quoted(*launch.argv), overflow="fold"),
+        Text(quoted(*launch.argv)),
         *(Text(f"  {name}: {meaning}, known at the start", style="dim") for name, meaning in _placeholders(launch).items()),
-        *((Text(), Text("the batch script", style="bold"), Text(printable(script), overflow="fold")) if script else ()),
+        *((Text(), Text("the batch script", style="bold"), Text(printable(script))) if script else ()),
     )
 
 

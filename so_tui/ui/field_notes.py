@@ -61,7 +61,7 @@ def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool)
         return "no Slurm here"
     found = next((partition for partition in partitions if partition.name == chosen), None)
     if found is None:
-        return printable_line(", ".join(partition.name for partition in partitions)) or "empty: this machine"
+        return printable_line(", ".join(partition.name for partition in partitions)) or "empty: here"
     parts = [
         "" if found.open else "closed now",
         f"{found.idle} of {plural(found.nodes, 'node')} free",

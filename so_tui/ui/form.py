@@ -75,9 +75,9 @@ LABELS = {
 HINTS = {
     "train.tokens_per_step": "0: accumulation",
     "offload.states": "on the host",
-    "slurm.partition": "empty: this machine",
+    "slurm.partition": "empty: here",
     "slurm.time_limit": "HH:MM:SS",
-    "slurm.site": "empty: recognised",
+    "slurm.site": "empty: auto",
     "data.held_out": "a share, or a count",
     "data.evaluation": "id, file or folder",
     "train.evaluate_every_steps": "steps; 0: at the end",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +84,14 @@ def test_no_color_is_honoured(argv: list[str], tmp_path: Path, monkeypatch: pyte
     assert not COLOUR.search(plain)
     if argv[0] in ("plan", "run"):
         assert COLOUR.search(coloured)
+
+
+def test_what_a_dry_run_prints_to_be_copied_is_not_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    argv = ["run", "tiny", "--dry-run", "--partition", "gh"]
+    assert main([*argv, "--json"]) == 0
+    launch = json.loads(capsys.readouterr().out)
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert launch["batch_script"] in shown
+    assert shlex.join(launch["argv"]) in shown

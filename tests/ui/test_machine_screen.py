@@ -17,7 +17,7 @@ from so_tui.ui.panels.host import HostPanel, process_lines
 from so_tui.ui.screens.machine import MachineScreen
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.numa_nodes import NumaNodes
-from tests.support.screen import SIZES, opened
+from tests.support.screen import SIZES, Driver, opened
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -45,6 +45,12 @@ def bound_child() -> Iterator[tuple[int, int]]:
             child.kill()
 
 
+def offered(ui: Driver) -> set[str]:
+    """Return which keys of the half that describes the machine are in force, and the one that changes to the other half."""
+    actions = {active.binding.action for active in ui.screen.active_bindings.values() if active.enabled}
+    return actions & {"copy", "distances", "inspect_again", "hardware"}
+
+
 def rows(nodes: NumaNodes) -> list[str]:
     return [nodes.render_line(y).text for y in range(nodes.size.height)]
 
@@ -66,9 +72,12 @@ async def test_this_host_is_sampled_while_it_is_shown(runs_dir: Path, size: tupl
         await ui.press("h")
         await ui.until(lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows(nodes)))
         about = ui.find("#about", Vertical)
-        assert about.display == (size[0] >= 160), "both halves where there is room"
+        both = size[0] >= 160
+        assert about.display == both, "both halves where there is room"
+        assert offered(ui) == ({"copy", "distances", "inspect_again"} if both else {"hardware", "inspect_again"})
         await ui.press("H")
         await ui.until(lambda: about.display and ui.find("#tree", Static).region.area > 0)
+        assert {"copy", "distances"} <= offered(ui)
 
 
 async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) -> None:
@@ -91,4 +100,12 @@ def test_users_of_gpus_are_listed_with_what_they_use() -> None:
     assert lines[1].split() == ["7", "someone", "pyth\\x1b[2Jon", "65.2", "90.0", "GiB", "0,2", "40.0", "GiB", "0-71"]
     assert lines[2].split() == ["8", "root", "tar", "1.0"]
     assert process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
-    assert max(map(len, process_lines([training, other], 80, 5).plain.splitlines())) <= 80
+    heading, *_ = process_lines([training, other], 78, 5).plain.splitlines()
+    assert heading.endswith("GPU memory  bound"), "80 columns have room for the whole heading"
+    assert max(map(len, process_lines([training, other], 78, 5).plain.splitlines())) <= 78
+
+
+def test_without_gpus_processes_have_no_columns_of_gpus() -> None:
+    heading, line = process_lines([HostProcess(8, "tar", "root", 1.0, None, (3,), None)], 78, 5).plain.splitlines()
+    assert "GPU" not in heading
+    assert heading.index("bound") == line.rindex("3")

@@ -111,14 +111,19 @@ def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Co
     """Return a heading and a line for each process, in at most ``rows`` lines; the last says how many are not shown."""
     listed = tuple(processes)
     shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
-    head = f"{'pid':>8}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>10} {'GPU':>5} {'GPU memory':>11}  bound"
-    lines = [Content.styled(head[:width], "$faint"), *(_process_line(process, width) for process in shown)]
+    gpus = any(process.gpu is not None for process in listed)
+    head = (
+        f"{'pid':>8}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>10}"
+        + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
+        + "  bound"
+    )
+    lines = [Content.styled(head[:width], "$faint"), *(_process_line(process, width, gpus=gpus) for process in shown)]
     if len(shown) < len(listed):
         lines.append(Content.styled(f"{'':>8}  {len(listed) - len(shown)} more", "$faint"))
     return Content("\n").join(lines)
 
 
-def _process_line(process: HostProcess, width: int) -> Content:
+def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
     use = process.gpu
     on = ",".join(map(str, use.memory_bytes)) if use is not None else ""
     used = memory(use.total_bytes) if use is not None and use.total_bytes else ""
@@ -126,8 +131,8 @@ def _process_line(process: HostProcess, width: int) -> Content:
     line = Content.assemble(
         (f"{process.pid:>8}  {shorten(process.user, 9):<9} ", "$faint"),
         (f"{shorten(process.name, 15):<15}", "bold"),
-        f" {process.cores:>6.1f} {resident:>10} ",
-        (f"{on:>5} {used:>11}", "$secondary"),
+        f" {process.cores:>6.1f} {resident:>10}",
+        (f" {on:>5} {used:>10}" if gpus else "", "$secondary"),
     )
     room = width - line.cell_length - 2
     return line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam") if process.bound and room > 0 else line

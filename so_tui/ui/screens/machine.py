@@ -164,7 +164,13 @@ class MachineScreen(Page):
         "H: what it does now, its nodes and GPUs over the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("H", "hardware", "Hardware", id="hardware", tooltip="What this host does now, or what it is made of"),
+        Binding(
+            "H",
+            "hardware",
+            "Hardware, doctor",
+            id="hardware",
+            tooltip="What this host is made of and doctor's findings, or what it does now",
+        ),
         Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
         Binding("b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
         Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
@@ -220,12 +226,24 @@ class MachineScreen(Page):
         both = self.size.width >= WIDE
         self.host.display = self._here and (both or self._live_first)
         self.about.display = both or not self.host.display
+        self.refresh_bindings()
         if self.host.display and not self.about.display and self.focused is not None:
             self.set_focus(None)
 
     @property
     def _about_width(self) -> int:
         return self.size.width // 2 if self.host.display and self.about.display else self.size.width
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer only keys whose half is shown, and the one that changes it where the other is not."""
+        match action:
+            case "hardware":
+                return self._here and not (self.host.display and self.about.display)
+            case "copy" | "distances":
+                return self.about.display
+            case "node_plot" | "page":
+                return self.host.display
+        return super().check_action(action, parameters)
 
     def sample_soon(self) -> bool:
         """Have this host sampled if it is shown; return whether it is."""

@@ -242,9 +242,4 @@ def _cells(pieces: Iterable[Piece]) -> int:
 
 def waiting_text(snapshot: Snapshot) -> str:
     """Return the text of an empty chart."""
-    if not snapshot.live:
-        return "this run completed no step"
-    phase = snapshot.phase
-    if phase is not None:
-        return f"{phase.phase}: {brief_message(phase.detail)}" if phase.detail else f"{phase.phase} …"
-    return "starting: the first step comes after loading"
+    return "no step yet" if snapshot.live else "this run completed no step"
