@@ -31,7 +31,13 @@ class _Refusal(NamedTuple):
 
 
 _FAILED = "Batch job submission failed: "
-_SLURMS = (_FAILED, "invalid partition specified", "Memory specification can not be satisfied", "CPU count per node can not be satisfied")
+_SLURMS = (
+    _FAILED,
+    "invalid partition specified",
+    "Invalid generic resource (gres) specification",
+    "Memory specification can not be satisfied",
+    "CPU count per node can not be satisfied",
+)
 """How lines of sbatch itself begin."""
 _ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours."
 _REFUSALS = (
