@@ -9,7 +9,6 @@ from __future__ import annotations
 import stat
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from so_tui.folders import compiled_folder, host_folder
@@ -72,8 +71,10 @@ def _default(name: str, environment: Mapping[str, str], *, local: bool = False) 
 
 def _torch() -> str:
     """Return a name for what extensions are compiled against. The version tells CUDA's, too (``2.13.0+cu130``)."""
+    from importlib import metadata  # imports the email package, which who looks at a run does not need
+
     try:
-        torch = version("torch").replace("+", "-")
-    except PackageNotFoundError:
+        torch = metadata.version("torch").replace("+", "-")
+    except metadata.PackageNotFoundError:
         torch = "none"
     return f"py{sys.version_info.major}{sys.version_info.minor}-torch{torch}"

@@ -122,7 +122,7 @@ import asyncio, sys
 from so_tui.runs.directory import RunDirectory
 from so_tui.ui.app import SoTuiApp
 
-OTHERS = ("pynvml", "so_tui.plan.planner", "so_tui.plan.fit", "so_tui.launch.preparation", "superoffload")
+OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "so_tui.launch.preparation", "superoffload")
 
 async def main():
     app = SoTuiApp(runs_dir=sys.argv[2], open_run=RunDirectory(sys.argv[1]))
