@@ -150,6 +150,7 @@ class SoTuiApp(AnnouncingApp[None]):
             self.load()
         else:
             self.mode_change_signal.subscribe(self, self._load_for)
+            self._load_for(self.current_mode)  # another screen may have been chosen before the first paint
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self._list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests

@@ -13,10 +13,12 @@ from textual.containers import Vertical
 from textual.widgets import Static
 
 from so_tui.launch.host_processes import GpuUse, HostProcess
+from so_tui.ui.app import SoTuiApp
 from so_tui.ui.panels.host import HostPanel, process_lines
 from so_tui.ui.screens.machine import MachineScreen
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.numa_nodes import NumaNodes
+from tests.support.make_run import write_run
 from tests.support.screen import SIZES, Driver, opened
 
 
@@ -90,6 +92,13 @@ async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) 
         await ui.press("1")
         await ui.presets()
         assert not screen.sample_soon()
+
+
+async def test_a_screen_that_is_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
+    app = SoTuiApp(runs_dir=runs_dir, open_run=write_run(runs_dir, steps=2, seconds_of_samples=2))
+    async with app.run_test() as pilot:
+        app.action_show("machine")
+        await Driver(app, pilot).until(lambda: app.machine is not None)
 
 
 def test_users_of_gpus_are_listed_with_what_they_use() -> None:
