@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -94,6 +95,18 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
         heading = nodes.render_line(0).text
         assert "of another user 1.5 cores on core 66" in heading
         assert "\x1b" not in heading
+
+
+async def test_no_figure_of_a_node_is_cut(runs_dir: Path) -> None:
+    machine = quad_machine(nodes=1)
+    run = write_run(runs_dir, machine=machine, gpus=1, steps=20, seconds_of_samples=5)
+    _add_foreign(run, machine.hostname)
+    async with opened(runs_dir, (80, 24), open_run=run) as ui:
+        await ui.state_shown("training")
+        nodes = ui.find("#nodes", NumaNodes)
+        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.foreign)
+        heading = nodes.render_line(0).text.rstrip()
+        assert re.search(r"  ! \S+ 1\.5 cores on 66(  \d+ of \d+ GiB)?$", heading), heading
 
 
 def _add_foreign(run: RunDirectory, host: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -215,45 +215,46 @@ class NumaNodes(DrawsPrintable, can_focus=True):
 
     def _heading(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
         """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
-        sample = picture.view.sample
-        mean = sum(sample.cores) / len(sample.cores)
-        name = " · ".join(filter(None, (picture.host, f"node {picture.view.id}", picture.ranks)))
-        colours = {"adam": "adam", "main": "main-core", "other": "other"}
-        used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
-        # File cache gives way, so a node full of it is not full.
-        full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
-        for long in (True, False):
-            segments = [
-                Segment(shorten(name, 30), styles["title"]),
-                Segment("  cpu ", styles["note"]),
-                Segment(f"{mean:3.0f} %", styles["value"]),
-            ]
-            for gpu in picture.gpus:
-                if long and gpu.sample.busy_percent is not None:
-                    segments += [
-                        Segment("  ", styles["note"]),
-                        Segment(f"GPU {gpu.sample.index}", styles["gpu"]),
-                        Segment(f" {gpu.sample.busy_percent} %", styles["label"]),
-                    ]
-            for group in groups:
-                if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
-                    continue
-                cores = f" {plural(len(group.loads), 'core')}" if long else ""
-                segments += [
-                    Segment(f"  {group.sign} ", styles["sign"]),
-                    Segment(f"{group.name}{cores}", styles[colours[group.role]]),
-                    Segment(f" {group.mean:.0f} %", styles["label"]),
-                ]
-            for process in picture.view.foreign[: 3 if long else 1]:
-                where = f" on core {process.cpu}" if long else f" on {process.cpu}"
-                owner = " of another user" if long and not process.own else ""
-                segments.append(Segment(f"  ! {brief_line(process.name, 15)}{owner} {process.cores:.1f} cores{where}", styles["full"]))
-            cache = f", cache {memory(sample.file_cache_bytes, 0)}" if long else ""
-            segments += [
-                Segment("  memory " if long else "  ", styles["note"]),
-                Segment(used, styles["full" if full else "value"]),
-                Segment(cache, styles["note"]),
-            ]
-            if sum(len(segment.text) for segment in segments) <= width:
+        figures = {long: _figures(picture, groups, styles, long=long) for long in (True, False)}
+        node = (picture.host, f"node {picture.view.id}")
+        for ranks, long in ((picture.ranks, True), (picture.ranks, False), ("", False)):
+            name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
+            parts = [[Segment(name, styles["title"])], *figures[long]]
+            if _cells(parts) <= width:
                 break
-        return segments
+        while _cells(parts) > width and len(parts) > 1:
+            parts.pop()  # whole: a cut number is another number
+        return [segment for part in parts for segment in part]
+
+
+def _cells(parts: Iterable[Sequence[Segment]]) -> int:
+    return sum(segment.cell_length for part in parts for segment in part)
+
+
+def _figures(picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], *, long: bool) -> list[list[Segment]]:
+    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign processes, memory."""
+    sample = picture.view.sample
+    mean = sum(sample.cores) / len(sample.cores)
+    parts = [[Segment("  cpu ", styles["note"]), Segment(f"{mean:3.0f} %", styles["value"])]]
+    for gpu in picture.gpus:
+        if long and gpu.sample.busy_percent is not None:
+            name = Segment(f"GPU {gpu.sample.index}", styles["gpu"])
+            parts.append([Segment("  ", styles["note"]), name, Segment(f" {gpu.sample.busy_percent} %", styles["label"])])
+    colours = {"adam": "adam", "main": "main-core", "other": "other"}
+    for group in groups:
+        if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
+            continue
+        cores = f" {plural(len(group.loads), 'core')}" if long else ""
+        name = Segment(f"{group.name}{cores}", styles[colours[group.role]])
+        parts.append([Segment(f"  {group.sign} ", styles["sign"]), name, Segment(f" {group.mean:.0f} %", styles["label"])])
+    for process in picture.view.foreign[: 3 if long else 1]:
+        where = f" on core {process.cpu}" if long else f" on {process.cpu}"
+        owner = " of another user" if long and not process.own else ""
+        parts.append([Segment(f"  ! {brief_line(process.name, 15)}{owner} {process.cores:.1f} cores{where}", styles["full"])])
+    # File cache gives way, so a node full of it is not full.
+    full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
+    used = Segment(memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0), styles["full" if full else "value"])
+    parts.append([Segment("  memory " if long else "  ", styles["note"]), used])
+    if long:
+        parts[-1].append(Segment(f", cache {memory(sample.file_cache_bytes, 0)}", styles["note"]))
+    return parts
