@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from so_tui.spec import ModelSpec
@@ -238,10 +239,17 @@ def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(tmp_pat
     assert refusal(base).code == "base-model-unknown"
 
 
-def test_the_base_model_is_what_the_training_began_with() -> None:
-    tuned = ModelSpec(id="owner/model", revision="v2")
-    assert base_of(LoadModel(run="/run"), tuned) == tuned
-    assert base_of(LoadModel(run="/run", base="owner/other"), tuned) == ModelSpec(id="owner/other")
-    assert refusal(lambda: base_of(LoadModel(run="/run"), tiny().model)).code == "base-model-unknown"
+def test_the_base_model_is_what_the_training_began_with(tmp_path: Path) -> None:
+    tuned, run = ModelSpec(id="owner/model", revision="v2"), str(tmp_path)
+    assert base_of(LoadModel(run=run), tuned) == tuned
+    assert base_of(LoadModel(run=run, base="owner/other"), tuned) == ModelSpec(id="owner/other")
+    assert refusal(lambda: base_of(LoadModel(run=run), tiny().model)).code == "base-model-unknown"
     assert marker_of("run", 5, tuned).base == "owner/model"
     assert marker_of("run", 5, tiny().model).base == ""
+
+
+def test_a_run_that_others_can_write_does_not_say_what_is_downloaded(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    load = LoadModel(run=str(tmp_path))
+    assert refusal(lambda: base_of(load, ModelSpec(id="owner/model"))).code == "base-model-unknown"
+    assert base_of(replace(load, base="owner/model"), ModelSpec(id="owner/model")) == ModelSpec(id="owner/model")

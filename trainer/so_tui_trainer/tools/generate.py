@@ -175,13 +175,18 @@ def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
         model: The trained model, as a run or an export says.
 
     Raises:
-        InputError: There is none: the training began with random weights, or nothing says with which (``base-model-unknown``).
+        InputError: There is none: the training began with random weights, or nothing that only this user can have written says with which
+            (``base-model-unknown``).
     """
+    from so_tui.trust.ownership import distrust_of_folder
+
     if load.base:
         return ModelSpec(id=load.base)
-    if model.weights == "pretrained" and model.id:
-        return model
     message = "the training began with random weights" if load.run else "nothing in the folder says what the training began with"
+    if model.weights == "pretrained" and model.id:
+        if not load.run or distrust_of_folder(Path(load.run)) is None:
+            return model
+        message = f"the run may be another user's work, so {model.id} is not downloaded on its word"
     remedy = "Name a model to compare with: --base FOLDER, or a hub id."
     raise InputError([Problem(code="base-model-unknown", field="--compare", value="", message=message, remedy=remedy)])
 
