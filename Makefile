@@ -19,14 +19,14 @@ STACK ?= train
 SYSTEM_TORCH ?=
 BUDGETS ?= report
 COVERAGE ?=
-SYSTEM_TESTS ?= tests/system tests/slurm tests/faults
+SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/faults tests/security/test_looking.py tests/launch/test_fetch.py \
+	tests/launch/test_new_preset_hub.py tests/trainer/test_architectures.py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIGHT := $(VENV)/.light
 PACKAGES := $(VENV)/.packages
 TRAIN := $(VENV)/.train
-COST := tests/ui/test_cost.py
 AARCH64_KERNEL := tests/system/test_aarch64_kernel.py
 DOCS := $(VENV)/.docs
 
@@ -109,11 +109,10 @@ coverage-report: $(LIGHT)
 test-all: test
 	@$(MAKE) --no-print-directory test-slow
 
-# What the dashboard costs is measured while nothing else runs.
 test-slow: $(TRAIN)
-	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 2 --ignore=$(COST)
-	@$(PYTEST) $(COST)
+	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 2
 
+# One test after the other: what the dashboard costs is measured while nothing else runs.
 test-system: $(TRAIN)
 	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(SYSTEM_TESTS)
 

@@ -16,7 +16,7 @@ from tests.support.launching import tiny
 from tests.support.problems import codes
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 CHUNK_BYTES = 10 << 20
 """What the hub's client writes, and resumes from, at once."""
 WEIGHTS_BYTES = CHUNK_BYTES + (1 << 20)

@@ -14,6 +14,7 @@ from tests.support.hub import PROXIES, loopback_hub
 from tests.support.problems import codes
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.system
 CONFIG = json.dumps(
     {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
 ).encode()

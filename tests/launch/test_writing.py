@@ -20,6 +20,7 @@ from tests.support.problems import codes, refusal
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from so_tui.runs.records import Process, State
 from tests.support.hostile_run import gone, open_to_all, write_hostile_run
 from tests.support.users import SharedMachine, User
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.system
 
 LOOK_ON_THE_SCREEN = """
 import sys

@@ -160,7 +160,7 @@ def test_a_backend_that_cannot_be_used_is_refused(asked: Any, needs: Needs, gene
     assert (problem.code, problem.value) == (code, asked)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.timeout(1300)
 def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(tmp_path: Path) -> None:
     """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to do with architectures."""

@@ -18,6 +18,8 @@ from tests.support.launching import tiny
 from tests.support.problems import refusal
 from tests.support.schemas import valid
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
