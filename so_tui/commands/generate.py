@@ -34,8 +34,8 @@ _LONGEST_INPUT = 1 << 20
 """Characters of standard input that are read as a prompt."""
 
 
-class AnsweredPrompt(Struct, frozen=True, kw_only=True):
-    """A prompt and its answers."""
+class PromptAnswers(Struct, frozen=True, kw_only=True):
+    """A prompt and its answers, one of each model."""
 
     prompt: str
     answers: tuple[Answer, ...]
@@ -48,7 +48,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     device: str
     """Name of the GPU, or ``CPU``."""
     sampling: Sampling
-    prompts: tuple[AnsweredPrompt, ...]
+    prompts: tuple[PromptAnswers, ...]
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def generate(arguments: argparse.Namespace) -> int:
                 printer.model(model)
                 process.ask([_prompt(model.side, text, arguments)], sampling)
                 answers.append(printer.answer(events))
-            found.append(AnsweredPrompt(prompt=text, answers=tuple(answers)))
+            found.append(PromptAnswers(prompt=text, answers=tuple(answers)))
     if arguments.json:
         print_json(Generated(models=loaded.models, device=loaded.device, sampling=sampling, prompts=tuple(found)))
     return 0

@@ -55,17 +55,18 @@ def _refused(obstacle: Obstacle | str, machine: Machine) -> InputError:
 
     match obstacle:
         case "no-resctrl":
-            message = "the kernel has no resctrl file system"
-            return InputError([problem("no-resctrl", message, "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).")])
+            remedy = "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD)."
+            found = problem("no-resctrl", "the kernel has no resctrl file system", remedy)
         case "no-adam-cores":
-            message = "no rank has Adam cores beside its main cores"
-            return InputError([problem("no-adam-cores", message, "Name a preset that trains with superoffload, on two cores or more.")])
+            remedy = "Name a preset that trains with superoffload, on two cores or more."
+            found = problem("no-adam-cores", "no rank has Adam cores beside its main cores", remedy)
         case "too-few-groups":
-            message = "the hardware has no two partitions left"
-            return InputError([problem("too-few-partitions", message, "Remove groups in /sys/fs/resctrl that are not used.")])
+            remedy = "Remove groups in /sys/fs/resctrl that are not used."
+            found = problem("too-few-partitions", "the hardware has no two partitions left", remedy)
         case "cores-taken":
-            message = "a group in /sys/fs/resctrl has some of the run's cores already"
-            return InputError([problem("cores-partitioned", message, "Remove that group (`rmdir`) first, or keep it.")])
+            remedy = "Remove that group (`rmdir`) first, or keep it."
+            found = problem("cores-partitioned", "a group in /sys/fs/resctrl has some of the run's cores already", remedy)
         case _:
-            message = "neither memory bandwidth nor the L3 cache can be partitioned by shares"
-            return InputError([problem("no-partitions", message, "Mount resctrl without `mba_MBps`, if it has that option.")])
+            remedy = "Mount resctrl without `mba_MBps`, if it has that option."
+            found = problem("no-partitions", "neither memory bandwidth nor the L3 cache can be partitioned by shares", remedy)
+    return InputError([found])

@@ -30,6 +30,7 @@ from so_tui.spec.generation import (
     Request,
     Side,
 )
+from so_tui.trust.ownership import distrust_of_folder
 from so_tui_trainer.tools import channel
 from so_tui_trainer.tools.checkpoints import refuse_code_of_others, with_newest
 from so_tui_trainer.tools.hub import stay_offline_when_cut_off
@@ -178,8 +179,6 @@ def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
         InputError: There is none: the training began with random weights, or nothing that only this user can have written says with which
             (``base-model-unknown``).
     """
-    from so_tui.trust.ownership import distrust_of_folder
-
     if load.base:
         return ModelSpec(id=load.base)
     message = "the training began with random weights" if load.run else "nothing in the folder says what the training began with"
@@ -212,7 +211,6 @@ def of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, 
     Returns:
         The model, the one that its training began with (with random weights if that is not known), and facts about it.
     """
-    from so_tui.trust.ownership import distrust_of_folder
     from so_tui_trainer.export import read_marker
     from so_tui_trainer.model import whole
 

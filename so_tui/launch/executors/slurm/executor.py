@@ -110,9 +110,10 @@ class SlurmExecutor:
         launch = read_launch(run, attempt, planned_for)
         plan = launch.plan
         name, site = site_of(plan.spec)
+        cluster = commands.cluster_name()  # without it, nobody could tell later whose job it is
         script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
-            cluster=commands.cluster_name(),  # without it, nobody could tell later whose job it is
+            cluster=cluster,
             partition=plan.spec.slurm.partition,
             site=name,
             poll_s=site.poll_s,
