@@ -18,7 +18,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SIZES = {"": (120, 36), "-80x24": (80, 24)}
-STEPS_BEFORE_THE_PICTURE = 25
+STEPS = "400"
+"""More than are done before the last picture, so that all show a live run."""
+STEPS_BEFORE_THE_PICTURE = 60
 GIVE_UP_S = 300.0
 
 
@@ -28,10 +30,10 @@ async def draw(runs_dir: Path) -> None:
     from so_tui.machine import inspect_machine
     from so_tui.runs import state_with_truth
     from so_tui.runs.records import FINAL_STATES
-    from so_tui.spec import find_preset
+    from so_tui.spec import find_preset, with_values
     from so_tui.ui.app import SoTuiApp
 
-    launch = prepare(find_preset("tiny").spec, inspect_machine())
+    launch = prepare(with_values(find_preset("tiny").spec, {"train.steps": STEPS}), inspect_machine())
     preflight(launch)
     run = start(launch, runs_dir=runs_dir)
     waiting_since = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from so_tui.launch.placement import IDLE_NICE, misplaced, share_on_nodes
@@ -65,9 +65,16 @@ def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
         return wrong + right
     if height < FEW_ROWS:
         return wrong
-    on_node = f", {percent(min(shares))} or more of their memory on their nodes" if shares else ""
-    good = Content.styled(f"✓ {plural(len(right), 'rank')} on the planned cores{on_node}", "$faint")
+    good = Content.styled(f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}", "$faint")
     return [*wrong[: MOST_ROWS - 1], good]
+
+
+def _on_node(shares: Sequence[float]) -> str:
+    """Return how much of the ranks' memory is where it should be; nothing where it may be anywhere."""
+    if not shares:
+        return ""
+    least = percent(min(shares))
+    return f", {'all' if least == percent(1.0) else f'at least {least}'} of their memory on their nodes"
 
 
 def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
