@@ -6,8 +6,8 @@
 
 Kernels: causal attention in bf16 over packed documents, 32 query and 8 key heads of 128, each backend that can be used here. Steps: a
 preset's shape with random weights and random tokens, SuperOffload at a ratio of 0.9, the backends one after the other in the same engine.
-``--documents N`` cuts each sequence into documents of N tokens. Rows are appended to the file. ``--tiny`` runs the same code on small
-sizes, also without a GPU, as a test.
+``--documents N`` cuts each sequence into documents of N tokens, ``--set`` sets other keys of the preset. Rows are appended to the file.
+``--tiny`` runs the same code on small sizes, also without a GPU, as a test.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=["4x4096", "1x65536"], metavar="SEQUENCESxTOKENS", help="micro-batches of the steps")
     parser.add_argument("--documents", type=int, default=0, metavar="TOKENS", help="length of documents (default: that of the sequences)")
     parser.add_argument("--policy", default="full", help="activation checkpointing")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the preset, for steps")
     parser.add_argument("--backends", nargs="+", help="only these (default: all that can be used here)")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--count", type=int, default=3, help="measured steps; of micro-batches beyond 32,768 tokens one, after one")
@@ -197,7 +198,8 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 attention.register(kernels)
             plan = make_plan(used, machine, workload=Workload(attended_tokens=float(document)), probed=False)
             row = {"what": "step", "preset": arguments.preset, "backend": backend or model.attention, "micro_batch": sequences}
-            row |= {"sequence_length": tokens, "document": document, "policy": arguments.policy, "planned_step_s": plan.step_s}
+            row |= {"sequence_length": tokens, "document": document, "policy": arguments.policy, "set": arguments.set}
+            row |= {"planned_step_s": plan.step_s, "planned_reserved_gib": plan.gpu_reserved_bytes / 2**30}
             long = sequences * tokens > LONG_TOKENS
             warmup, count = (1, 1) if long else (arguments.warmup, arguments.count)
             row |= {"warmup": warmup, "count": count}
@@ -221,6 +223,7 @@ def _spec(arguments: argparse.Namespace, sequences: int, tokens: int) -> Any:
         "data.sequence_length": str(tokens),
         "model.activation_checkpointing": arguments.policy,
     }
+    changes |= dict(change.split("=", 1) for change in arguments.set)
     return with_values(find_preset("tiny" if arguments.tiny else arguments.preset).spec, changes)
 
 

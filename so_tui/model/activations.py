@@ -27,6 +27,11 @@ def policy_of(model: ModelSpec) -> Policy:
     return "full" if model.activation_checkpointing == "auto" else model.activation_checkpointing
 
 
+def offloads_inputs(model: ModelSpec) -> bool:
+    """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts as not."""
+    return model.activation_offload == "on" and policy_of(model) != "none"
+
+
 def block_input_bytes(shape: Architecture) -> int:
     """Return the bytes of one block's input: 2 h."""
     return 2 * shape.hidden

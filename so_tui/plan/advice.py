@@ -110,7 +110,7 @@ def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:
 
 def _recomputing(spec: RunSpec) -> RunSpec:
     """Return the spec with the recomputation that takes the least memory."""
-    return next((alternative.spec for alternative in more_recomputation(spec)), spec)
+    return [spec, *(alternative.spec for alternative in more_recomputation(spec))][-1]
 
 
 def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:

@@ -45,7 +45,7 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec whose mode is decided."""
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
-        yield from more_recomputation(spec)
+        yield from islice(more_recomputation(spec), 1)
         yield from more_offload(spec)
         yield from islice(shorter_sequences(spec), 1)
     else:
@@ -95,9 +95,13 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
 
 
 def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield the recomputation that needs the least memory, where the spec has another."""
-    if spec.model.activation_checkpointing != "full":
-        yield _changed(spec, "model", activation_checkpointing="full")
+    """Yield the recomputation that needs the least memory, where the spec has another, and then layer inputs on the host."""
+    model = spec.model
+    full = {"activation_checkpointing": "full"} if model.activation_checkpointing != "full" else {}
+    if full:
+        yield _changed(spec, "model", **full)
+    if model.activation_offload == "auto":
+        yield _changed(spec, "model", **full, activation_offload="on")
 
 
 def more_offload(spec: RunSpec) -> Iterator[Alternative]:

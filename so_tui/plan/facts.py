@@ -280,6 +280,13 @@ class SavesBehind(_Fact, frozen=True):
     """Host memory per rank for copies that second states do not hold."""
 
 
+class InputsOnHost(_Fact, frozen=True):
+    """Inputs of checkpointed layers are in host memory between forward and backward."""
+
+    bytes: int
+    """Host memory per rank for them."""
+
+
 class AttentionFallsBack(_Fact, frozen=True):
     """The attention backend of a run whose model or settings the fastest one does not support."""
 
@@ -435,6 +442,7 @@ Choice = (
     | AdamCoresChosen
     | StepsEarly
     | SavesBehind
+    | InputsOnHost
     | AttentionFallsBack
     | AcrossHosts
     | CheckpointInterval

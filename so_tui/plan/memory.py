@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from so_tui.model.activations import attention_bytes, policy_of
+from so_tui.model.activations import attention_bytes, block_input_bytes, offloads_inputs, policy_of
 from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
 from so_tui.model.sharding import StatesFormat, moments_bytes
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
@@ -26,6 +26,8 @@ Measured in mixtures of experts on an H200."""
 LOST_BETWEEN_RESULTS = 0.3
 """GPU memory lost between attention's results where a layer keeps nothing else, as a share of them. Measured once on an H200 (4 billion
 parameters, one sequence of 65,536 tokens): 5.3 GiB beside 18.3."""
+INPUTS_HELD: dict[Phase, int] = {"loss": 1, "backward": 2}
+"""Layer inputs that the GPU holds where the others are on the host: the last layer's, and in backward the one being fetched."""
 _MOMENTS: dict[StatesFormat, str] = {
     "fp32": "two fp32 moments",
     "bf16-moments": "two bf16 moments",
@@ -115,11 +117,15 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     spec, profile, gpu, tokens = placement.spec, placement.profile, placement.gpu, placement.tokens
     shape, policy = profile.architecture, policy_of(spec.model)
     sizes = profile.activations[policy]
+    offloaded = block_input_bytes(shape) if offloads_inputs(spec.model) else 0
+    kept = sizes.stored - offloaded
     scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
-    formula = Formula("{} tokens x {} B x {} layers (activation checkpointing: {})", (tokens, sizes.stored, shape.layers, policy))
-    whole = tokens * sizes.stored * shape.layers + (scores * shape.layers if policy == "none" else 0)
-    for phase in _STORED_PHASES:
-        if policy == "full":
+    formula = Formula("{} tokens x {} B x {} layers (activation checkpointing: {})", (tokens, kept, shape.layers, policy))
+    whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
+    if offloaded:
+        yield from _offloaded_inputs(placement, offloaded)
+    for phase in _STORED_PHASES if whole else ():
+        if policy == "full" and not offloaded:
             yield MemoryTerm(TermKind.LAYER_INPUTS, gpu, whole, "exact", formula, phase=phase)
         else:
             yield MemoryTerm(TermKind.ACTIVATIONS, gpu, whole, "estimate", formula, phase=phase)
@@ -132,13 +138,24 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
             "6 B x {} heads x {}^2 tokens x {} (eager attention)", (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch)
         )
         yield MemoryTerm(TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward")
-    waiting = gradients_waiting_bytes(placement, tokens * sizes.stored, working)
+    waiting = gradients_waiting_bytes(placement, tokens * kept, working)
     if waiting:
         text = "full buckets, less the activations of layers that are done"
         yield MemoryTerm(TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward")
     if shape.experts:
         yield from _expert_terms(placement)
     yield from _loss_terms(placement)
+
+
+def _offloaded_inputs(placement: Placement, input_bytes: int) -> Iterator[MemoryTerm]:
+    """Yield the layer inputs in host memory, and the few that the GPU holds meanwhile."""
+    layers, tokens = placement.profile.architecture.layers, placement.tokens
+    formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, input_bytes, layers))
+    yield MemoryTerm(TermKind.OFFLOADED_INPUTS, "node", tokens * input_bytes * layers, "exact", formula)
+    for phase in _STORED_PHASES:
+        held = min(layers, INPUTS_HELD[phase])
+        formula = Formula("{} tokens x {} B x {} of {} layers, the others on the host", (tokens, input_bytes, held, layers))
+        yield MemoryTerm(TermKind.LAYER_INPUTS, placement.gpu, tokens * input_bytes * held, "exact", formula, phase=phase)
 
 
 def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:

@@ -199,6 +199,8 @@ def _choice(fact: Choice) -> str:
             copies = f"copies take {memory_size(fact.bytes)} a rank" if fact.bytes else "second states hold the copies"
             much = "the states" if fact.share == 1 else f"{fact.share:.0%} of the states"
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
+        case facts.InputsOnHost():
+            return f"layer inputs are in host memory between forward and backward: {memory_size(fact.bytes)} a rank"
         case facts.AttentionFallsBack():
             return f"attention runs on {fact.backend}: {fact.fastest} {OBSTACLES[fact.obstacle]}"
         case facts.CheckpointInterval():

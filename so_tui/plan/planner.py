@@ -28,6 +28,7 @@ from so_tui.plan.facts import (
     AutoMode,
     Choice,
     Fact,
+    InputsOnHost,
     MemoryNeeded,
     Need,
     SavesBehind,
@@ -40,7 +41,7 @@ from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.messages import message, pool_name, speed_source_text
 from so_tui.plan.resources import Gpus, Resources, rank_counts
-from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, rate, with_fitting_cores
+from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, or_with_inputs_on_host, rate, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import Mode, OptionalMemory, Plan, PlanRow
@@ -54,7 +55,7 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """Plan the spec as given, and decide only what it leaves open.
 
     Mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else ``superoffload`` at the spec's ratio. Activation
-    checkpointing ``auto`` becomes the fastest that fits.
+    checkpointing ``auto`` becomes the fastest that fits; layer inputs move to the host where nothing fits otherwise.
 
     Args:
         spec: What to run.
@@ -64,7 +65,7 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """
     spec = as_read(spec, machine)
     target = _target(spec, machine, workload, probed=probed)
-    found, decided = _decided(spec, target)
+    found, decided = or_with_inputs_on_host(spec, _decided(spec, target), lambda other: _decided(other, target))
     return _plan(spec, found, (*decided, *_checkpointing(spec, found)))
 
 
@@ -193,6 +194,7 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
         "offload.ratio": spec.offload.ratio,
         "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
         "model.activation_checkpointing": spec.model.activation_checkpointing,
+        "model.activation_offload": spec.model.activation_offload,
         "train.micro_batch": spec.train.micro_batch,
         "train.gradient_accumulation": spec.gradient_accumulation_steps,
     }
@@ -310,6 +312,8 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
+    if inputs := sum(term.bytes for term in found.terms if term.kind is TermKind.OFFLOADED_INPUTS):
+        yield InputsOnHost(bytes=inputs)
     yield from across_hosts(found)
     yield from checkpoint_interval(found)
     attention = attention_of(found.spec, found.target.profile, found.target.resources)

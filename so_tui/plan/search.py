@@ -1,13 +1,14 @@
 """The settings that are tried for a run, the fastest of those that fit, and why it was chosen. Pure functions.
 
-Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin), what is recomputed, and
-how an optimizer step is split into micro-batches. The tokens of an optimizer step and the sequence length stay as given.
+Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin), what is recomputed, how
+an optimizer step is split into micro-batches, and, where nothing fits, layer inputs on the host. The tokens of an optimizer step and the
+sequence length stay as given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -34,6 +35,7 @@ from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mod
 from so_tui.plan.types import Verdict
 from so_tui.spec.types import RunSpec
 
+_T = TypeVar("_T")
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
 ALIKE = 0.015
 """Settings whose speeds differ by less than this count as equally fast: predictions are not more precise."""
@@ -51,6 +53,29 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
+    return or_with_inputs_on_host(spec, _fastest(spec, target), lambda other: _fastest(other, target))
+
+
+def or_with_inputs_on_host(
+    spec: RunSpec, found: tuple[Assessment, _T], find: Callable[[RunSpec], tuple[Assessment, _T]]
+) -> tuple[Assessment, _T]:
+    """Return what was found for a spec, or what is found with layer inputs on the host where only that makes it fit.
+
+    Args:
+        spec: As given.
+        found: The best without, and what belongs to it.
+        find: Finds the same for another spec.
+    """
+    model, first = spec.model, found[0]
+    if first.verdict == "fits" or not first.target.resources.has_gpu:
+        return found
+    if model.activation_offload != "auto" or model.activation_checkpointing == "none":
+        return found
+    other = find(replace(spec, model=replace(model, activation_offload="on")))
+    return other if _ORDER[other[0].verdict] < _ORDER[first.verdict] else found
+
+
+def _fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
     variants = _Variants(spec, target)
     least_memory = _least_memory(variants)
     nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
@@ -106,7 +131,9 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
     given = spec.model.activation_checkpointing
     if given != "auto":
         return (given,)
-    return ("full",) if target.resources.speed is None else POLICIES
+    if target.resources.speed is None:
+        return ("full",)
+    return tuple(policy for policy in POLICIES if policy != "none") if spec.model.activation_offload == "on" else POLICIES
 
 
 def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:

@@ -35,6 +35,7 @@ class TermKind(StrEnum):
     GRADIENT_PARTITION = "gradient-partition"
     PINNED_ROUNDING = "pinned-rounding"
     LAYER_INPUTS = "layer-inputs"
+    OFFLOADED_INPUTS = "offloaded-inputs"
     ACTIVATIONS = "activations"
     BLOCK_WORKING_SET = "block-working-set"
     ATTENTION_SCORES = "attention-scores"
@@ -87,6 +88,7 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.GRADIENT_PARTITION: "gradient partition",
     TermKind.PINNED_ROUNDING: "rounding of pinned blocks",
     TermKind.LAYER_INPUTS: "checkpointed layer inputs",
+    TermKind.OFFLOADED_INPUTS: "layer inputs on the host",
     TermKind.ACTIVATIONS: "stored activations",
     TermKind.BLOCK_WORKING_SET: "working set of one block",
     TermKind.ATTENTION_SCORES: "attention scores",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.activations import policy_of
+from so_tui.model.activations import block_input_bytes, offloads_inputs, policy_of
 from so_tui.model.flops import attention_pairs
 from so_tui.model.padding import bucket_tokens
 from so_tui.plan import deepspeed_step
@@ -127,9 +127,16 @@ class StepModel:
         # Selective recomputation runs all of a layer's Python again, and skips its products.
         again = 0.0 if policy_of(self.placement.spec.model) == "none" else use.forward_launches_per_layer
         forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
-        forward = max(layers_s.forward + use.all_gather_share * gather_s, gather_s, forward_python_s)
+        forward = max(
+            layers_s.forward + use.all_gather_share * gather_s, gather_s, forward_python_s, self._inputs_s(self.speed.d2h_bytes_per_s)
+        )
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
-        backward = max(layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s, 2 * gather_s, python)
+        backward = max(
+            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
+            2 * gather_s,
+            python,
+            self._inputs_s(self.speed.h2d_bytes_per_s),
+        )
         return Pass(forward_s=forward + self._loss_s(), backward_s=backward, backward_python_s=python)
 
     def _layers_s(self) -> _Layers:
@@ -153,6 +160,13 @@ class StepModel:
             backward=2 * (products + elementwise) + attention_backward,
             repeated=repeated[policy_of(placement.spec.model)],
         )
+
+    def _inputs_s(self, bytes_per_s: float) -> float:
+        """Return the seconds of copying the inputs of all layers in one direction, where they are on the host between the passes."""
+        shape = self.placement.profile.architecture
+        if not offloads_inputs(self.placement.spec.model):
+            return 0.0
+        return self._computed_tokens * block_input_bytes(shape) * shape.layers / bytes_per_s
 
     @cached_property
     def _computed_tokens(self) -> float:

@@ -19,6 +19,7 @@ Problem codes of combinations of keys:
     several-step-sizes: Both ``gradient_accumulation`` and ``tokens_per_step`` are set.
     missing-architecture: Random weights without ``[model.config]``.
     no-experts: A router loss for a model without experts.
+    nothing-to-offload: ``model.activation_offload = "on"`` where no layer is checkpointed.
     parameter-offload: ``offload.parameters = "cpu"``, which is not supported.
     states-format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other.
     several-evaluations: Both ``held_out`` and other evaluation data are set.
@@ -283,6 +284,14 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             value="",
             message='weights = "random" needs the architecture of the model',
             remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
+        )
+    if model.get("activation_offload") == "on" and model.get("activation_checkpointing") == "none":
+        yield Problem(
+            code="nothing-to-offload",
+            field="model.activation_offload",
+            value='"on"',
+            message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
+            remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
         )
     if train.get("router_loss_coefficient") and config and not {"num_experts", "num_local_experts"} & config.keys():
         yield Problem(

@@ -91,6 +91,13 @@ class ModelSpec(Spec, frozen=True):
             "choose."
         ),
     ] = "auto"
+    activation_offload: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="Keep the inputs of checkpointed layers in host memory between forward and backward. Results are the same. `auto` "
+            "does so where the run would not fit on the GPU otherwise."
+        ),
+    ] = "auto"
     kernels: Annotated[
         Literal["auto", "plain"],
         Meta(description="`auto` uses fused norms, rotary embedding, gates and experts if they support the model; `plain` never does."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import kernels, recompute
 from so_tui_trainer.model.build import TrainedModel, disable_dropout
+from so_tui_trainer.model.host_inputs import HostInputs
 from tests.support.documents import documents, spec
 from tests.support.models import causal_model, grad_of
 
@@ -34,9 +36,11 @@ SHAPE = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
 MIXTURES = ("qwen3_moe", "gpt_oss")
+Trained = tuple[float, dict[str, Tensor]]
+"""Loss and gradients."""
 
 
-def model_of(policy: recompute.Policy, model_type: str) -> PreTrainedModel:
+def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = False) -> PreTrainedModel:
     torch.manual_seed(0)
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
@@ -44,7 +48,8 @@ def model_of(policy: recompute.Policy, model_type: str) -> PreTrainedModel:
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.float32, attention=attention)
     kernels.install(causal, [kernels.EXPERTS])
-    recompute.install(causal, policy)
+    inputs = HostInputs(SHAPE["num_hidden_layers"], 2 * 128 * SHAPE["hidden_size"] * 4, torch.device("cpu")) if offloaded else None
+    recompute.install(causal, policy, inputs)
     causal.train()
     return causal
 
@@ -57,11 +62,12 @@ def forward(causal: PreTrainedModel) -> Tensor:
     return loss
 
 
-def trained(policy: recompute.Policy, model_type: str = "qwen3") -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one micro-batch."""
-    causal = model_of(policy, model_type)
-    loss = forward(causal)
-    torch.autograd.backward(loss)
+def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, offloaded: bool = False) -> Trained:
+    """Loss of the last micro-batch, and gradients of all."""
+    causal = model_of(policy, model_type, offloaded=offloaded)
+    for _ in range(passes):
+        loss = forward(causal)
+        torch.autograd.backward(loss)
     return loss.item(), {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
 
 
@@ -73,6 +79,40 @@ def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Po
     assert found == expected
     for name, gradient in gradients.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *MIXTURES])
+@pytest.mark.parametrize("policy", ["full", "attention", "selective"])
+def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_type: str) -> None:
+    """Nor does a second micro-batch, which reuses the memory of the first."""
+    expected, gradients = trained(policy, model_type, passes=2)
+    found, ours = trained(policy, model_type, passes=2, offloaded=True)
+    assert found == expected
+    for name, gradient in gradients.items():
+        assert torch.equal(ours[name], gradient), name
+
+
+def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu() -> None:
+    """The graph that backward follows holds no other tensor of a layer's input."""
+    causal = model_of("full", "qwen3", offloaded=True)
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    for layer in recompute.checkpointed_layers(causal):
+        layer.register_forward_pre_hook(lambda module, arguments: seen.append(weakref.ref(arguments[0].untyped_storage())))
+    loss = forward(causal)
+    assert [storage() is None for storage in seen] == [True] * (SHAPE["num_hidden_layers"] - 1) + [False]
+    torch.autograd.backward(loss)
+    assert not any(storage() for storage in seen)
+
+
+def test_evaluation_leaves_nothing_in_host_memory() -> None:
+    causal = model_of("full", "qwen3", offloaded=True)
+    causal.train(False)
+    with torch.no_grad():
+        forward(causal)
+    causal.train()
+    with torch.no_grad():
+        forward(causal)
+    torch.autograd.backward(forward(causal))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "qwen2", "seed_oss", *MIXTURES])

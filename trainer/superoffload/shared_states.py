@@ -72,7 +72,7 @@ class SharedStates:
                 "Check the limits of this job or shell (`ulimit -a`).",
                 code="host-memory-limit",
             ) from error
-        _prefer_huge_pages(self._memory)
+        prefer_huge_pages(self._memory)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._pin = pin
         self._is_pinned = False
@@ -173,7 +173,7 @@ def _check_available(needed_bytes: int, available_bytes: int | None) -> None:
         )
 
 
-def _prefer_huge_pages(memory: mmap.mmap) -> None:
+def prefer_huge_pages(memory: mmap.mmap) -> None:
     """Ask for huge pages, which make address translation cheaper. A kernel that is set to refuse them costs only speed."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from so_tui.model.activations import offloads_inputs, policy_of
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute
+from so_tui_trainer.model.host_inputs import HostInputs
 from so_tui_trainer.model.loss import HeadLoss
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.pretrained import weights_folder
@@ -144,12 +146,19 @@ def build(
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
         kernels.install(causal)
-    policy = spec.model.activation_checkpointing
-    recompute.install(causal, "full" if policy == "auto" else policy)
+    recompute.install(causal, policy_of(spec.model), _host_inputs(causal, spec, device))
     set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
     return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
+
+
+def _host_inputs(causal: PreTrainedModel, spec: RunSpec, device: torch.device) -> HostInputs | None:
+    if not offloads_inputs(spec.model):
+        return None
+    tokens = spec.train.micro_batch * spec.data.sequence_length
+    width = causal.config.get_text_config().hidden_size * causal.dtype.itemsize
+    return HostInputs(len(recompute.checkpointed_layers(causal)), tokens * width, device)
 
 
 def disable_dropout(config: PretrainedConfig) -> None:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch._C._nn import linear  # nn.functional.linear is DeepSpeed's under ZeRO-3
 from torch.utils.checkpoint import checkpoint
 
+from so_tui_trainer.model.host_inputs import HostInputs
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -49,22 +51,27 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def install(causal: PreTrainedModel, policy: Policy) -> None:
-    """Make every layer of ``causal`` save what ``policy`` says."""
+def checkpointed_layers(causal: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers that can be checkpointed."""
+    return [module for module in causal.modules() if hasattr(module, "gradient_checkpointing") and module is not causal.base_model]
+
+
+def install(causal: PreTrainedModel, policy: Policy, inputs: HostInputs | None = None) -> None:
+    """Make every layer of ``causal`` save what ``policy`` says, and its input in ``inputs``, if given."""
     if policy == "none":
         return
     # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, and the
     # tests check that both passes save equal shapes.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     options["context_fn"] = partial(_contexts, _SAVED[policy])
-    for layer in causal.modules():
-        if hasattr(layer, "gradient_checkpointing") and layer is not causal.base_model:
-            inner, ending = _linear_layers(layer)
-            for module in ending:
-                module.forward = partial(_plain_linear, module)  # type: ignore[method-assign]
-            for module in inner if policy == "selective" else ():
-                module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
-    causal._set_gradient_checkpointing(True, partial(checkpoint, **options))
+    for layer in checkpointed_layers(causal):
+        inner, ending = _linear_layers(layer)
+        for module in ending:
+            module.forward = partial(_plain_linear, module)  # type: ignore[method-assign]
+        for module in inner if policy == "selective" else ():
+            module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
+    run = partial(checkpoint, **options)
+    causal._set_gradient_checkpointing(True, partial(inputs.checkpoint, run) if inputs else run)
 
 
 def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Results:
