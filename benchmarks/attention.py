@@ -46,13 +46,18 @@ def main() -> int:
         _append(arguments.out, _kernels(tiny=arguments.tiny))
         return 0
     if arguments.alone:
-        _append(arguments.out, _steps(arguments))
+        rows = _steps(arguments)
+        if os.environ["RANK"] == "0":
+            _append(arguments.out, rows)
         sys.stdout.flush()
         os._exit(0)  # DeepSpeed's exit handlers may crash.
     from benchmarks.speed import one_rank
 
-    environment = os.environ | one_rank(cpu=arguments.tiny) | {"PYTHONUNBUFFERED": "1"}
-    return subprocess.run([sys.executable, *sys.argv, "--alone"], env=environment, check=False).returncode
+    environment = os.environ | one_rank(cpu=arguments.tiny) | {"PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(arguments.gpus)}
+    environment["LOCAL_SIZE"] = environment["WORLD_SIZE"]
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arguments.gpus)]
+    ranks = [subprocess.Popen([sys.executable, *sys.argv, "--alone"], env=environment | place) for place in places]
+    return max(rank.wait() for rank in ranks)
 
 
 def _arguments() -> argparse.Namespace:
@@ -61,6 +66,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("attention.json"), help="file to which rows are appended")
     parser.add_argument("--preset", default="qwen3-4b-random", help="whose shape steps have")
     parser.add_argument("--shapes", nargs="+", default=["4x4096", "1x65536"], metavar="SEQUENCESxTOKENS", help="micro-batches of the steps")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that steps run on")
     parser.add_argument("--documents", type=int, default=0, metavar="TOKENS", help="length of documents (default: that of the sequences)")
     parser.add_argument("--policy", default="full", help="activation checkpointing")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the preset, for steps")
@@ -166,7 +172,8 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     machine = inspect_machine()
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
     launch = prepare(_spec(arguments, *max(shapes, key=lambda shape: shape[0] * shape[1])), machine, force=True)
-    mine = launch.plan.binding[0]
+    rank = int(os.environ["RANK"])
+    mine = launch.plan.binding[rank]
     binding.bind(mine)  # Before torch starts its threads.
 
     import torch
@@ -186,27 +193,35 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     model = build(spec, ranks.device, launch.ds_config)
     engine, *_ = superoffload.initialize(model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config)
     binding.apply_main_cores(mine)
+    group = attention.sequence_group(spec.train.sequence_parallel)
     rows = []
     for sequences, tokens in shapes:
         used = _spec(arguments, sequences, tokens)
         document = min(arguments.documents or tokens, tokens)
-        batches = _batches(used, document, ranks.device, end_to_end=not arguments.tiny)
+        batches = _batches(used, document, ranks, end_to_end=not arguments.tiny)
         for backend, kernels in (_usable() or {"": None}).items():
             if arguments.backends and backend not in arguments.backends:
                 continue
             if kernels is not None:
-                attention.register(kernels)
+                attention.register(kernels, group)
             plan = make_plan(used, machine, workload=Workload(attended_tokens=float(document)), probed=False)
             row = {"what": "step", "preset": arguments.preset, "backend": backend or model.attention, "micro_batch": sequences}
-            row |= {"sequence_length": tokens, "document": document, "policy": arguments.policy, "set": arguments.set}
+            row |= {
+                "sequence_length": tokens,
+                "document": document,
+                "policy": arguments.policy,
+                "set": arguments.set,
+                "gpus": arguments.gpus,
+            }
             row |= {"planned_step_s": plan.step_s, "planned_reserved_gib": plan.gpu_reserved_bytes / 2**30}
             long = sequences * tokens > LONG_TOKENS
             warmup, count = (1, 1) if long else (arguments.warmup, arguments.count)
             row |= {"warmup": warmup, "count": count}
             row |= steps_of(engine, batches, used, ranks.device, warmup=warmup, count=count) | _host()
             rows.append(row)
-            print(json.dumps(row), flush=True)
-            _append(arguments.out.with_suffix(".partial.json"), [row])
+            if ranks.first:
+                print(json.dumps(row), flush=True)
+                _append(arguments.out.with_suffix(".partial.json"), [row])
     superoffload.close(engine)
     return rows
 
@@ -217,6 +232,7 @@ def _spec(arguments: argparse.Namespace, sequences: int, tokens: int) -> Any:
     changes = {
         "offload.mode": "superoffload",
         "offload.ratio": "0.9",
+        "gpus": str(arguments.gpus),
         "train.micro_batch": str(sequences),
         "train.gradient_accumulation": "1",
         "train.gradient_clipping": "0",
@@ -227,19 +243,19 @@ def _spec(arguments: argparse.Namespace, sequences: int, tokens: int) -> Any:
     return with_values(find_preset("tiny" if arguments.tiny else arguments.preset).spec, changes)
 
 
-def _batches(spec: Any, document: int, device: Any, *, end_to_end: bool) -> Any:
+def _batches(spec: Any, document: int, ranks: Any, *, end_to_end: bool) -> Any:
     """Return batches of random tokens in documents of one length."""
     import numpy as np
 
     from so_tui_trainer.data.batches import Batches
     from so_tui_trainer.data.documents import Counts, Documents
 
-    count = spec.train.micro_batch * spec.data.sequence_length // document * 2
+    count = spec.train.micro_batch * spec.replicas * spec.data.sequence_length // document * 2
     offsets = np.arange(count + 1) * document
     random = np.random.default_rng(0)
     tokens = random.integers(1, 2000, size=offsets[-1]).astype(np.int32)
     trained = np.arange(offsets[-1]) % document > 0
-    batches = Batches(Documents(tokens, trained, offsets, Counts(count, 0, 0), "random"), spec, 0, pin=device.type == "cuda")
+    batches = Batches(Documents(tokens, trained, offsets, Counts(count, 0, 0), "random"), spec, ranks.rank, pin=ranks.device.type == "cuda")
     batches.end_to_end = end_to_end
     return batches
 

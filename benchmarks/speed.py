@@ -264,7 +264,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
     last = time.perf_counter()
     for number in range(1, warmup + count + 1):
         counts = batches.counts(number)
-        weights = 1 / counts.trained_tokens, 1 / counts.useful_tokens
+        weights = spec.ranks / counts.trained_tokens, spec.ranks / counts.useful_tokens
         marks = [clock.mark()]
         total = torch.zeros((), device=device)
         for batch in batches.micro_batches(number):
@@ -288,8 +288,8 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
             {
                 "step_s": now - last,
                 **laps,
-                "model_tflops": model_flops(flops, counts.useful_tokens, lengths) / (now - last) / 1e12,
-                "hw_tflops": executed_flops(spec, flops, shape, counts) / (now - last) / 1e12,
+                "model_tflops": model_flops(flops, counts.useful_tokens, lengths) / spec.ranks / (now - last) / 1e12,
+                "hw_tflops": executed_flops(spec, flops, shape, counts) / spec.ranks / (now - last) / 1e12,
                 "useful_tokens": counts.useful_tokens,
                 "trained_tokens": counts.trained_tokens,
                 "computed_tokens": counts.computed_tokens,

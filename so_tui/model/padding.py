@@ -13,7 +13,8 @@ def bucket_tokens(capacity: int) -> int:
     return max(_SMALLEST, -(-capacity // _BUCKETS // _SMALLEST) * _SMALLEST)
 
 
-def computed_tokens(useful: int, capacity: int) -> int:
-    """Return the positions that are computed for ``useful`` tokens."""
-    bucket = bucket_tokens(capacity)
-    return min(capacity, -(-useful // bucket) * bucket)
+def computed_tokens(useful: int, capacity: int, parts: int = 1) -> int:
+    """Return the positions that are computed for ``useful`` tokens, in so many equal parts."""
+    room = capacity // parts
+    bucket = bucket_tokens(room)
+    return parts * min(room, -(-useful // (parts * bucket)) * bucket)

@@ -9,8 +9,17 @@ from typing import cast
 
 import msgspec
 
+from so_tui.model.activations import offloads_inputs
 from so_tui.model.sharding import moments_bytes
-from so_tui.plan.alternatives import compact_states, less_speculation, more_gpus, more_recomputation, shorter_sequences, smaller_batches
+from so_tui.plan.alternatives import (
+    batch_changes,
+    compact_states,
+    less_speculation,
+    more_gpus,
+    more_recomputation,
+    shorter_sequences,
+    smaller_batches,
+)
 from so_tui.plan.attention import attention_of
 from so_tui.plan.facts import (
     BeyondPositions,
@@ -37,6 +46,7 @@ from so_tui.plan.facts import (
 )
 from so_tui.plan.fit import Assessment, Target, assess, best
 from so_tui.plan.resources import rank_counts, usable_bytes
+from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.spec.types import RunSpec
 
 LARGE_GRACE_BYTES = 480_000_000_000
@@ -86,10 +96,22 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
             return FitsHere(changes=alternative.changes)
     smaller = _fitting_batch(_recomputing(spec), target)
     if smaller is None:
-        return None
+        return _fitting_when_shared(spec, target)
     batch = Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch)
     steps = Change("train.gradient_accumulation", spec.gradient_accumulation_steps, smaller.spec.gradient_accumulation_steps)
     return FitsHere(changes=(batch, steps))
+
+
+def _fitting_when_shared(spec: RunSpec, target: Target) -> FitsHere | None:
+    """Return the fewest ranks for each sequence with which it fits, at the smallest micro-batch."""
+    recomputing = _recomputing(spec)
+    smallest = [recomputing, *(alternative.spec for alternative in smaller_batches(recomputing, exact=True))][-1]
+    for shared in more_sharing(smallest):
+        if not_shareable(shared, target.resources):
+            return None
+        if best(shared, target).verdict != "does not fit":
+            return FitsHere(changes=batch_changes(spec, shared))
+    return None
 
 
 def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[CompactStatesFit]:
@@ -120,7 +142,7 @@ def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
         if found.verdict != "does not fit":
             yield FitsHere(changes=alternative.changes)
             return
-        if found.shortages and found.shortages[0].pool != "gpu":
+        if found.shortages and found.shortages[0].pool != "gpu" and not offloads_inputs(found.spec.model):
             return  # sequences take no host memory
 
 

@@ -18,6 +18,7 @@ from so_tui.plan.facts import Change, MemoryAdvice, MemorySaving
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.messages import message
 from so_tui.plan.placement import Placement
+from so_tui.plan.sequence_parallel import more_sharing
 from so_tui.plan.speculation import can_speculate, second_states
 from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory
 from so_tui.spec.errors import InputError
@@ -47,6 +48,7 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from islice(smaller_batches(spec), 1)
         yield from islice(more_recomputation(spec), 1)
         yield from more_offload(spec)
+        yield from islice(shared_sequences(spec), 1)
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
@@ -73,7 +75,7 @@ def batch_splits(spec: RunSpec) -> tuple[int, ...]:
     train = spec.train
     sequences = train.micro_batch * spec.gradient_accumulation_steps
     if train.tokens_per_step:
-        most = train.tokens_per_step / (spec.data.sequence_length * spec.ranks)
+        most = train.tokens_per_step / (spec.data.sequence_length * spec.replicas)
         return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))
     return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0)}))
 
@@ -140,6 +142,19 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
     while length >= SHORTEST:
         yield _changed(spec, "data", sequence_length=length)
         length //= 2
+
+
+def shared_sequences(spec: RunSpec) -> Iterator[Alternative]:
+    """Yield more ranks of a host for each sequence."""
+    for shared in more_sharing(spec):
+        yield Alternative(batch_changes(spec, shared), shared)
+
+
+def batch_changes(before: RunSpec, after: RunSpec) -> tuple[Change, ...]:
+    """Return the keys in which two specs split the sequences of a step differently."""
+    keys = ("micro_batch", "sequence_parallel", "gradient_accumulation")
+    values = [(key, getattr(before.train, key), getattr(after.train, key)) for key in keys]
+    return tuple(Change(f"train.{key}", was, now) for key, was, now in values if was != now)
 
 
 def no_accumulation(spec: RunSpec) -> Iterator[Alternative]:

@@ -62,6 +62,15 @@ class NoSuchGpu(_Fact, frozen=True):
     present: tuple[int, ...]
 
 
+class SequencesNotShareable(_Fact, frozen=True):
+    """``train.sequence_parallel`` with attention that takes no document boundaries, or with heads that the ranks do not divide."""
+
+    ranks: int
+    backend: AttentionBackend
+    heads: int
+    key_heads: int
+
+
 class NotBindable(_Fact, frozen=True):
     """The ranks cannot be bound to cores or GPUs."""
 
@@ -280,6 +289,13 @@ class SavesBehind(_Fact, frozen=True):
     """Host memory per rank for copies that second states do not hold."""
 
 
+class SequencesShared(_Fact, frozen=True):
+    """Ranks share each sequence, which would not fit on one of them."""
+
+    ranks: int
+    given: int
+
+
 class InputsOnHost(_Fact, frozen=True):
     """Inputs of checkpointed layers are in host memory between forward and backward."""
 
@@ -424,7 +440,7 @@ class MoreGpusKeepMargin(_Fact, frozen=True):
     gpus: int
 
 
-Blocker = AmdGpu | ModeNeedsGpu | EngineNeedsGpu | TooFewGpus | NoSuchGpu | NotBindable
+Blocker = AmdGpu | ModeNeedsGpu | EngineNeedsGpu | TooFewGpus | NoSuchGpu | SequencesNotShareable | NotBindable
 Need = Shortage | MemoryNeeded
 Remedy = FitsHere | CompactStatesFit | MoreGpusFit | LargerHostFits | MoreMachinesFit | OtherMachineNeeded
 Choice = (
@@ -443,6 +459,7 @@ Choice = (
     | StepsEarly
     | SavesBehind
     | InputsOnHost
+    | SequencesShared
     | AttentionFallsBack
     | AcrossHosts
     | CheckpointInterval

@@ -23,6 +23,7 @@ from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
+from so_tui.plan.sequence_parallel import not_shareable
 from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
@@ -356,5 +357,7 @@ def blockers(spec: RunSpec, resources: Resources) -> Iterator[Blocker]:
         yield ModeNeedsGpu(machine=machine.label)
     if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":
         yield EngineNeedsGpu()
+    if (not_shared := not_shareable(spec, resources)) is not None:
+        yield not_shared
     if resources.problem:
         yield resources.problem

@@ -142,6 +142,9 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     if waiting:
         text = "full buckets, less the activations of layers that are done"
         yield MemoryTerm(TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward")
+    if spec.train.sequence_parallel > 1:
+        formula = Formula("2 x 2 B x {} tokens x {}, sent and received", (tokens, shape.query_width))
+        yield MemoryTerm(TermKind.SEQUENCE_EXCHANGE, gpu, 4 * tokens * shape.query_width, "estimate", formula, phase="backward")
     if shape.experts:
         yield from _expert_terms(placement)
     yield from _loss_terms(placement)
@@ -196,7 +199,9 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
     context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
     yield MemoryTerm(TermKind.CUDA_CONTEXT, "gpu", context, "calibrated", "driver, context, kernels, libraries")
     if layout.ranks > 1:
-        yield MemoryTerm(TermKind.NCCL_BUFFERS, "gpu", memory.nccl_bytes, "calibrated", "channels between the GPUs")
+        groups = 1 if placement.spec.train.sequence_parallel == 1 else 2
+        formula = Formula("channels between the GPUs, of {} groups of ranks", (groups,)) if groups > 1 else "channels between the GPUs"
+        yield MemoryTerm(TermKind.NCCL_BUFFERS, "gpu", groups * memory.nccl_bytes, "calibrated", formula)
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
         text = "pinned memory of each rank's worker opens a context on the first GPU"
         yield MemoryTerm(TermKind.WORKER_CONTEXT, "gpu", memory.second_context_bytes * layout.ranks, "calibrated", text)

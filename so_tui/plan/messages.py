@@ -12,7 +12,7 @@ from so_tui.model.activations import Policy
 from so_tui.plan import facts
 from so_tui.plan.facts import Blocker, Caution, Change, Choice, Fact, MemoryAdvice, NodeNeed, Remedy, Shortage
 from so_tui.plan.network import assumed_network
-from so_tui.spec.attention import OBSTACLES
+from so_tui.spec.attention import MASKED_BACKENDS, OBSTACLES
 from so_tui.trust.printable import printable_line
 from so_tui.units import duration, memory_size, plural, thousands
 
@@ -73,6 +73,14 @@ def _blocker(fact: Blocker) -> str:
         case facts.NoSuchGpu():
             there = _has(fact.machine, len(fact.present))
             return f"gpus = {list(fact.asked)}: there is no GPU {fact.missing}, {there}. Choose from {list(fact.present)}"
+        case facts.SequencesNotShareable() if fact.backend in MASKED_BACKENDS:
+            return (
+                f"train.sequence_parallel = {fact.ranks} needs attention that takes document boundaries, and {fact.backend} takes a mask. "
+                "Set it to 1, or run on GPUs with another backend"
+            )
+        case facts.SequencesNotShareable():
+            heads = f"{fact.heads} heads and {fact.key_heads} key heads"
+            return f"train.sequence_parallel = {fact.ranks} cannot divide the model's {heads}. Choose a divisor of both"
         case facts.NotBindable():
             return "; ".join(f"{found.message}. {found.remedy}" for found in fact.problems)
     assert_never(fact)
@@ -199,6 +207,8 @@ def _choice(fact: Choice) -> str:
             copies = f"copies take {memory_size(fact.bytes)} a rank" if fact.bytes else "second states hold the copies"
             much = "the states" if fact.share == 1 else f"{fact.share:.0%} of the states"
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
+        case facts.SequencesShared():
+            return f"{fact.ranks} ranks share each sequence: with train.sequence_parallel = {fact.given} it would not fit"
         case facts.InputsOnHost():
             return f"layer inputs are in host memory between forward and backward: {memory_size(fact.bytes)} a rank"
         case facts.AttentionFallsBack():

@@ -44,8 +44,8 @@ class Placement:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.spec.train.micro_batch * self.spec.data.sequence_length
+        """Tokens of a micro-batch on one rank."""
+        return self.spec.train.micro_batch * self.spec.data.sequence_length // self.spec.train.sequence_parallel
 
     @property
     def gradient_bytes(self) -> int:

@@ -196,6 +196,7 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
         "model.activation_checkpointing": spec.model.activation_checkpointing,
         "model.activation_offload": spec.model.activation_offload,
         "train.micro_batch": spec.train.micro_batch,
+        "train.sequence_parallel": spec.train.sequence_parallel,
         "train.gradient_accumulation": spec.gradient_accumulation_steps,
     }
 
@@ -251,7 +252,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
     target, resources, offload = found.target, found.target.resources, found.spec.offload
     blocked = tuple(blockers(spec, resources))
     fits = not blocked and found.verdict != "does not fit"
-    sequences = target.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps
+    sequences = target.ranks // spec.train.sequence_parallel * spec.train.micro_batch * spec.gradient_accumulation_steps
     tokens = sequences * spec.data.sequence_length
     proposed = tuple(remedies(spec, target, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
     step = None if blocked else found.step
@@ -320,7 +321,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in ("not-installed", "other-gpu"):
         yield AttentionFallsBack(backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle)
     if target := spec.train.tokens_per_step:
-        once = spec.ranks * spec.train.micro_batch * spec.data.sequence_length
+        once = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
         yield TokensReached(accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once)
 

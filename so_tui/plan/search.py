@@ -1,8 +1,8 @@
 """The settings that are tried for a run, the fastest of those that fit, and why it was chosen. Pure functions.
 
 Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin), what is recomputed, how
-an optimizer step is split into micro-batches, and, where nothing fits, layer inputs on the host. The tokens of an optimizer step and the
-sequence length stay as given.
+an optimizer step is split into micro-batches, and, where nothing fits, layer inputs on the host and sequences that ranks share. The tokens
+of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from so_tui.plan.facts import (
     NextBest,
     NoNextBest,
     NothingOffloaded,
+    SequencesShared,
     SmallestRatio,
     SpeedUnknown,
 )
 from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mode, step_with
+from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.plan.types import Verdict
 from so_tui.spec.types import RunSpec
 
@@ -53,6 +55,16 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
+    found = _fastest_here(spec, target)
+    for shared in more_sharing(spec):
+        if found[0].verdict == "fits" or not_shareable(shared, target.resources):
+            break
+        other = _fastest_here(shared, target)
+        found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
+    return found
+
+
+def _fastest_here(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
     return or_with_inputs_on_host(spec, _fastest(spec, target), lambda other: _fastest(other, target))
 
 
@@ -116,8 +128,9 @@ class _Variants:
 
 
 def rate(found: Assessment) -> float:
-    """Return the sequences per second of one rank; 0 where no speed is known."""
-    return found.spec.train.micro_batch * found.spec.gradient_accumulation_steps / found.step.total_s if found.step else 0.0
+    """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is known."""
+    train = found.spec.train
+    return train.micro_batch * found.spec.gradient_accumulation_steps / train.sequence_parallel / found.step.total_s if found.step else 0.0
 
 
 def fastest_policy(spec: RunSpec, target: Target) -> Assessment:
@@ -198,6 +211,8 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
         yield _checkpointing_choice(chosen)
     if chosen.spec.train.micro_batch != given.train.micro_batch:
         yield _micro_batch_choice(given, chosen)
+    if (shared := chosen.spec.train.sequence_parallel) != given.train.sequence_parallel:
+        yield SequencesShared(ranks=shared, given=given.train.sequence_parallel)
     yield from _core_choice(given, chosen)
     if resources.speed is None:
         yield SpeedUnknown()
@@ -296,7 +311,9 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     larger, _ = fastest(_with_more_tokens(given), chosen.target)
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
         return
-    sequences = chosen.target.ranks * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
+    sequences = (
+        chosen.target.ranks // given.train.sequence_parallel * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
+    )
     yield LargerSteps(
         step_s=chosen.step.total_s,
         exposed_optimizer_s=chosen.step.exposed_optimizer_s,

@@ -39,6 +39,7 @@ class TermKind(StrEnum):
     ACTIVATIONS = "activations"
     BLOCK_WORKING_SET = "block-working-set"
     ATTENTION_SCORES = "attention-scores"
+    SEQUENCE_EXCHANGE = "sequence-exchange"
     GRADIENTS_WAITING = "gradients-waiting"
     EXPERT_FRAGMENTATION = "expert-fragmentation"
     RESULT_FRAGMENTATION = "result-fragmentation"
@@ -92,6 +93,7 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.ACTIVATIONS: "stored activations",
     TermKind.BLOCK_WORKING_SET: "working set of one block",
     TermKind.ATTENTION_SCORES: "attention scores",
+    TermKind.SEQUENCE_EXCHANGE: "exchange of tokens for heads",
     TermKind.GRADIENTS_WAITING: "gradients waiting for reduction",
     TermKind.EXPERT_FRAGMENTATION: "room lost between the rows of experts",
     TermKind.RESULT_FRAGMENTATION: "room lost between attention's results",

@@ -24,6 +24,7 @@ from so_tui.plan import deepspeed_step
 from so_tui.plan.constants import Speed, StepConstants, constants
 from so_tui.plan.deepspeed_step import UNSCALE_BYTES, OffloadedStates
 from so_tui.plan.placement import Placement, own_engine
+from so_tui.plan.sequence_parallel import exchanged_bytes
 from so_tui.plan.types import PlannedRates, StepTime
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
@@ -155,11 +156,23 @@ class StepModel:
             "selective": elementwise + expert_products,
             "none": 0.0,
         }
+        exchange = self._exchange_s()
+        policy = policy_of(placement.spec.model)
         return _Layers(
-            forward=products + elementwise + attention_forward,
-            backward=2 * (products + elementwise) + attention_backward,
-            repeated=repeated[policy_of(placement.spec.model)],
+            forward=products + elementwise + attention_forward + exchange,
+            backward=2 * (products + elementwise) + attention_backward + exchange,
+            repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
         )
+
+    def _exchange_s(self) -> float:
+        """Return the seconds of trading tokens for heads and back in one pass over all layers, where ranks share sequences.
+
+        Attention waits for it, so nothing hides it.
+        """
+        shape, ranks = self.placement.profile.architecture, self.placement.spec.train.sequence_parallel
+        if ranks == 1:
+            return 0.0
+        return self._computed_tokens * shape.layers * exchanged_bytes(shape, ranks) / self.speed.peer_bytes_per_s
 
     def _inputs_s(self, bytes_per_s: float) -> float:
         """Return the seconds of copying the inputs of all layers in one direction, where they are on the host between the passes."""

@@ -215,6 +215,16 @@ class TrainSpec(Spec, frozen=True):
             extra={"unit": "tokens"},
         ),
     ] = 0
+    sequence_parallel: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="Ranks of a host that share each sequence: every one computes a part of the tokens, and in attention a part of the "
+            "heads.",
+            extra={"unit": "ranks"},
+        ),
+    ] = 1
     steps: Annotated[
         int, Meta(ge=0, description="Length of the run; set one of `steps`, `epochs` and `tokens`.", extra={"unit": "optimizer steps"})
     ] = 0
@@ -463,11 +473,16 @@ class RunSpec(Spec, frozen=True, kw_only=True):
         return self.nodes * self.ranks_per_host
 
     @property
+    def replicas(self) -> int:
+        """Number of ranks, or of groups of ranks that share sequences, which train on different sequences."""
+        return self.ranks // self.train.sequence_parallel
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step: as given, or nearest to ``train.tokens_per_step``, at least 1."""
         if not self.train.tokens_per_step:
             return self.train.gradient_accumulation
-        return max(1, round(self.train.tokens_per_step / (self.train.micro_batch * self.data.sequence_length * self.ranks)))
+        return max(1, round(self.train.tokens_per_step / (self.train.micro_batch * self.data.sequence_length * self.replicas)))
 
     @property
     def label(self) -> str:

@@ -156,11 +156,12 @@ class Evaluation:
 
         Every rank yields the same number, since all take part in the all-gathers of the weights; some batches have no trained tokens.
         """
-        size = self._spec.train.micro_batch
-        for first in range(0, len(self._sequences), size * ranks):
-            mine = np.arange(first + self._rank * size, min(first + (self._rank + 1) * size, len(self._sequences)))
+        size, parts = self._spec.train.micro_batch, self._spec.train.sequence_parallel
+        replica, part = divmod(self._rank, parts)
+        for first in range(0, len(self._sequences), size * (ranks // parts)):
+            mine = np.arange(first + replica * size, min(first + (replica + 1) * size, len(self._sequences)))
             indices = mine if len(mine) else np.zeros(1, dtype=np.int64)
             columns = width(self._lengths[indices], self._spec, end_to_end=self.end_to_end)
             batch = assemble(self._documents, self._sequences, rows_of(indices, end_to_end=self.end_to_end), columns, 0)
-            batch = batch if len(mine) else batch.untrained()
+            batch = (batch if len(mine) else batch.untrained()).part(part, parts)
             yield batch.pinned() if self._pin else batch

@@ -1,8 +1,9 @@
 """Choose the sequences of a step and make tensors of them.
 
-The order of all sequences is a pure function of seed and epoch. A step takes the next sequences of that order and the ranks share them, so
-the number of ranks does not change what is trained next. Every rank computes the token counts of the whole step, of all ranks and gradient
-accumulation steps, from the document lengths: the exact weight of a token in the loss takes no communication and no wait for the GPU.
+The order of all sequences is a pure function of seed and epoch. A step takes the next sequences of that order and the ranks share them,
+whole ones or, with sequence parallelism, a part of each: the number of ranks does not change what is trained next. Every rank computes the
+token counts of the whole step, of all ranks and gradient accumulation steps, from the document lengths: the exact weight of a token in the
+loss takes no communication and no wait for the GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _PADDING_MULTIPLE = 8
 class Batch:
     """The tensors of one micro-batch of one rank: ``rows`` x ``width`` tokens, documents end to end in each row, padding at its end.
 
-    Each sequence is a row, or all of them are one row (``Batches.end_to_end``). Padding is a document of its own: no token attends to it,
-    and it carries no loss.
+    Each sequence is a row, or all of them are one row (``Batches.end_to_end``), of which a rank may have a part (``part``). Padding is a
+    document of its own: no token attends to it, and it carries no loss.
     """
 
     input_ids: Tensor
@@ -49,6 +50,8 @@ class Batch:
     """[trained] int64; those next tokens"""
     longest: int
     """Tokens of the longest document. The attention kernels need it on the host."""
+    is_part: bool = False
+    """Whether other ranks hold the rest of the row. ``boundaries`` and ``longest`` are those of the whole row."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -63,13 +66,28 @@ class Batch:
         """Return the same rows without tokens that carry loss."""
         return replace(self, predictors=self.predictors[:0], targets=self.targets[:0])
 
+    def part(self, position: int, parts: int) -> Batch:
+        """Return one of as many equal parts of a batch of one row.
+
+        A part has the predictors that lie in it; their targets may lie in the next. Positions go on from part to part.
+        """
+        if parts == 1:
+            return self
+        each = self.input_ids.shape[1] // parts
+        start = position * each
+        inside = (self.predictors >= start) & (self.predictors < start + each)
+        ids, positions, real = (tensor[:, start : start + each].contiguous() for tensor in (self.input_ids, self.position_ids, self.real))
+        return Batch(
+            ids, positions, real, self.boundaries, self.predictors[inside] - start, self.targets[inside], self.longest, is_part=True
+        )
+
     def pinned(self) -> Batch:
         """Return the batch in pinned memory, from which ``to`` copies without waiting."""
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         ids, positions, real, boundaries, predictors, targets = map(change, self.tensors)
-        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest)
+        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest, self.is_part)
 
 
 @dataclass(frozen=True)
@@ -130,8 +148,9 @@ class Batches:
         self.sequences = fill(self._lengths, epoch, spec.data)
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
-        self._spec, self._rank, self._padding_id, self._pin = spec, rank, padding_id, pin
-        self.sequences_per_step = spec.train.micro_batch * spec.gradient_accumulation_steps * spec.ranks
+        self._spec, self._padding_id, self._pin = spec, padding_id, pin
+        self._replica, self._part = divmod(rank, spec.train.sequence_parallel)
+        self.sequences_per_step = spec.train.micro_batch * spec.gradient_accumulation_steps * spec.replicas
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
         self.end_to_end = False
         """Whether the sequences of a micro-batch are one row, so that little padding is computed. Only attention that takes boundaries
@@ -185,9 +204,9 @@ class Batches:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Yield this rank's batches of step ``step`` (from 1), in host memory."""
-        micro_batch, ranks = self._spec.train.micro_batch, self._spec.ranks
+        micro_batch, replicas = self._spec.train.micro_batch, self._spec.replicas
         for accumulation_step in range(self._spec.gradient_accumulation_steps):
-            first = (accumulation_step * ranks + self._rank) * micro_batch
+            first = (accumulation_step * replicas + self._replica) * micro_batch
             yield self._batch(self._indices(self.consumed(step - 1) + first, micro_batch))
 
     def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
@@ -210,6 +229,7 @@ class Batches:
 
     def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         batch = assemble(self._documents, self.sequences, self._rows(indices), self._width(indices), self._padding_id)
+        batch = batch.part(self._part, self._spec.train.sequence_parallel)
         return batch.pinned() if self._pin else batch
 
     def _rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -237,7 +257,7 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) ->
     """
     length = spec.data.sequence_length
     if end_to_end:
-        return computed_tokens(int(lengths.sum()), spec.train.micro_batch * length)
+        return computed_tokens(int(lengths.sum()), spec.train.micro_batch * length, spec.train.sequence_parallel)
     if spec.data.packing:
         return length
     return min(length, -(-int(lengths.max()) // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)

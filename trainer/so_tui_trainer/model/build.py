@@ -141,7 +141,7 @@ def build(
     """
     config = load_config(spec.model)
     disable_dropout(config)
-    causal, implementation = _causal(spec.model, config, device, ds_config, on_files, deterministic=spec.train.deterministic)
+    causal, implementation = _causal(spec, config, device, ds_config, on_files)
     refuse_unsupported(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
@@ -156,7 +156,7 @@ def build(
 def _host_inputs(causal: PreTrainedModel, spec: RunSpec, device: torch.device) -> HostInputs | None:
     if not offloads_inputs(spec.model):
         return None
-    tokens = spec.train.micro_batch * spec.data.sequence_length
+    tokens = spec.train.micro_batch * spec.data.sequence_length // spec.train.sequence_parallel
     width = causal.config.get_text_config().hidden_size * causal.dtype.itemsize
     return HostInputs(len(recompute.checkpointed_layers(causal)), tokens * width, device)
 
@@ -220,20 +220,15 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
 
 
 def _causal(
-    spec: ModelSpec,
-    config: PretrainedConfig,
-    device: torch.device,
-    ds_config: dict[str, Any],
-    on_files: loading.OnFiles,
-    *,
-    deterministic: bool,
+    run: RunSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any], on_files: loading.OnFiles
 ) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
+    spec = run.model
     model_class = _model_class(config, spec)
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
     plain, sinks = bool(model_class._supports_sdpa), attention.has_sinks(meta)
-    needs = attention.needs_of(config, supports_sdpa=plain, sinks=sinks, deterministic=deterministic)
-    implementation = attention.choose(spec, needs, device)
+    needs = attention.needs_of(config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic)
+    implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
     if spec.weights == "random":
         causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
         loading.initialise(causal)

@@ -2,12 +2,14 @@
 
 from so_tui_trainer.model.attention.backends import kernels_of
 from so_tui_trainer.model.attention.choice import arguments, choose, decide, has_sinks, needs_of, present, takes_boundaries
+from so_tui_trainer.model.attention.exchange import SequenceGroup, sequence_group
 from so_tui_trainer.model.attention.varlen import NAME, Documents, Kernels, attend, register
 
 __all__ = [
     "NAME",
     "Documents",
     "Kernels",
+    "SequenceGroup",
     "arguments",
     "attend",
     "choose",
@@ -17,5 +19,6 @@ __all__ = [
     "needs_of",
     "present",
     "register",
+    "sequence_group",
     "takes_boundaries",
 ]

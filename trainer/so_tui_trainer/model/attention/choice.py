@@ -28,6 +28,7 @@ from so_tui.spec.attention import (
 )
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.attention.backends import kernels_of
+from so_tui_trainer.model.attention.exchange import sequence_group
 from so_tui_trainer.model.attention.varlen import NAME, register
 
 if TYPE_CHECKING:
@@ -84,14 +85,20 @@ def decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     raise InputError([problem])
 
 
-def choose(model: ModelSpec, needs: Needs, device: torch.device) -> str:
-    """Choose the attention implementation, by transformers' name, and register it.
+def choose(model: ModelSpec, needs: Needs, device: torch.device, ranks_per_sequence: int = 1) -> str:
+    """Choose the attention implementation, by transformers' name, and register it. All ranks must call it.
 
     Raises:
-        InputError: The backend that was asked for cannot be used.
+        InputError: The backend that was asked for cannot be used, or the one that can does not take parts of sequences.
     """
     backend = decide(model, needs, present(device)).backend
-    return backend if backend in MASKED_BACKENDS else register(kernels_of(backend))
+    if backend not in MASKED_BACKENDS:
+        return register(kernels_of(backend), sequence_group(ranks_per_sequence))
+    if ranks_per_sequence == 1:
+        return backend
+    message, remedy = f"needs attention that takes document boundaries, and here it runs on {backend}", "Set it to 1."
+    code = "sequence-parallel-attention"
+    raise InputError([Problem(code=code, field="train.sequence_parallel", value=str(ranks_per_sequence), message=message, remedy=remedy)])
 
 
 def has_sinks(model: nn.Module) -> bool:
@@ -118,7 +125,8 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
     """
     if takes_boundaries(implementation):
         boundaries, longest = batch.boundaries, batch.longest
-        return {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+        found: dict[str, Any] = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+        return found | ({"is_part": True} if batch.is_part else {})
     if len(set(getattr(config, "layer_types", None) or ())) < 2:
         return {"attention_mask": None}
     # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.

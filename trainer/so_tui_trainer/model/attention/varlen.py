@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui_trainer.model import recompute
+from so_tui_trainer.model.attention.exchange import SequenceGroup
 
 NAME = "so_tui_varlen"
 """Name of the implementation. It must not contain `flash`: transformers would take it for a package to import."""
@@ -99,8 +100,12 @@ def _forward(
     return out.mul_((without - normaliser).exp_().t()[..., None]), normaliser
 
 
-def register(kernels: Kernels) -> str:
+def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
     """Register the kernels as an attention implementation of transformers.
+
+    Args:
+        kernels: The kernels.
+        ranks: The ranks that share sequences, if any do.
 
     Returns:
         The name of the implementation.
@@ -120,12 +125,14 @@ def register(kernels: Kernels) -> str:
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
         softcap: float | None = None,
+        is_part: bool = False,
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """Adapt transformers' shapes. Kernels take values whose heads are as large as those of keys.
 
         Args:
             query: [rows, heads, width, head size]; ``key`` and ``value`` alike, with their own heads and the values' own size.
+            is_part: Whether the ranks that share sequences hold the other parts of these rows.
 
         Returns:
             [rows, width, heads, head size], and no attention weights.
@@ -135,7 +142,12 @@ def register(kernels: Kernels) -> str:
         padded = value if of_value == size else nn.functional.pad(value, (0, size - of_value))
         flat_query, flat_key, flat_value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, padded))
         documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap or 0.0)
-        mixed = attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
+        if ranks is None or not is_part:
+            mixed = attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
+        else:
+            sinks = None if s_aux is None else ranks.sinks(s_aux)
+            whole = (ranks.queries(flat_query), ranks.keys(flat_key), ranks.keys(flat_value))
+            mixed = ranks.results(attend(*whole, sinks, documents, kernels))
         return mixed[..., :of_value].view(rows, width, heads, of_value), None
 
     AttentionInterface.register(NAME, attention)

@@ -1,0 +1,98 @@
+"""Ranks that share sequences: what plans count for them, when they are proposed, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.plan import make_plan, recommend
+from so_tui.plan.facts import FitsHere, SequencesNotShareable, SequencesShared
+from so_tui.plan.fit import assess, target_of
+from so_tui.plan.memory import all_terms
+from so_tui.plan.sequence_parallel import exchanged_bytes, more_sharing
+from so_tui.plan.terms import TermKind
+from so_tui.spec import InputError, RunSpec
+from tests.support.machines import x86
+from tests.support.planning import CPU_ONLY, facts_of, only, spec_of
+
+H200S = x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024)
+LONG = 1_048_576
+
+
+def long_spec(tokens: int, gpus: int = 2, **changes: str) -> RunSpec:
+    one = {"gpus": str(gpus), "train__micro_batch": "1", "train__gradient_accumulation": "1", "data__sequence_length": str(tokens)}
+    return spec_of("qwen3-4b-random", **one | {"offload__mode": "superoffload", "model__activation_checkpointing": "full"} | changes)
+
+
+def test_activations_of_a_rank_are_those_of_its_part() -> None:
+    shared, whole = (long_spec(tokens, train__sequence_parallel=ranks) for tokens, ranks in ((65_536, "2"), (32_768, "1")))
+    found, expected = (
+        {term.kind: term.bytes for term in all_terms(assess(spec, target_of(spec, H200S)).placement) if term.location == "gpu"}
+        for spec in (shared, whole)
+    )
+    assert found.pop(TermKind.SEQUENCE_EXCHANGE) > 0
+    for kind in (TermKind.LAYER_INPUTS, TermKind.BLOCK_WORKING_SET, TermKind.LOSS, TermKind.HIDDEN_STATES, TermKind.STATES_ON_GPU):
+        assert found[kind] == expected[kind]
+    assert found[TermKind.NCCL_BUFFERS] == 2 * expected[TermKind.NCCL_BUFFERS]
+
+
+def test_a_step_trains_half_the_sequences_and_waits_for_the_exchange() -> None:
+    shared, whole = (make_plan(long_spec(65_536, train__sequence_parallel=ranks), H200S) for ranks in ("2", "1"))
+    assert 2 * shared.tokens_per_step == whole.tokens_per_step
+    assert shared.step is not None
+    assert whole.step is not None
+    assert 0.5 * whole.step.total_s < shared.step.total_s < 0.7 * whole.step.total_s
+
+
+def test_key_heads_are_sent_to_every_rank_where_there_are_fewer() -> None:
+    shape = target_of(long_spec(65_536), H200S).profile.architecture  # 32 heads and 8 key heads of 128
+    assert exchanged_bytes(shape, 4) == 4 * (4096 + 1024) * 3 / 4
+    assert exchanged_bytes(shape, 16) == 4 * (4096 + 2048) * 15 / 16
+
+
+def test_sharing_is_recommended_where_only_that_makes_a_length_fit() -> None:
+    plan = recommend(long_spec(LONG, gpus=4), H200S, 4)
+    assert (plan.fits, plan.tokens_per_step) == (True, 4 * LONG)
+    shared = only(plan.reasons, SequencesShared)
+    assert plan.spec.train.sequence_parallel == shared.ranks > shared.given == 1
+    assert make_plan(plan.spec, H200S).gpu_bytes == plan.gpu_bytes
+    assert not facts_of(recommend(long_spec(65_536, gpus=4), H200S, 4).reasons, SequencesShared)
+
+
+def test_sharing_is_a_remedy_with_the_tokens_of_a_step_unchanged() -> None:
+    plan = make_plan(long_spec(LONG, gpus=4), H200S)
+    assert not plan.fits
+    changes = {change.key: change.after for change in only(plan.remedies, FitsHere).changes}
+    assert changes["train.sequence_parallel"] == changes["train.gradient_accumulation"]
+
+
+def test_only_ranks_that_divide_the_heads_are_tried() -> None:
+    assert [spec.train.sequence_parallel for spec in more_sharing(long_spec(LONG, gpus=12))] == [2, 4]
+    assert [spec.train.sequence_parallel for spec in more_sharing(spec_of("phi-4", gpus="8"))] == [2]  # 40 heads, 10 key heads
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("phi-4", {"train__sequence_parallel": "4"}), ("qwen3-4b-random", {"model__attention": "sdpa"})]
+)
+def test_heads_and_backends_that_cannot_share_are_refused(name: str, changes: dict[str, str]) -> None:
+    plan = make_plan(spec_of(name, **{"gpus": "4", "train__sequence_parallel": "2"} | changes), H200S)
+    assert not plan.possible
+    assert only(plan.reasons, SequencesNotShareable).ranks in (2, 4)
+
+
+def test_without_a_gpu_nothing_can_share() -> None:
+    assert facts_of(make_plan(spec_of("tiny", gpus="2", train__sequence_parallel="2"), CPU_ONLY).reasons, SequencesNotShareable)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"gpus": "3"}, "sequence-parallel-gpus"),
+        ({"gpus": "0,1,2"}, "sequence-parallel-gpus"),
+        ({"gpus": "2", "data__sequence_length": "4095"}, "sequence-parallel-length"),
+        ({"gpus": "2", "train__router_loss_coefficient": "0.001"}, "sequence-parallel-router"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_its_key(changes: dict[str, str], code: str) -> None:
+    with pytest.raises(InputError) as caught:
+        spec_of("qwen3-30b-a3b", **{"train__sequence_parallel": "2"} | changes)
+    assert [problem.code for problem in caught.value.problems] == [code]

@@ -1,0 +1,151 @@
+"""A rank that shares sequences with others. Run as a script: ``sequence_ranks.py FOLDER``, once per rank.
+
+It compares loss and gradients with those of one rank that has whole sequences, with plain attention. Models are in float64, the loss and
+mixtures of experts in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+import superoffload
+from so_tui.launch.ds_config import ds_config
+from so_tui.machine import inspect_machine
+from so_tui.plan import make_plan
+from so_tui.spec.types import ModelSpec, RunSpec
+from so_tui_trainer.data.batches import Batch, Batches
+from so_tui_trainer.engine_settings import engine_settings
+from so_tui_trainer.model import attention, recompute
+from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, parameter_groups
+from so_tui_trainer.model.host_inputs import HostInputs
+from tests.support.attention import PLAIN
+from tests.support.documents import documents, spec
+from tests.support.engine import binding
+from tests.support.models import causal_model
+from tests.support.rank_processes import leave
+
+SHAPE = {
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "pad_token_id": 0,
+}
+CASES: tuple[tuple[str, dict[str, Any], recompute.Policy, dict[str, str]], ...] = (
+    ("qwen3", {}, "none", {}),
+    ("qwen3", {"num_key_value_heads": 1}, "attention", {}),
+    ("qwen3", {}, "full", {"data__packing": "false", "train__micro_batch": "4"}),
+    ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, "full", {}),
+    ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"]}, "selective", {}),
+)
+"""Type of the model, changes of its shape, recomputation, changes of the spec. gpt-oss has sinks."""
+
+
+def shared_spec(ranks: int, changes: dict[str, str]) -> RunSpec:
+    return spec(**{"gpus": str(ranks), "train__sequence_parallel": str(ranks), "train__gradient_accumulation": "1"} | changes)
+
+
+def results(model: TrainedModel, batch: Batch, scale: float) -> dict[str, Tensor]:
+    """Return loss and gradients."""
+    model.zero_grad()
+    loss = model(batch, scale)
+    torch.autograd.backward(loss)
+    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}}
+
+
+def compare(model_type: str, changes: dict[str, Any], policy: recompute.Policy, settings: dict[str, str]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    config = AutoConfig.for_model(model_type, **SHAPE | changes)
+    disable_dropout(config)
+    torch.manual_seed(0)
+    name = attention.register(PLAIN, attention.sequence_group(ranks))
+    exact = model_type != "gpt_oss"
+    causal = causal_model(config, dtype=torch.float64 if exact else torch.float32, attention=name)
+    recompute.install(causal, policy, HostInputs(2, 1 << 20, torch.device("cpu")) if policy == "full" else None)
+    causal.train()
+    model = TrainedModel(causal, name)
+    shared = shared_spec(ranks, settings)
+    own = Batches(documents(), shared, rank)
+    alone = Batches(documents(), shared_spec(1, settings), 0)
+    own.end_to_end = alone.end_to_end = True
+    for step in (1, 2):
+        (part,), (whole,) = own.micro_batches(step), alone.micro_batches(step)
+        scale = 1 / alone.counts(step).trained_tokens
+        assert own.counts(step).trained_tokens == alone.counts(step).trained_tokens
+        found = results(model, part, scale)
+        for tensor in found.values():
+            dist.all_reduce(tensor)
+        for key, expected in results(model, whole, scale).items():
+            torch.testing.assert_close(
+                found[key], expected, rtol=1e-5 if exact else 1e-3, atol=1e-8 if exact else 1e-6, msg=f"{model_type} {key}: {{}}".format
+            )
+    empty = replace(part, predictors=part.predictors[:0], targets=part.targets[:0]) if rank == 0 else part
+    assert all(tensor.isfinite().all() for tensor in results(model, empty, scale).values())
+
+
+def plain_attention(model: ModelSpec, needs: Any, device: torch.device, ranks_per_sequence: int) -> str:
+    """Stand in for ``attention.choose``: no kernels that take boundaries run on a CPU."""
+    return attention.register(PLAIN, attention.sequence_group(ranks_per_sequence))
+
+
+def steps(**changes: str) -> list[tuple[float, float]]:
+    """Train three steps of four sequences as a run does; return the mean losses of all ranks, and gradient norms."""
+    size = dist.get_world_size()
+    plan = make_plan(spec(gpus=str(size), offload__mode="superoffload", train__gradient_clipping="1", **changes), inspect_machine())
+    run = plan.spec
+    torch.manual_seed(run.train.seed)
+    model = build(run, torch.device("cpu"), ds_config(plan))
+    made, *_ = superoffload.initialize(model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan))
+    batches = Batches(documents(), run, dist.get_rank())
+    batches.end_to_end = True
+    found = []
+    for step in range(1, 4):
+        counts, loss = batches.counts(step), torch.zeros(())
+        for batch in batches.micro_batches(step):
+            part = made(batch, size / counts.trained_tokens, 0.0)
+            made.backward(part, scale_wrt_gas=False)
+            made.step()
+            loss += part.detach() / size
+        dist.all_reduce(loss)
+        norm = superoffload.gradient_norm(made)
+        assert norm is not None
+        found.append((loss.item(), norm))
+    superoffload.close(made)
+    return found
+
+
+def train() -> None:
+    """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its own, or both a part of each."""
+    attention.choose = plain_attention  # type: ignore[assignment]
+    apart = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="off")
+    on_host = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="on")
+    shared = steps(train__gradient_accumulation="2", model__activation_checkpointing="full", train__sequence_parallel="2")
+    assert on_host == apart
+    for found, expected in zip(shared, apart, strict=True):
+        assert found == pytest.approx(expected, rel=0.003), (shared, apart)
+
+
+if __name__ == "__main__":
+    superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    torch.set_num_threads(1)
+    for case in CASES:
+        compare(*case)
+    train()
+    sys.stdout.flush()
+    leave()
