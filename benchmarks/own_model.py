@@ -1,6 +1,7 @@
-"""Pretrain a small model on the documentation that Debian's packages install, export it, and fine-tune the export on instructions.
+"""Pretrain a small model on free text, export it, and fine-tune the export on instructions.
 
-    python benchmarks/own_model.py [--pretrain-steps 2000] [--tune-steps 120] [--megabytes 24] > own-model.json
+    python benchmarks/free_text.py text.jsonl        # the documentation that Debian's packages install
+    python benchmarks/own_model.py text.jsonl [--size small] [--instructions rows.json] > own-model.json
 
 Prints JSON: the loss on held-out instructions before and after the fine-tuning, that of the same fine-tuning of random weights, and what
 the model answers before and after. Everything is done by the commands that users have.
@@ -9,69 +10,78 @@ the model answers before and after. Everything is done by the commands that user
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import re
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.answers import read_answers
 from so_tui.runs.results import read_all
+from so_tui.spec import find_preset
 
-DOCUMENTATION = Path("/usr/share/doc")
-NAMES = re.compile(r"(README|NEWS|FAQ|TODO|HACKING|INSTALL)[^/]*|.*\.(txt|md)", re.IGNORECASE)
-QUESTIONS = ("Make a script executable.", "What is a leap year?", "Convert the time to minutes.\n\n3 h", "Which command lists open ports?")
+TOKENIZER = Path(__file__).resolve().parents[1] / "presets" / "tiny"
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "small": {
+        "hidden_size": 448,
+        "intermediate_size": 1280,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 7,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}
+"""Changes to the embedded model's config: 3 and 26 million parameters."""
+QUESTIONS = (
+    "What is a leap year?",
+    "Explain what a kernel is.",
+    "Name three colors.",
+    "Give an example of a metaphor.",
+    "Describe the role of the heart.",
+)
 _MOST_STEPS = 1_000_000
-NO_LEARNING = "1e-12"
-"""A learning rate that moves no weight: the evaluation after such a step is that of the weights before."""
 
 
-def paragraphs() -> Iterator[str]:
-    """Yield paragraphs of prose, each file's once."""
-    seen: set[int] = set()
-    for path in sorted(DOCUMENTATION.rglob("*")):
-        name = path.name.removesuffix(".gz")
-        if not NAMES.fullmatch(name) or path.is_symlink() or not path.is_file():
-            continue
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        for part in re.split(r"\n\s*\n", content.decode(errors="ignore")):
-            text = " ".join(part.split())
-            letters = sum(character.isalpha() or character == " " for character in text)
-            if 200 <= len(text) <= 4000 and letters > 0.85 * len(text) and hash(text) not in seen:
-                seen.add(hash(text))
-                yield text
+class Laboratory:
+    """A folder with a preset, a model and its runs, all made by the commands that users have.
 
+    Args:
+        folder: Where all of it is kept.
+        size: Which of ``SIZES`` the model has.
+        settings: Keys of the spec for every run.
+    """
 
-def write_text(path: Path, most_bytes: float) -> int:
-    """Write paragraphs as rows, about ``most_bytes`` at most, and return their bytes."""
-    total = 0
-    with path.open("w") as file:
-        for text in paragraphs():
-            total += len(text)
-            file.write(json.dumps({"text": text}) + "\n")
-            if total > most_bytes:
-                break
-    return total
+    def __init__(self, folder: Path, size: str, settings: dict[str, object]) -> None:
+        self.runs, self._settings = folder / "runs", settings
+        self._environment = os.environ | {"XDG_CONFIG_HOME": str(folder / "config")}
+        self.runs.mkdir(parents=True, exist_ok=True)
+        random = folder / "random"
+        random.mkdir(exist_ok=True)
+        (random / "config.json").write_text(json.dumps(find_preset("tiny").spec.model.config | SIZES[size]))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TOKENIZER / name, random)
+        self.so_tui("presets", "add", str(random), "--name", "own")
 
+    def so_tui(self, *argv: str) -> None:
+        """Call a command; what it prints goes to stderr."""
+        subprocess.run([sys.executable, "-m", "so_tui", *argv], check=True, stdout=sys.stderr, env=self._environment)
 
-def so_tui(*argv: str) -> str:
-    """Call a command and return what it prints; its errors go to stderr."""
-    return subprocess.run([sys.executable, "-m", "so_tui", *argv], check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def trained(folder: Path, gpus: int, **changes: object) -> RunDirectory:
-    """Train the embedded preset with changes, and return the run."""
-    settings = {"gpus": gpus, "data.held_out": 0.05, "checkpoint.at_end": "false", **changes}
-    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    before = set(folder.iterdir())
-    print(so_tui("run", "tiny", "--plain", "--runs-dir", str(folder), *sets), file=sys.stderr)
-    (run,) = set(folder.iterdir()) - before
-    return RunDirectory(run)
+    def trained(self, *changes: dict[str, object]) -> RunDirectory:
+        """Train with more keys of the spec, and return the run."""
+        settings = dict(self._settings)
+        for more in changes:
+            settings |= more
+        sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        before = set(self.runs.iterdir())
+        self.so_tui("run", "own", "--plain", "--runs-dir", str(self.runs), *sets)
+        (run,) = set(self.runs.iterdir()) - before
+        return RunDirectory(run)
 
 
 def figures(run: RunDirectory) -> dict[str, Any]:
@@ -87,29 +97,37 @@ def main() -> None:
     given = _parser().parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(given.folder or made)
-        runs = folder / "runs"
-        runs.mkdir(parents=True, exist_ok=True)
-        text = folder / "text.jsonl"
-        size = write_text(text, 1e6 * given.megabytes)
-        print(f"{size / 1e6:.1f} MB of text in {text}", file=sys.stderr)
-        data = {"data.source": text, "data.format": "text", "data.held_out": 0.02}
-        pretrained = trained(runs, given.gpus, **data, **{"train.steps": given.pretrain_steps, "checkpoint.at_end": "true"})
-        model = folder / "model"
-        so_tui("export", str(pretrained.path), "--to", str(model))
+        shape = {"gpus": given.gpus, "data.sequence_length": given.length, "train.micro_batch": given.micro_batch}
+        laboratory = Laboratory(folder, given.size, shape | {"checkpoint.at_end": "false"})
+        trained, model = laboratory.trained, folder / "model"
+        random = {"model.weights": "random"}
+        text = {"data.source": given.text, "data.format": "text", "data.held_out": 0.01}
+        long = {"train.steps": given.pretrain_steps, "train.learning_rate": given.learning_rate, "checkpoint.at_end": "true"}
+        pretrained = trained(random, text, long)
+        laboratory.so_tui("export", str(pretrained.path), "--to", str(model))
         base = {"model.id": model, "model.weights": "pretrained"}
-        tuning = {"train.steps": given.tune_steps, "train.learning_rate": 1e-3}
-        asked = {"prompts.texts": json.dumps(QUESTIONS), "prompts.max_tokens": 40}
-        before = trained(runs, given.gpus, **base, **{"train.steps": 1, "train.learning_rate": NO_LEARNING})
-        after = trained(runs, given.gpus, **base, **tuning, **asked)
-        scratch = trained(runs, given.gpus, **tuning)
+        rows = {"data.source": given.instructions, "data.held_out": 0.1}
+        tuning = {
+            "train.steps": given.tune_steps,
+            "train.learning_rate": given.learning_rate / 4,
+            "train.micro_batch": given.tune_micro_batch,
+        }
+        after = trained(base, rows, tuning, {"prompts.texts": json.dumps(QUESTIONS), "prompts.max_tokens": 60})
+        scratch = trained(random, rows, tuning)
         first, *_, last = read_answers(after).asked
         answers = [
             {"prompt": one.prompt, "before": one.text, "after": other.text} for one, other in zip(first.answers, last.answers, strict=True)
         ]
+        tuned = {"before": read_all(after).evaluations[0].loss, "after": figures(after), "from_random_weights": figures(scratch)}
         found = {
-            "text_bytes": size,
+            "text_bytes": given.text.stat().st_size,
+            "size": given.size,
             "pretraining": figures(pretrained),
-            "instructions": {"before": figures(before)["held_out_loss"], "after": figures(after), "from_random_weights": figures(scratch)},
+            "instructions": tuned,
+                "before": read_all(after).evaluations[0].loss,
+                "after": figures(after),
+                "from_random_weights": figures(scratch),
+            },
             "answers": answers,
         }
         print(json.dumps(found, indent=1))
@@ -117,11 +135,17 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="rows to pretrain on, in JSONL with `text`")
+    parser.add_argument("--size", choices=list(SIZES), default="tiny")
+    parser.add_argument("--instructions", default="builtin:tiny/rows.jsonl", help="rows to fine-tune on, in Alpaca's layout")
     parser.add_argument("--pretrain-steps", type=int, default=2000)
-    parser.add_argument("--megabytes", type=float, default=24, help="text at most; so small a model learns little from more")
     parser.add_argument("--tune-steps", type=int, default=120)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--tune-micro-batch", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--gpus", type=int, default=1, help="ranks; without GPUs, processes on the CPU")
-    parser.add_argument("--folder", help="where text, runs and the model are kept (default: a folder that is removed)")
+    parser.add_argument("--folder", help="where runs and models are kept (default: a folder that is removed)")
     return parser
 
 

@@ -234,7 +234,8 @@ class TrainSpec(Spec, frozen=True):
         int,
         Meta(
             ge=0,
-            description="Steps between evaluations, if `data` defines evaluation data; 0 evaluates only at the end.",
+            description="Steps between evaluations, if `data` defines evaluation data; 0 evaluates only at the end. Pretrained weights are "
+            "evaluated before the first step as well.",
             extra={"unit": "optimizer steps"},
         ),
     ] = 0

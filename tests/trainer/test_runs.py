@@ -20,6 +20,7 @@ from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
     EndRecord,
+    EvaluationRecord,
     MetricRecord,
     PhaseRecord,
     ResumedRecord,
@@ -116,7 +117,7 @@ def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(fin
     (cached / "refs" / "main").write_text("0123")
     shutil.copytree(finished_run.path / "export", cached / "snapshots" / "0123")
     changes = {"model__id": "someone/tiny", "model__tokenizer": "someone/tiny", "model__weights": "pretrained"}
-    spec = tiny(**changes, train__steps="2", train__learning_rate="1e-5", checkpoint__at_end="false")
+    spec = tiny(**changes, train__steps="2", train__learning_rate="1e-5", checkpoint__at_end="false", data__held_out="0.1")
     run = create_run(spec, tmp_path / "runs")
     cut_off = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert start(run, spec, cut_off).wait(timeout=400) == 0, log(run)
@@ -124,6 +125,10 @@ def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(fin
     learned = steps_of(records(finished_run))
     assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert steps_of(records(run))[0].loss < learned[0].loss - 1
+    before, after = (record for record in records(run) if isinstance(record, EvaluationRecord))
+    assert (before.step, after.step) == (0, 2)
+    assert before.loss == pytest.approx(learned[-1].loss, abs=0.7)
+    assert after.loss < before.loss
 
 
 def test_the_export_tool_answers_in_json(finished_run: RunDirectory, tmp_path: Path) -> None:

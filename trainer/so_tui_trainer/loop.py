@@ -117,6 +117,8 @@ class Loop:
         stop_requested = False
         if self.step == 0:
             self.ask()
+            if self.spec.model.weights == "pretrained":
+                self.evaluate()  # What training is to improve; the loss of random weights is known.
         with Prefetcher(self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device) as micro_batches:
             self.clock.restart()
             while self.step < self.total_steps and not stop_requested:
