@@ -124,10 +124,6 @@ def main() -> None:
             "size": given.size,
             "pretraining": figures(pretrained),
             "instructions": tuned,
-                "before": read_all(after).evaluations[0].loss,
-                "after": figures(after),
-                "from_random_weights": figures(scratch),
-            },
             "answers": answers,
         }
         print(json.dumps(found, indent=1))
